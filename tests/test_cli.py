@@ -532,14 +532,16 @@ def test_memory_of_training_on_a_gpu(capsys):
     plain = memory.plan_memory(engine="cuda", ranks=1, training=True, activation="relu2", **sizes | {"max_tokens": 3})
     assert plain.kept_bytes == 3 * (8 * (768 * 2 + 8) + 4 * 128)
     assert plain.pass_bytes == 24 * 256 * 2 * 768 * 2 + 6 * 24 * 4
+    wide = memory.plan_memory(engine="cuda", ranks=1, training=True, dtype="float32", **sizes)
+    assert wide.kept_bytes == 1000 * (8 * (2 * 768 * 4 + 8) + 4 * 128)
+    assert wide.pass_bytes == (8000 // 256 + 128) * 256 * 3 * 768 * 4 + 6 * 8000 * 4
     for other in (
         ["--ranks", "2", "--transport", "rdma"],
-        ["--ranks", "1", "--dtype", "float32"],
         ["--ranks", "1", "--weight-dtype", "float8_e4m3fn"],
         ["--ranks", "1", "--weight-dtype", "mxfp4"],
     ):
         assert main([*command, *other]) == 2
-        assert "training: expected bfloat16 or float16" in capsys.readouterr().err
+        assert "training: expected bfloat16, float16 or float32" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("redispatch", [False, True])

@@ -113,13 +113,26 @@ def test_instances_of_experts_in_mxfp4(tool, capsys):
 
 
 def test_instances_of_training(tool):
-    others = {"-DFLASHMOE_DTYPE=0", tool.QUANTISED, tool.MXFP4}
-    for every, of_each, in_group in ((False, 3, 1), (True, 2 * 7 * 2, 2 * 7 * 2)):
+    fp32, reasons = "-DFLASHMOE_DTYPE=0", {tool.ON_INPUT, tool.SLICED}
+    for every, of_each, in_group, of_fp32, of_reasons in ((False, 3, 1, 0, 2), (True, 28, 28, 7 * 2 * 4, 4 * 3 * 4)):
         found = tool.training_instances(every)
-        assert not any(others & set(defines) for defines in found)
+        assert len(set(found)) == len(found)
+        assert not any({tool.QUANTISED, tool.MXFP4} & set(defines) for defines in found)
+        assert not any({fp32, tool.TRANSPOSED} <= set(defines) for defines in found)
+        assert sum(not reasons.isdisjoint(defines) for defines in found) == of_reasons
+        found = [defines for defines in found if reasons.isdisjoint(defines)]
+        assert sum(fp32 in defines for defines in found) == of_fp32
+        found = [defines for defines in found if fp32 not in defines]
         for which in (tool.KEEP, tool.BACKWARD):
             assert sum(which in defines for defines in found) == of_each + in_group
             assert sum({which, tool.GROUP} <= set(defines) for defines in found) == in_group
+
+
+def test_backward_passes_of_float32_multiply_by_fragments(tool, capsys):
+    unit = next(u for u in tool.units() if {tool.BACKWARD, "-DFLASHMOE_DTYPE=0"} <= set(u.defines))
+    assert tool.report(unit, compiled(tool)) == 1
+    assert "no HMMA instruction" in capsys.readouterr().out
+    assert tool.report(unit, compiled(tool, sass=SASS.replace("HGMMA", "HMMA"))) == 0
 
 
 def test_kernels_that_put_are_compiled_with_both_ends_of_nvshmems_releases(tool):

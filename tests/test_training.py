@@ -189,6 +189,7 @@ def test_slices(pool: RankPool, biases: tuple[bool, bool, bool]):
             np.testing.assert_allclose(of_rank[name], part, rtol=1e-4, atol=1e-4, err_msg=name)
         for name in set(of_rank) - set(names) - {"y"}:
             np.testing.assert_allclose(of_rank[name], whole[rank][name], rtol=1e-4, atol=1e-4, err_msg=name)
+    check(problem, grads, found, sliced=sliced)
 
 
 # What training code does

@@ -13,11 +13,14 @@ import torch
 from flashmoe.gradient_tolerance import RankCall, gradient_errors
 from flashmoe.launch import RankPool
 from flashmoe.reference import moe_gradients, moe_reference
+from flashmoe.slices import cut
 from problems import DEFAULT_TILE, Problem, is_certain, random_problem, routed
 
 EXPERTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 OWN = ("router", "router_bias", "shared_gate_up", "shared_down", "shared_gate")
 CONSTANT = ("topk_ids", "choice_bias")
+OF_THE_ENGINE = ("return_mode", "exact")
+"""Options that the reference does not have."""
 Gradients = list[dict[str, np.ndarray]]
 
 
@@ -92,29 +95,35 @@ def train(
     return [list(each) for each in zip(*by_rank, strict=True)]
 
 
-def check(problem: Problem, grads: list[np.ndarray], found: Gradients, engine: str = "cpu") -> dict[str, float]:
-    """Every gradient is within its bound; how far, as a part of the bound, by name the worst."""
+def check(
+    problem: Problem, grads: list[np.ndarray], found: Gradients, engine: str = "cpu", sliced: Any = None
+) -> dict[str, float]:
+    """Every gradient is within its bound; how far, as a part of the bound, by name the worst. `sliced`: the problem
+    whose experts are in slices (`test_slices.Sliced`), where the gradients are its."""
+    held, slices = (problem, 1) if sliced is None else (sliced, sliced.slices)
     rule = {name: problem.options[name] for name in ("renormalize", "score", "routed_scale") if name in problem.options}
     rule = {"renormalize": True, "score": "softmax", "routed_scale": 1.0} | rule
-    options = {name: each for name, each in problem.options.items() if name != "return_mode"}
+    options = {name: each for name, each in problem.options.items() if name not in OF_THE_ENGINE}
     calls, expected = [], []
     for rank, x in enumerate(problem.x):
         call, given = _reference_call(problem, rank, x, grads[rank])
-        calls.append(call)
+        calls.append(call if sliced is None else _of_slices(call, slices, sliced.destinations(rank)))
         expected.append(moe_gradients(grads[rank], x, **given, **options))
     shape = {name: each for name, each in options.items() if name in ("interleaved", "limit", "alpha", "up_offset")}
     same = ("activation", "transposed", "weights_on_input")
     errors = gradient_errors(
         calls,
-        problem.gate_up_proj,
-        problem.down_proj,
-        return_mode=_return_mode(problem),
+        held.gate_up_proj,
+        held.down_proj,
+        return_mode=_return_mode(held),
         engine=engine,
+        exact=problem.options.get("exact", False),
         router=problem.router,
         router_bias=problem.router_bias,
         rule=rule,
-        gate_up_bias=problem.gate_up_bias,
-        down_bias=problem.down_bias,
+        gate_up_bias=held.gate_up_bias,
+        down_bias=held.down_bias,
+        slices=slices,
         shared_gate_up=problem.shared_gate_up,
         shared_down=problem.shared_down,
         shared_gate=problem.shared_gate,
@@ -129,13 +138,28 @@ def check(problem: Problem, grads: list[np.ndarray], found: Gradients, engine: s
                 continue
             assert each.dtype == (np.float32 if name == "topk_weights" else x_type), name
             _compare(parts, name, each, expected[rank][name], errors[name][rank].bound)
-    for name in EXPERTS:
-        if name in found[0]:
-            whole = np.zeros(expected[0][name].shape)
-            for rank, of_rank in enumerate(found):
-                whole[problem.held_by(rank)] += of_rank[name].astype(np.float64)
-            _compare(parts, name, whole, sum(each[name] for each in expected), errors[name].bound)
+    of_experts = {name: sum(each[name] for each in expected) for name in EXPERTS if name in found[0]}
+    if sliced is not None:
+        how = {name: options[name] for name in ("activation", "interleaved", "transposed") if name in options}
+        of_experts = cut(slices, **of_experts, **how)
+    for name, exact in of_experts.items():
+        whole = np.zeros(exact.shape)
+        for rank, of_rank in enumerate(found):
+            whole[held.held_by(rank)] += of_rank[name].astype(np.float64)
+        _compare(parts, name, whole, exact, errors[name].bound)
     return parts
+
+
+def _of_slices(call: RankCall, slices: int, owners: list[int]) -> RankCall:
+    """The same call of experts in slices, that these ranks compute."""
+    shape = len(call.x), call.ids.shape[1] * slices
+    ids, kept = (
+        np.where(each[..., None] < 0, -1, each[..., None] * slices + np.arange(slices)).reshape(shape)
+        for each in (call.ids, call.kept)
+    )
+    variance = np.repeat(np.broadcast_to(call.weight_variance, call.ids.shape), slices, axis=1)
+    weights = np.repeat(call.weights, slices, axis=1)
+    return replace(call, ids=ids, kept=kept, weights=weights, weight_variance=variance, owners=owners)
 
 
 def _compare(parts: dict[str, float], name: str, found: np.ndarray, expected: np.ndarray, bound: float) -> None:
@@ -162,7 +186,7 @@ def _reference_call(problem: Problem, rank: int, x: np.ndarray, grad: np.ndarray
     else:
         logits, ids, variance = None, problem.topk_ids[rank], 0.0
         given |= {"topk_ids": ids, "topk_weights": problem.topk_weights[rank]}
-    options = {name: each for name, each in problem.options.items() if name != "return_mode"}
+    options = {name: each for name, each in problem.options.items() if name not in OF_THE_ENGINE}
     result = moe_reference(x, **given, **options)
     owners = problem.destinations(rank)
     call = RankCall(x, grad, ids, result.topk_ids, result.topk_weights, owners, variance, logits, rank)

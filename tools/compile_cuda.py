@@ -46,11 +46,12 @@ INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
 LOADS = ("UTMALDG", "LDGSTS")
 WGMMA, WGMMA_FP8, MMA = "HGMMA", "QGMMA", "HMMA"
 
-BF16 = 1  # as csrc/cuda/entry/moe.cu numbers them
+FP32, BF16 = 0, 1  # as csrc/cuda/entry/moe.cu numbers them
 ACTIVATIONS = RELU, GELU, SILU, SWIGLU, GEGLU, RELU2, CLAMPED = range(7)
 EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
 TRANSPOSED, QUANTISED, MXFP4 = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1", "-DFLASHMOE_MXFP4=1"
 KEEP, BACKWARD, GROUP = "-DFLASHMOE_KEEP=1", "-DFLASHMOE_BACKWARD=1", "-DFLASHMOE_GROUP=1"
+ON_INPUT, SLICED = "-DFLASHMOE_ON_INPUT=1", "-DFLASHMOE_SLICED=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 OUTER = "-DFLASHMOE_PROGRAM=kForwardAndOuter"
@@ -156,7 +157,10 @@ class Unit:
             return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are of y's type
         if MXFP4 in self.defines:  # the kernel for a few tokens alone
             return (MMA, *LOADS)
-        return LOADS if EXACT in self.defines else (WGMMA, *LOADS)
+        if EXACT in self.defines:
+            return LOADS
+        by_fragments = BACKWARD in self.defines and f"-DFLASHMOE_DTYPE={FP32}" in self.defines
+        return (MMA if by_fragments else WGMMA, *LOADS)
 
     @property
     def title(self) -> str:
@@ -205,13 +209,22 @@ def mxfp4_instances(every: bool) -> list[tuple[str, ...]]:
 
 def training_instances(every: bool) -> list[tuple[str, ...]]:
     """Of forward passes that keep what gradients need, and of backward passes: without a gate, with the one of most
-    registers, and of both layouts of weights; among several ranks, with the one of most registers."""
+    registers, and of both layouts of weights; among several ranks, with the one of most registers, of layers that have
+    the usual kernels, and of such as have others for all reasons there are, in float32 as well."""
     kinds = [(BF16, GELU), (BF16, CLAMPED), (BF16, CLAMPED, TRANSPOSED)]
     if every:
         kinds += [(dtype, each, *more) for dtype in (BF16, 2) for each in ACTIVATIONS for more in ((), (TRANSPOSED,))]
     found = [instance(*kind, which) for which in (KEEP, BACKWARD) for kind in dict.fromkeys(kinds)]
     in_group = kinds if every else [(BF16, CLAMPED)]
-    return found + [instance(*kind, which, GROUP) for which in (KEEP, BACKWARD) for kind in dict.fromkeys(in_group)]
+    found += [instance(*kind, which, GROUP) for which in (KEEP, BACKWARD) for kind in dict.fromkeys(in_group)]
+    if not every:
+        return found + [instance(dtype, CLAMPED, ON_INPUT, SLICED, BACKWARD, GROUP) for dtype in (BF16, FP32)]
+    others = [(FP32, each, *exact) for each in ACTIVATIONS for exact in ((), (EXACT,))]
+    most = (BF16, CLAMPED), (BF16, CLAMPED, TRANSPOSED), (FP32, CLAMPED), (FP32, CLAMPED, EXACT)
+    others += [(*kind, *reasons) for kind in most for reasons in ((ON_INPUT,), (SLICED,), (ON_INPUT, SLICED))]
+    return found + [
+        instance(*kind, which, *group) for kind in others for which in (KEEP, BACKWARD) for group in ((), (GROUP,))
+    ]
 
 
 def rdma_units(source: Path, every: bool) -> list[Unit]:

@@ -154,6 +154,9 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
     f("weights_by_bias", g.weights_by_bias);
     f("logit_gradients", g.logit_gradients);
     f("router", g.router);
+    f("shared_gate_up", g.shared_gate_up);
+    f("shared_down", g.shared_down);
+    f("shared_logits", g.shared_logits);
     f.done();
     const auto c = context(handle);
     const TokenSpec t{
@@ -174,9 +177,10 @@ int64_t kept_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int
   });
 }
 
-// Of a rank alone: bytes that a call keeps of a token with so many choices, each with pre-activations of so many bytes.
-int64_t kept_token_bytes(int64_t choices, int64_t row_bytes) {
-  return static_cast<int64_t>(KeptLayout(static_cast<uint64_t>(choices), static_cast<uint64_t>(row_bytes)).bytes);
+// Of a rank alone: bytes that a call keeps of a token with so many choices and rows of pre-activations of so many bytes.
+int64_t kept_token_bytes(int64_t rows, int64_t choices, int64_t row_bytes) {
+  const auto count = [](int64_t n) { return static_cast<uint64_t>(n); };
+  return static_cast<int64_t>(KeptLayout(count(rows), count(choices), count(row_bytes)).bytes);
 }
 
 int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> rows) {
@@ -212,13 +216,14 @@ Map training_bytes(Map layer, Map map) {
     const LayerSpec spec = layer_of(std::move(layer));
     Limits limits = limits_of(std::move(map));
     limits = cuda_limits(limits, limits.processors);
-    const uint64_t tokens = limits.max_tokens, experts = limits.max_local_experts, choices = tokens * spec.top_k;
+    const uint64_t tokens = limits.max_tokens, experts = limits.max_local_experts + shared_experts(spec.shared);
+    const uint64_t rows_kept = tokens * rows_of_token(spec), choices = uint64_t{spec.top_k} * spec.slices;
     const bool alone = limits.ranks == 1, redispatch = !alone && limits.redispatch != 0;
-    const KeptRows rows{choices, tokens * min_of(spec.top_k, limits.ranks - 1), tokens, 0};
+    const KeptRows rows{rows_kept, tokens * min_of<uint64_t>(choices, limits.ranks - 1), tokens, 0};
     Map out;
     const auto set = [&](const char* name, uint64_t bytes) { out.Set(name, static_cast<int64_t>(bytes)); };
-    const PassLayout pass(spec, choices, experts, rows.received, redispatch, alone);
-    set("tile_rows", pass.received);
+    const PassLayout pass(spec, tokens, rows_kept, experts, rows.received, redispatch, alone);
+    set("tile_rows", pass.plain);
     set("pass_tokens", pass.gather - pass.received);
     set("gather", pass.parts - pass.gather);
     set("weight_parts", pass.bytes - pass.parts);

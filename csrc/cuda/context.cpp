@@ -99,8 +99,9 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
     throw Error(Error::Kind::kHeap, "layer: expected sizes within the context's limits");
   }
   const bool trains = layer.pass != Pass::kInference;
-  if (trains && (l.rdma != 0 || has_scales(spec.weight_type) || element_bytes(spec.y_type) != 2)) {
-    throw Error(Error::Kind::kInvalidArgument, "layer: expected memory that is mapped and a 16-bit type for gradients");
+  if (trains && (l.rdma != 0 || has_scales(spec.weight_type))) {
+    throw Error(Error::Kind::kInvalidArgument,
+                "layer: expected memory that is mapped and weights without scales for gradients");
   }
   const KernelSet which{.general = !only_few(spec),
                         .few = !trains,
@@ -231,7 +232,8 @@ void Context::move_rows(int64_t layer, uint64_t memory, uint64_t kept, const Kep
                           words(layout.first_row),
                           static_cast<uint32_t>(rows.pitch),
                           processors()};
-  const uint64_t tiles = rows.rows / sm90::kTileTokens + min_of(uint64_t{shape.local_experts}, rows.rows);
+  const uint64_t experts = shape.local_experts + later_slices(plan.spec);  // as its tiles are moved
+  const uint64_t tiles = rows.rows / sm90::kTileTokens + min_of(experts, rows.rows);
   plan.kernels.launch_move(plan.args, to, static_cast<uint32_t>(tiles), stream);
 }
 

@@ -12,7 +12,7 @@
 
 namespace flashmoe::cuda {
 
-// What its calls compute. Passes that train are of 16-bit types, and of a rank alone or of ranks whose memory is mapped.
+// What its calls compute. Passes that train are of a rank alone or of ranks whose memory is mapped, and of no quantised types.
 enum class Pass : uint32_t {
   kInference,
   kForward,   // the layer, and what gradients need is kept
@@ -50,13 +50,26 @@ inline uint64_t kept_row_bytes(const LayerSpec& spec) {
   return uint64_t{spec.gate_up_rows()} * element_bytes(spec.intermediate_type);
 }
 
-// Where what a call keeps of so many choices lies in its memory: pre-activations first (KeptOutputs).
+// Choices of a token, that of a shared expert too; and the rows of pre-activations that it has, which are one for each slice.
+inline uint64_t choices_of_token(const LayerSpec& spec) {
+  return uint64_t{spec.top_k} * spec.slices + shared_experts(spec.shared);
+}
+inline uint64_t rows_of_token(const LayerSpec& spec) {
+  return uint64_t{spec.top_k} * spec.slices + spec.shared;
+}
+// The slices behind the first that the rows of the shared expert's tokens have (Call::inner_tile).
+inline uint64_t later_slices(const LayerSpec& spec) {
+  return max_of(spec.shared, 1u) - 1;
+}
+
+// Where what a call keeps of so many rows and choices lies in its memory: pre-activations first (KeptOutputs).
 struct KeptLayout {
   uint64_t ids, weights, bytes;
 
-  KeptLayout(uint64_t choices, uint64_t row_bytes)
-      : ids(choices * row_bytes), weights(ids + choices * sizeof(int32_t)), bytes(weights + choices * sizeof(float)) {}
-  KeptLayout(const LayerSpec& spec, uint64_t tokens) : KeptLayout(tokens * spec.top_k, kept_row_bytes(spec)) {}
+  KeptLayout(uint64_t rows, uint64_t choices, uint64_t row_bytes)
+      : ids(rows * row_bytes), weights(ids + choices * sizeof(int32_t)), bytes(weights + choices * sizeof(float)) {}
+  KeptLayout(const LayerSpec& spec, uint64_t tokens)
+      : KeptLayout(tokens * rows_of_token(spec), tokens * choices_of_token(spec), kept_row_bytes(spec)) {}
 };
 
 // The same among several ranks: pre-activations first (MovedRows), the routing of the rank's own tokens last.
@@ -70,9 +83,9 @@ struct GroupKeptLayout {
     received = kept.rows * kept_row_bytes(spec);
     numbers = received + (redispatch ? 0 : kept.received * spec.token_row_bytes());
     first_row = align_up(numbers + ranks * kept.pitch * sizeof(uint32_t), kAlign);
-    ids = align_up(first_row + (local_experts + 1) * sizeof(uint32_t), kAlign);
-    weights = ids + tokens * spec.top_k * sizeof(int32_t);
-    bytes = weights + tokens * spec.top_k * sizeof(float);
+    ids = align_up(first_row + (local_experts + later_slices(spec) + 1) * sizeof(uint32_t), kAlign);
+    weights = ids + tokens * choices_of_token(spec) * sizeof(int32_t);
+    bytes = weights + tokens * choices_of_token(spec) * sizeof(float);
   }
 };
 
@@ -83,7 +96,7 @@ struct GroupCallLayout {
 
   GroupCallLayout(const LayerSpec& spec, const Limits& limits, uint64_t local_experts, bool redispatch) {
     const uint64_t most = limits.max_tokens, word = sizeof(uint32_t);
-    received = limits.max_tiles() * sm90::kTileTokens * kept_row_bytes(spec);
+    received = (limits.max_tiles() + limits.max_later_slices()) * sm90::kTileTokens * kept_row_bytes(spec);
     ranks = received + (redispatch ? 0 : (limits.ranks - 1) * most * spec.token_row_bytes());
     rows = ranks + limits.ranks * sizeof(gpu::RankRows);
     numbers = rows + limits.ranks * local_experts * word;
@@ -91,23 +104,33 @@ struct GroupCallLayout {
   }
 };
 
-// Where a backward pass has what nobody reads after it: rows of tiles, dZ first (BackwardArgs). Of so many rows of experts; and
-// rows of other ranks' tokens, of several ranks (GroupArgs): of dY, and where they are dispatched again, of x.
-struct PassLayout {
-  uint64_t tiles, weighted, received, x, gather, parts, bytes;
+// Whether rows of dZ are needed without the weight, too (BackwardArgs::plain_behind).
+inline bool needs_plain(const LayerSpec& spec) {
+  return spec.weights_on_input && spec.gate_up_bias;
+}
 
-  PassLayout(const LayerSpec& spec, uint64_t choices, uint64_t local_experts, uint64_t received_rows, bool redispatch,
-             bool alone) {
-    const uint64_t element = element_bytes(spec.y_type);
-    tiles = choices / sm90::kTileTokens + min_of(local_experts, choices);
+// Where a backward pass has what nobody reads after it: rows of tiles, dZ first (BackwardArgs). Of so many own tokens, and rows of
+// experts, those of slices of the shared one counted each; and rows of other ranks' tokens, of several ranks (GroupArgs): of dY,
+// and where they are dispatched again, of x.
+struct PassLayout {
+  uint64_t tiles;      // without those of the shared expert's later slices,
+  uint64_t all_tiles;  // and with them
+  uint64_t weighted, plain, received, x, gather, parts, bytes;
+
+  PassLayout(const LayerSpec& spec, uint64_t tokens, uint64_t rows, uint64_t local_experts, uint64_t received_rows,
+             bool redispatch, bool alone) {
+    const uint64_t element = element_bytes(spec.y_type), first_rows = rows - tokens * later_slices(spec);
+    tiles = first_rows / sm90::kTileTokens + min_of(local_experts, first_rows);
     if (!alone) tiles = max_of(tiles, uint64_t{1});  // the copy engine's view of no rows would be none
-    weighted = tiles * sm90::kTileTokens * spec.gate_up_rows() * element;
-    received = weighted + tiles * sm90::kTileTokens * spec.intermediate * element;
+    all_tiles = tiles + later_slices(spec) * ceil_div(tokens, uint64_t{sm90::kTileTokens});
+    weighted = all_tiles * sm90::kTileTokens * spec.gate_up_rows() * element;
+    plain = weighted + all_tiles * sm90::kTileTokens * spec.intermediate * element;
+    received = plain + (needs_plain(spec) ? weighted : 0);
     x = received + received_rows * spec.token_row_bytes();
     gather = x + (redispatch ? x - received : 0);
     parts = gather + (alone ? 0 : tiles * sm90::kTileTokens * sizeof(uint32_t));
-    const uint64_t of_choice = ceil_div(spec.intermediate, sm90::kTaskFeatures) * sm90::kClusterBlocks;
-    bytes = parts + of_choice * choices * sizeof(float);
+    const uint64_t of_row = ceil_div(spec.intermediate, sm90::kTaskFeatures) * sm90::kClusterBlocks;
+    bytes = parts + of_row * rows * sizeof(float);
   }
 };
 
@@ -129,8 +152,10 @@ struct GradientSpec {
   uint64_t kept = 0;  // by the forward pass: memory of KeptLayout, or GroupKeptLayout
   KeptRows rows;      // among several ranks
   uint64_t x = 0, x_row_bytes = 0;
-  uint64_t memory = 0;                       // of PassLayout
-  uint64_t weights = 0;                      // [T, K] fp32, written: of the combine weights
+  uint64_t memory = 0;   // of PassLayout
+  uint64_t weights = 0;  // [T, K] fp32, written: of the combine weights
+  // Written, as in BackwardOptions; 0: not wanted.
+  uint64_t shared_gate_up = 0, shared_down = 0, shared_logits = 0;
   uint64_t gate_up = 0, down = 0;            // written, as the tensors; 0: not wanted
   uint64_t gate_up_bias = 0, down_bias = 0;  // likewise
   uint64_t accumulates = 0;                  // as in BackwardArgs

@@ -96,6 +96,19 @@ TensorMapShape backward_down_map(const LayerSpec& spec, const Matrix& m, uint32_
   return transposed_shape(m, bytes, spec.intermediate, 1, 0, spec.hidden, experts);
 }
 
+// Those of the shared expert, of whose slices each is an expert. dX contracts over the rows of a slice, which where all gates lie
+// before all ups are not one behind the other: so the slices' gates are experts, and behind them their ups.
+void set_shared_backward(sm90::KernelArgs& a, const LayerSpec& spec, Matrix gate_up, const Matrix& down) {
+  const uint32_t parts = spec.gated() && !spec.interleaved ? 2 : 1, rows = spec.gate_up_rows() / parts;
+  const uint32_t bytes = element_bytes(spec.weight_type);
+  gate_up.expert_bytes = rows * (spec.transposed ? uint64_t{bytes} : gate_up.row_bytes);
+  const TensorMapShape shape = spec.transposed
+                                   ? down_shape(gate_up, bytes, spec.hidden, rows, spec.shared * parts)
+                                   : transposed_shape(gate_up, bytes, spec.hidden, 1, 0, rows, spec.shared * parts);
+  a.shared_gate_up = encode(shape, gate_up.data, spec.weight_type, "shared_gate_up");
+  a.shared_down = encode(backward_down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
+}
+
 // The shared expert's matrices, as those of experts that are each a slice of its width I: rows of gate_up, columns of down,
 // or the other way round.
 void set_shared(sm90::KernelArgs& a, const Layer& layer) {
@@ -107,10 +120,11 @@ void set_shared(sm90::KernelArgs& a, const Layer& layer) {
   gate_up.expert_bytes = columns * (spec.transposed ? bytes : gate_up.row_bytes);
   down.expert_bytes =
       spec.transposed ? spec.intermediate * down.row_bytes : stored_bytes(spec.weight_type, spec.intermediate);
+  a.shared_gate = reinterpret_cast<const void*>(layer.shared_gate);
+  if (layer.pass == Pass::kBackward) return set_shared_backward(a, spec, gate_up, down);
   a.shared_gate_up =
       encode(gate_up_map(spec, gate_up, spec.shared, a.shared_gated), gate_up.data, spec.weight_type, "shared_gate_up");
   a.shared_down = encode(down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
-  a.shared_gate = reinterpret_cast<const void*>(layer.shared_gate);
 }
 
 void set_weights(sm90::KernelArgs& a, const Layer& layer) {
@@ -285,7 +299,12 @@ GroupCallLayout Plan::call_layout(const Common& common) const {
 
 PassLayout Plan::pass_layout(uint64_t tokens, const KeptRows& rows) const {
   const bool alone = !trains_in_group();
-  return {spec, alone ? tokens * spec.top_k : rows.rows, args.call.shape.local_experts, rows.received, redispatch,
+  return {spec,
+          tokens,
+          alone ? tokens * rows_of_token(spec) : rows.rows,
+          args.call.shape.local_experts,
+          rows.received,
+          redispatch,
           alone};
 }
 
@@ -298,7 +317,7 @@ void Plan::set_kept(const Common& common, const TokenSpec& t) {
     return;
   }
   const GroupCallLayout layout = call_layout(common);
-  const uint64_t weights = t.routing + uint64_t{t.tokens} * spec.top_k * sizeof(int32_t);
+  const uint64_t weights = t.routing + t.tokens * choices_of_token(spec) * sizeof(int32_t);
   args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(t.routing),
                reinterpret_cast<float*>(weights)};
   args.group.received = reinterpret_cast<uint8_t*>(t.keep + layout.received);
@@ -335,7 +354,7 @@ PassLayout Plan::set_rows(const GradientSpec& g) {
 
 void Plan::set_gradients(const GradientSpec& g) {
   const PassLayout layout = set_rows(g);
-  const uint64_t rows = layout.tiles * sm90::kTileTokens;
+  const uint64_t rows = layout.all_tiles * sm90::kTileTokens;
   const uint32_t bytes = element_bytes(spec.y_type), z_columns = spec.gate_up_rows();
   const Matrix z{g.memory, uint64_t{z_columns} * bytes, rows * z_columns * bytes};
   const Matrix weighted{g.memory + layout.weighted, uint64_t{spec.intermediate} * bytes,
@@ -348,6 +367,11 @@ void Plan::set_gradients(const GradientSpec& g) {
   b.z_gradients = at(z.data);
   b.weighted = at(weighted.data);
   b.z_columns = z_columns;
+  args.call.memory.slice_tiles = static_cast<uint32_t>(layout.tiles);
+  args.options.plain_behind = needs_plain(spec) ? layout.plain : 0;
+  args.options.shared_gate_up = at(g.shared_gate_up);
+  args.options.shared_down = at(g.shared_down);
+  args.options.shared_logits = reinterpret_cast<float*>(g.shared_logits);
   b.weight_parts = reinterpret_cast<float*>(g.memory + layout.parts);
   b.weights = reinterpret_cast<float*>(g.weights);
   b.gate_up = at(g.gate_up);

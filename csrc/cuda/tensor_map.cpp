@@ -44,7 +44,7 @@ TensorMapShape transposed_shape(const Matrix& m, uint32_t element_bytes, uint32_
   return {5,
           {columns, rows, halves, 1, experts},
           {m.row_bytes, uint64_t{halves == 1 ? columns : up} * element_bytes, rows * m.row_bytes, m.expert_bytes},
-          {sm90::kRowBytes / element_bytes, sm90::kSpanRows, 1, 1, 1}};
+          {sm90::span_side(element_bytes), sm90::span_side(element_bytes), 1, 1, 1}};
 }
 
 // E need not be a multiple of 8, so rows do not come in groups; dimensions of size 1 make the kernel see a map like the
@@ -61,7 +61,7 @@ TensorMapShape spans_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t 
   return {5,
           {columns, rows, 1, 1, 1},
           {row_bytes, all, all, all},
-          {sm90::kRowBytes / element_bytes, sm90::kSpanRows, 1, 1, 1}};
+          {sm90::span_side(element_bytes), sm90::span_side(element_bytes), 1, 1, 1}};
 }
 
 TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint64_t rows) {

@@ -25,13 +25,29 @@ variance. What one row has wrong is wrong in a whole matrix, but rows err indepe
 bound takes a row for what a token is in the bound of y, and besides each element of the sum, for the roundings of the
 sum itself. Biases are added up in float64.
 
+**float32 on a GPU.** The tensor cores take TF32: they ignore the 13 low bits of an operand's 23, always towards zero,
+so that all products shrink, which does not average out. What that does to tensors of the call is known. So everything
+is computed a second time, with truncated operands wherever tensor cores multiply: what is derived above holds of these
+numbers, and by how much each gradient of theirs differs from the true one, as a norm, widens its bound. dz, ``w a`` and
+the gradients of logits are truncated, too; their low bits depend on roundings before. There the mean, half a step of
+2^-10 of the binade towards zero, goes into the second computation, and step^2 / 12 among the variances. (Operands
+rounded to nearest would stay below half of it.) The pre-activations are those of such a forward pass.
+
+Tensor cores align the products of an instruction, and the sum so far, to the largest and cut off below 2^-23 of it,
+towards zero. mma.sync adds at least 4 products at a time: of n products n/4 such errors, half of one in the mean, are
+(n/8) 2^-23 of partial sums, taken as in tests/gpu/bounds.py for a variance of its square. exp and the reciprocal are
+within 2^-20 of themselves, which is worth 28 roundings; the polynomial for gelu's tail beside TF32 is within 5.4e-6, of
+which at most half counts: 80.
+
+`exact` calls have neither: products are fused multiply-adds one by one, gelu's tail is within 1.5e-7, and 28 cover it.
+
 Domain: as there; nothing may overflow or be subnormal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +68,8 @@ from .tolerance import (
 )
 
 _FLOAT64 = 16.0 * 2.0**-53  # a few roundings of float64
+_TF32_STEP = 2.0**-10  # of an operand, relative to its binade
+_OF_EXP, _OF_TAIL = 28.0, 80.0  # roundings that a GPU's functions of float32 are worth, see above
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +95,19 @@ class RankCall:
     rank: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A gradient, and its error."""
+
+    values: np.ndarray
+    error: CallError
+
+    def widened(self, true: _Found) -> CallError:
+        """The error beside `true`, where all else was computed of truncated operands."""
+        shift = float(np.linalg.norm(self.values - true.values))
+        return CallError(self.error.rms + shift, self.error.bound + shift)
+
+
 @dataclass
 class _Sum:
     """What is known of a gradient that is a sum over rows: its terms' sums, and each row's variance."""
@@ -98,12 +129,14 @@ class _Sum:
         self.rows.append(left_variance.sum(axis=1) * of_right + of_left * right_variance.sum(axis=1))
         self.count += len(left)
 
-    def error(self, dtype: str, in_float32: bool = True) -> CallError:
-        return _tail_bound(self.variances(dtype, in_float32))
+    def found(self, layer: _Layer, in_float32: bool = True) -> _Found:
+        return _Found(self.total, _tail_bound(self.variances(layer, in_float32)))
 
-    def variances(self, dtype: str, in_float32: bool = True) -> np.ndarray:
+    def variances(self, layer: _Layer, in_float32: bool = True) -> np.ndarray:
         """Of what is independent of one another."""
-        own = _rounding(self.total, dtype)
+        own = _rounding(self.total, layer.dtype)
+        if in_float32 and layer.tf32:
+            own = own + _cut_off(self.count) * (self.squares + self.total**2)
         if in_float32:  # of the running sum; what is added is exact in a fused multiply-add, else rounded
             own = own + _VARIANCE32 * ((self.count + 2) * (self.squares / 6.0 + self.total**2 / 3.0) + self.squares)
         return np.concatenate([*self.rows, own.ravel()])
@@ -116,6 +149,7 @@ def gradient_errors(
     *,
     return_mode: str,
     engine: str = "cpu",
+    exact: bool = False,
     router: np.ndarray | None = None,
     router_bias: np.ndarray | None = None,
     rule: Mapping[str, Any] | None = None,
@@ -127,20 +161,59 @@ def gradient_errors(
     shared_gate_up: np.ndarray | None = None,
     shared_down: np.ndarray | None = None,
     shared_gate: np.ndarray | None = None,
+    slices: int = 1,
     **shape: Any,
 ) -> dict[str, Any]:
     """The error of each gradient of a call of several ranks, by the names of `flashmoe.moe`: of the experts' tensors,
     all E of them, one `CallError`, of what each rank has for itself (x, topk_weights, the router's and the shared
-    expert's tensors) a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `rule`: `renormalize`, `score` and
-    `routed_scale`. The rest as in `flashmoe.tolerance.call_error`.
+    expert's tensors) a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `exact`: as the call's. `rule`: `renormalize`,
+    `score` and `routed_scale`. `slices`: the experts, and with them ids, weights and owners of the calls, are of
+    slices; the router and the gradients of weights are of whole experts. The rest as in
+    `flashmoe.tolerance.call_error`.
     """
-    dtype = calls[0].x.dtype.name
+    given = {"return_mode": return_mode, "router": router, "router_bias": router_bias, "rule": rule or {}}
+    given |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "transposed": transposed}
+    given |= {"shared_gate_up": shared_gate_up, "shared_down": shared_down, "shared_gate": shared_gate}
+    given["slices"] = slices
+    layer = _Layer(calls[0].x.dtype.name, activation, shape, weights_on_input, engine == "cuda")
+    if layer.dtype != "float32" or engine != "cuda" or exact:
+        found = _found(layer, calls, gate_up_proj, down_proj, **given)
+        return {name: _each(lambda one: one.error, each) for name, each in found.items()}
+    true, truncated = (
+        _found(each, calls, gate_up_proj, down_proj, **given) for each in (layer, replace(layer, tf32=True))
+    )
+    return {name: _each(_Found.widened, each, true[name]) for name, each in truncated.items()}
+
+
+def _each(fn: Callable[..., CallError], *found: Any) -> Any:
+    """Of one, or of each in a list."""
+    return [fn(*each) for each in zip(*found, strict=True)] if isinstance(found[0], list) else fn(*found)
+
+
+def _found(
+    layer: _Layer,
+    calls: Sequence[RankCall],
+    gate_up_proj: np.ndarray,
+    down_proj: np.ndarray,
+    *,
+    return_mode: str,
+    router: np.ndarray | None,
+    router_bias: np.ndarray | None,
+    rule: Mapping[str, Any],
+    gate_up_bias: np.ndarray | None,
+    down_bias: np.ndarray | None,
+    transposed: bool,
+    shared_gate_up: np.ndarray | None,
+    shared_down: np.ndarray | None,
+    shared_gate: np.ndarray | None,
+    slices: int,
+) -> dict[str, Any]:
+    """As `gradient_errors`: `_Found` each, and lists of these."""
     matrices = [None if m is None else np.asarray(m, np.float64) for m in (gate_up_proj, down_proj)]
     up, down = (each.swapaxes(1, 2) if transposed else each for each in matrices)
-    layer = _Layer(dtype, activation, shape, weights_on_input, engine == "cuda")
-    errors: dict[str, Any] = {name: [] for name in ("x", "topk_weights", "router", "router_bias", "shared_gate_up")}
-    errors |= {name: [] for name in ("shared_down", "shared_gate")}
-    homes = [_Home(call, return_mode, len(calls), layer.on_gpu) for call in calls]
+    found: dict[str, Any] = {name: [] for name in ("x", "topk_weights", "router", "router_bias", "shared_gate_up")}
+    found |= {name: [] for name in ("shared_down", "shared_gate")}
+    homes = [_Home(call, return_mode, len(calls), layer) for call in calls]
     of_experts = []
     for expert in range(len(up)):
         sums = _Sums.of(up[expert], down[expert])
@@ -153,22 +226,25 @@ def gradient_errors(
             home.of_weights[t, k], home.of_weights_variance[t, k] = of_weight
         of_experts.append(sums)
     for name in _Sums.NAMES:
-        errors[name] = _tail_bound(np.concatenate([sums.variances(name, dtype) for sums in of_experts]))
+        error = _tail_bound(np.concatenate([sums.variances(name, layer) for sums in of_experts]))
+        found[name] = _Found(np.stack([sums.named(name).total for sums in of_experts]), error)
     for home in homes:
         if shared_down is not None:
             gate = None if shared_gate is None else np.asarray(shared_gate, np.float64)
             pair = (np.asarray(each, np.float64) for each in (shared_gate_up, shared_down))
             pair = (each.T if transposed else each for each in pair)
-            for name, error in _of_shared(layer, home, *pair, gate).items():
-                errors[name].append(error)
+            for name, each in _of_shared(layer, home, *pair, gate).items():
+                found[name].append(each)
         if router is not None:
-            for name, error in home.of_router(np.asarray(router, np.float64), router_bias, rule or {}, dtype).items():
-                errors[name].append(error)
+            of_router = home.of_router(np.asarray(router, np.float64), router_bias, rule, slices)
+            for name, each in of_router.items():
+                found[name].append(each)
         else:
-            variance = home.of_weights_variance + _rounding(home.of_weights, "float32")
-            errors["topk_weights"].append(_tail_bound(variance.sum(axis=1)))
-        errors["x"].append(home.of_x(dtype))
-    return errors
+            of_weights, variance = home.whole_weights(slices)
+            variance = variance + _rounding(of_weights, "float32")
+            found["topk_weights"].append(_Found(of_weights, _tail_bound(variance.sum(axis=1))))
+        found["x"].append(home.of_x())
+    return found
 
 
 @dataclass
@@ -185,9 +261,11 @@ class _Sums:
     def of(cls, up: np.ndarray, down: np.ndarray) -> _Sums:
         return cls(_Sum.of(*up.shape), _Sum.of(*down.shape), _Sum.of(1, len(up)), _Sum.of(1, len(down)))
 
-    def variances(self, name: str, dtype: str) -> np.ndarray:
-        each = (self.of_up, self.of_down, self.up_bias, self.down_bias)[self.NAMES.index(name)]
-        return each.variances(dtype, not name.endswith("_bias"))
+    def named(self, name: str) -> _Sum:
+        return (self.of_up, self.of_down, self.up_bias, self.down_bias)[self.NAMES.index(name)]
+
+    def variances(self, name: str, layer: _Layer) -> np.ndarray:
+        return self.named(name).variances(layer, not name.endswith("_bias"))
 
 
 @dataclass
@@ -197,6 +275,42 @@ class _Layer:
     shape: Mapping[str, Any]
     weights_on_input: bool
     on_gpu: bool = False
+    tf32: bool = False
+    """Its operands are truncated."""
+
+    @property
+    def roundings(self) -> float:
+        """That a function is worth."""
+        if not self.on_gpu or self.dtype != "float32":
+            return _FUNCTION_ROUNDINGS
+        return _OF_TAIL if self.activation in ("gelu", "geglu") and self.tf32 else _OF_EXP
+
+    def operand(self, v: np.ndarray) -> np.ndarray:
+        """A tensor of the call as its products have it."""
+        if not self.tf32:
+            return v
+        return (v.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+
+    def inner(self, v: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same of what was computed before: the mean, and the variance."""
+        if not self.tf32:
+            return v, variance
+        step = _TF32_STEP * np.exp2(np.frexp(v)[1] - 1.0)
+        return v - np.sign(v) * step / 2.0, variance + np.where(v != 0.0, step**2 / 12.0, 0.0)
+
+    def linear(
+        self, x: np.ndarray, variance: np.ndarray | float, matrix: np.ndarray, bias: np.ndarray | float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `_linear`, of operands as they are."""
+        values, of_values = _linear(x, variance, matrix, bias)
+        if self.tf32:
+            of_values = of_values + _cut_off(x.shape[1]) * (x**2 @ (matrix**2).T + values**2)
+        return values, of_values
+
+
+def _cut_off(products: int) -> float:
+    """What tensor cores cut off of a sum of so many, see above: a variance, relative to the sum's square."""
+    return (products / 8.0 * 2.0**-23) ** 2
 
 
 @dataclass
@@ -216,38 +330,69 @@ class _Expert:
         layer, x, dy = self.layer, home.x[t], home.grad[t]
         exact = np.zeros_like
         on_input, bias = layer.weights_on_input, 0.0 if self.up_bias is None else self.up_bias
-        z, z_variance = _scaled_linear(x, w, w_variance, self.up, bias) if on_input else _linear(x, 0.0, self.up, bias)
-        if layer.dtype != "float32":
+        up, down = layer.operand(self.up), layer.operand(self.down)
+        of_x, of_dy = layer.operand(x), layer.operand(dy)
+        on_gpu_input = on_input and layer.on_gpu
+        if on_gpu_input:  # which keeps what weights scale
+            u, u_variance = layer.linear(of_x, 0.0, up, 0.0)
+            if layer.dtype != "float32":
+                u_variance = u_variance + _rounding(u, layer.dtype)
+            z = w * u + bias
+            z_variance = w**2 * u_variance + w_variance * u**2 + 2.0 * _VARIANCE32 * ((w * u) ** 2 + z**2)
+        elif on_input:
+            z, z_variance = _scaled_linear(x, w, w_variance, up, bias)
+        else:
+            z, z_variance = layer.linear(of_x, 0.0, up, bias)
+        if layer.dtype != "float32" and not on_gpu_input:
             z_variance = z_variance + _rounding(z, layer.dtype)
-        a, a_variance = _activated(z, z_variance, layer.activation, **layer.shape)
-        g, g_variance = _linear(dy, 0.0, self.down.T, 0.0)
+        a, a_variance = _activated(z, z_variance, layer.activation, roundings=layer.roundings, **layer.shape)
+        g, g_variance = layer.linear(of_dy, 0.0, down.T, 0.0)
         scaled = (w * x, w_variance * x**2 + _VARIANCE32 * (w * x) ** 2), (w * dy, w_variance * dy**2)
-        rows, df = ((scaled[0]), (dy, exact(dy))) if on_input else ((x, exact(x)), scaled[1])
+        rows, df = ((scaled[0]), (dy, exact(dy))) if on_input else ((of_x, exact(x)), scaled[1])
         if not on_input:
             df = df[0], df[1] + _VARIANCE32 * df[0] ** 2
         weight, weight_variance = (np.ones_like(w), np.zeros_like(w)) if on_input else (w, w_variance)
         dz, dz_variance = _backward(layer, z, z_variance, g, g_variance, weight, weight_variance)
+        plain, plain_variance = of_plain, of_plain_variance = dz, dz_variance
         if layer.on_gpu:
+            if on_input:  # what is multiplied has the weight, what biases get has not
+                rows = of_x, exact(x)
+                dz, dz_variance = w * dz, w**2 * dz_variance + w_variance * dz**2 + _VARIANCE32 * (w * dz) ** 2
+            plain_variance = plain_variance + _rounding(plain, layer.dtype)
             dz_variance = dz_variance + _rounding(dz, layer.dtype)
-        sums.of_up.add(dz, dz_variance, *rows)
-        if layer.on_gpu and not on_input:
-            weighted = w * a
-            variance = w**2 * a_variance + w_variance * a**2 + _VARIANCE32 * weighted**2
-            sums.of_down.add(dy, exact(dy), weighted, variance + _rounding(weighted, layer.dtype))
+        factor, factor_variance = layer.inner(dz, dz_variance)
+        sums.of_up.add(factor, factor_variance, *rows)
+        if layer.on_gpu:
+            weighted = weight * a
+            variance = weight**2 * a_variance + weight_variance * a**2 + _VARIANCE32 * weighted**2
+            variance = variance + _rounding(weighted, layer.dtype)
+            sums.of_down.add(of_dy, exact(dy), *layer.inner(weighted, variance))
         else:
             sums.of_down.add(*df, a, a_variance)
         one = np.ones((len(t), 1))
-        sums.up_bias.add(one, exact(one), dz, dz_variance)
+        sums.up_bias.add(one, exact(one), plain, plain_variance)
         sums.down_bias.add(one, exact(one), *df)
-        dx, dx_variance = _linear(dz, dz_variance, self.up.T, 0.0)
-        if on_input:
+        dx, dx_variance = layer.linear(factor, factor_variance, up.T, 0.0)
+        if on_gpu_input:
+            of_weight = (of_plain * u).sum(axis=1)
+            # An error of u is one of its gradient, too: both add up.
+            variance = 2.0 * (of_plain_variance * u**2 + of_plain**2 * u_variance).sum(axis=1) + _of_sum(of_plain * u)
+        elif on_input:
             of_weight, variance = (dx * x).sum(axis=1), (dx_variance * x**2).sum(axis=1)
             dx, dx_variance = w * dx, w**2 * dx_variance + w_variance * dx**2 + _VARIANCE32 * (w * dx) ** 2
         else:
             of_weight = (a * g).sum(axis=1) + (0.0 if self.down_bias is None else dy @ self.down_bias)
             variance = (a_variance * g**2 + a**2 * g_variance).sum(axis=1)
+            if layer.on_gpu:
+                variance = variance + _of_sum(a * g)
         home.add(t, dx, dx_variance + _rounding(dx, layer.dtype), owner)
         return of_weight, variance + _VARIANCE32 * of_weight**2
+
+
+def _of_sum(terms: np.ndarray) -> np.ndarray:
+    """The variance of adding up rows of terms in float32."""
+    squares = (terms**2).sum(axis=1) / 6.0 + terms.sum(axis=1) ** 2 / 3.0
+    return _VARIANCE32 * (terms.shape[1] + 2) * squares
 
 
 def _backward(
@@ -278,7 +423,7 @@ def _backward(
         of_slope += smooth + jump**2
     # What makes up a slope may cancel in it; its parts are at most about this.
     size = np.abs(slope) + _parts_of_slope(z, layer)
-    of_slope += _VARIANCE32 * (_FUNCTION_ROUNDINGS * size) ** 2
+    of_slope += _VARIANCE32 * (layer.roundings * size) ** 2
     of_g = _pairs(g_variance, layer)
     variance = (w * slope) ** 2 * of_g + (w * pairs) ** 2 * of_slope + w_variance * (pairs * slope) ** 2
     return dz, variance + 2.0 * _VARIANCE32 * dz**2
@@ -335,8 +480,8 @@ def _parts_of_slope(z: np.ndarray, layer: _Layer) -> np.ndarray:
 class _Home:
     """A rank's tokens: what their dX is made of."""
 
-    def __init__(self, call: RankCall, return_mode: str, ranks: int, on_gpu: bool) -> None:
-        self.call, self.reduced, self.on_gpu = call, return_mode == "reduced", on_gpu
+    def __init__(self, call: RankCall, return_mode: str, ranks: int, layer: _Layer) -> None:
+        self.call, self.reduced, self.layer = call, return_mode == "reduced", layer
         self.x, self.grad = (np.asarray(each, np.float64) for each in (call.x, call.grad))
         self.by_rank = np.zeros((ranks, *self.x.shape))
         self.terms = np.zeros((ranks, len(self.x)))
@@ -352,7 +497,7 @@ class _Home:
 
     def add_term(self, values: np.ndarray, variance: np.ndarray) -> None:
         """One that does not travel."""
-        if self.on_gpu:
+        if self.layer.on_gpu:
             for each in (self.by_rank[self.call.rank], values):
                 self.variance += _rounding(each, self.call.x.dtype.name)
         self.by_rank[self.call.rank] += values
@@ -360,52 +505,61 @@ class _Home:
         self.variance += variance
         self.further += 1
 
-    def of_x(self, dtype: str) -> CallError:
-        total = self.by_rank.sum(axis=0)
+    def of_x(self) -> _Found:
+        total, dtype = self.by_rank.sum(axis=0), self.layer.dtype
         terms = self.terms.sum(axis=0) + self.further
         variance = self.variance + _VARIANCE32 * (terms + 1)[:, None] * (self.squares / 6.0 + total**2 / 3.0)
         if self.reduced:
             several = self.terms[..., None] > 1
             variance += np.where(several, _rounding(self.by_rank, dtype), 0.0).sum(axis=0)
-        return _tail_bound((variance + _rounding(total, dtype)).sum(axis=1))
+        return _Found(total, _tail_bound((variance + _rounding(total, dtype)).sum(axis=1)))
+
+    def whole_weights(self, slices: int) -> tuple[np.ndarray, np.ndarray]:
+        """The gradients of whole experts' weights, and their variances."""
+        shape = len(self.x), self.call.ids.shape[1] // slices, slices
+        values, variance = (each.reshape(shape).sum(axis=2) for each in (self.of_weights, self.of_weights_variance))
+        return values, variance
 
     def of_router(
-        self, router: np.ndarray, bias: np.ndarray | None, rule: Mapping[str, Any], dtype: str
-    ) -> dict[str, CallError]:
+        self, router: np.ndarray, bias: np.ndarray | None, rule: Mapping[str, Any], slices: int
+    ) -> dict[str, _Found]:
         """What leads to x through the router is added; the errors of the router's own gradients."""
-        logits, ids = self.call.logits, self.call.ids
+        logits, ids = self.call.logits, self.call.ids[:, ::slices] // slices
+        of_weights, of_weights_variance = self.whole_weights(slices)
         _, variance = _linear(self.x, 0.0, router, 0.0 if bias is None else np.asarray(bias, np.float64))
-        grad = of_logits(logits, ids, self.of_weights, **rule)
+        grad = of_logits(logits, ids, of_weights, **rule)
         # The reference, too, computes in float64: where all cancels, that is what is left.
-        largest = np.abs(self.of_weights).sum(axis=1, keepdims=True)
+        largest = np.abs(of_weights).sum(axis=1, keepdims=True)
         total = _VARIANCE32 * grad**2 + (_FLOAT64 * abs(rule.get("routed_scale", 1.0)) * largest) ** 2
         for k in range(ids.shape[1]):
             unit = np.zeros(ids.shape)
             unit[:, k] = 1.0
-            total += of_logits(logits, ids, unit, **rule) ** 2 * self.of_weights_variance[:, k, None]
+            total += of_logits(logits, ids, unit, **rule) ** 2 * of_weights_variance[:, k, None]
         for e in range(logits.shape[1]):
             step = np.zeros(logits.shape[1])
             step[e] = 1e-6
-            moved = [of_logits(logits + side * step, ids, self.of_weights, **rule) for side in (1.0, -1.0)]
+            moved = [of_logits(logits + side * step, ids, of_weights, **rule) for side in (1.0, -1.0)]
             total += ((moved[0] - moved[1]) / 2e-6) ** 2 * variance[:, e, None]
-        if self.on_gpu:
-            total = total + _rounding(grad, dtype)
-        self.add_term(*_linear(grad, total, router.T, 0.0))
+        layer = self.layer
+        if layer.on_gpu:
+            total = total + _rounding(grad, layer.dtype)
+        factor = layer.inner(grad, total)
+        self.add_term(*layer.linear(*factor, layer.operand(router).T, 0.0))
         of_router, of_bias = _Sum.of(*router.shape), _Sum.of(1, len(router))
-        of_router.add(grad, total, self.x, np.zeros_like(self.x))
+        of_router.add(*factor, layer.operand(self.x), np.zeros_like(self.x))
         one = np.ones((len(grad), 1))
         of_bias.add(one, np.zeros_like(one), grad, total)
-        return {"router": of_router.error(dtype), "router_bias": of_bias.error(dtype, False)}
+        return {"router": of_router.found(layer), "router_bias": of_bias.found(layer, False)}
 
 
 def _of_shared(
     layer: _Layer, home: _Home, up: np.ndarray, down: np.ndarray, gate: np.ndarray | None
-) -> dict[str, CallError]:
+) -> dict[str, _Found]:
     w, w_variance = _gate(home.x, gate)
     sums = _Sums.of(up, down)
     part = _Expert(layer, up, down)
     of_w, variance = part.rows(home, np.arange(len(home.x)), w, w_variance, home.call.rank, sums)
-    found = {"shared_gate_up": sums.of_up.error(layer.dtype), "shared_down": sums.of_down.error(layer.dtype)}
+    found = {"shared_gate_up": sums.of_up.found(layer), "shared_down": sums.of_down.found(layer)}
     if gate is None:
         return found
     slope = w * (1.0 - w)
@@ -415,4 +569,4 @@ def _of_shared(
     home.add_term(of_logit * gate, total * gate**2)
     of_gate = _Sum.of(*gate.shape)
     of_gate.add(of_logit, total, home.x, np.zeros_like(home.x))
-    return found | {"shared_gate": of_gate.error(layer.dtype)}
+    return found | {"shared_gate": of_gate.found(layer)}

@@ -51,7 +51,7 @@ _ACTIVATIONS = {
 TRANSPOSED = ("bfloat16", "float16")
 """The types of weights that kernels read transposed: the tensor cores take such operands of 16 bits alone."""
 
-TRAINED = ("bfloat16", "float16")
+TRAINED = ("bfloat16", "float16", "float32")
 """The types of layers whose gradients there are kernels of."""
 
 BESIDE_QUANTISED = ("bfloat16", "float16")
@@ -84,11 +84,15 @@ class Variant:
     mxfp4: bool = False
     """The experts' matrices are in mxfp4; the kernel for a few tokens alone."""
     keeps: bool = False
-    """It keeps what the layer's gradients need; of 16-bit types."""
+    """It keeps what the layer's gradients need."""
     backward: bool = False
     """It computes these."""
     group: bool = False
     """Either of the two among several ranks."""
+    on_input: bool = False
+    """Either of the two of a layer with `weights_on_input`. (Other kernels are the same with and without.)"""
+    sliced: bool = False
+    """Likewise, of a layer with a shared expert, or with experts in slices."""
 
     @property
     def title(self) -> str:
@@ -97,7 +101,8 @@ class Variant:
         activation = _ACTIVATIONS[self.activation]
         words = ["exact"] * self.exact + ["FP8"] * self.quantised + ["MXFP4"] * self.mxfp4 + [dtype, activation]
         words += ["transposed"] * self.transposed + ["keeping"] * self.keeps
-        words += ["backward"] * self.backward + ["group"] * self.group
+        words += ["backward"] * self.backward + ["group"] * self.group + ["weights on the input"] * self.on_input
+        words += ["sliced"] * self.sliced
         return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma)
 
     @property
@@ -116,6 +121,8 @@ class Variant:
             *["-DFLASHMOE_KEEP=1"] * self.keeps,
             *["-DFLASHMOE_BACKWARD=1"] * self.backward,
             *["-DFLASHMOE_GROUP=1"] * self.group,
+            *["-DFLASHMOE_ON_INPUT=1"] * self.on_input,
+            *["-DFLASHMOE_SLICED=1"] * self.sliced,
         ]
 
 

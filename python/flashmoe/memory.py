@@ -264,19 +264,17 @@ def _training_terms_on_gpu(made_for: ContextSpec, activation: str) -> list[Term]
     ranks have even loads."""
     spec = made_for.layer
     rdma = made_for.transport == "rdma"
-    if rdma or spec.x_type not in TRAINED or spec.encoding or spec.shared or spec.slices != 1:
+    if rdma or spec.x_type not in TRAINED or spec.encoding:
         what = f"{spec.x_type}, weights in {spec.weight_type}"
-        what += f", a shared expert of {spec.shared} I" if spec.shared else ""
-        what += f", slices={spec.slices}" if spec.slices != 1 else ""
         what += ", transport 'rdma'" if rdma else ""
         raise InvalidArgument(
-            f"training: expected {' or '.join(TRAINED)}, experts not cut, none that is shared, memory that is mapped "
-            f"on the CUDA engine, which has no other gradients, got {what}"
+            f"training: expected {', '.join(TRAINED[:-1])} or {TRAINED[-1]} and memory that is mapped on the CUDA "
+            f"engine, which has no other gradients, got {what}"
         )
     layer = replace(spec, activation=activation, return_mode="direct")
-    tokens, choices, size = made_for.max_tokens, layer.choices, ELEMENT_BYTES[layer.x_type]
+    tokens, choices, size = made_for.max_tokens, layer.choices + layer.shared, ELEMENT_BYTES[layer.x_type]
     bytes_of = _ffi.library().cuda_training_bytes(layer.to_map(), made_for.limits())
-    elsewhere, columns = min(choices, made_for.ranks - 1), layer.intermediate
+    elsewhere, columns = min(layer.choices, made_for.ranks - 1), layer.intermediate
     columns_z = bytes_of["kept_rows"] // (tokens * choices * size)
     tile_rows = bytes_of["tile_rows"] // ((columns + columns_z) * size)
     again = "dY and x" if made_for.redispatch else "dY"

@@ -197,11 +197,10 @@ class SharedExpert(torch.nn.Module):
 class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of `ctx`; every rank must call it.
 
-    The layer trains, and all ranks make the same backward passes (docs/training.md, which says what of the CUDA engine
-    does not: float32, a shared expert, slices, weights on the input). Where there are no gradients parameters and
-    tokens may require them, as in a model that has not been frozen, but a backward pass that reaches the layer raises
-    `NotImplementedError`; so it does with quantised weights and with `tokens` ``"replicated"``, and everywhere a call
-    with forward-mode derivatives.
+    The layer trains, and all ranks make the same backward passes (docs/training.md). Where there are no gradients
+    parameters and tokens may require them, as in a model that has not been frozen, but a backward pass that reaches the
+    layer raises `NotImplementedError`: with quantised weights, with `tokens` ``"replicated"``, on GPUs with `transport`
+    ``"rdma"``, and everywhere a call with forward-mode derivatives.
 
     The layer runs `flashmoe.moe`, which see; under ``torch.compile(fullgraph=True)``, too, it is one
     ``torch.ops.flashmoe.moe``. ``ctx.last_call`` is the report of the last call. With `count_load`, `load` [E] int64 is

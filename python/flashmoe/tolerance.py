@@ -461,15 +461,22 @@ def _scaled_linear(
 
 
 def _activated(
-    z: np.ndarray, variance: np.ndarray, activation: str, *, interleaved: bool = False, **shape: Any
+    z: np.ndarray,
+    variance: np.ndarray,
+    activation: str,
+    *,
+    interleaved: bool = False,
+    roundings: float = _FUNCTION_ROUNDINGS,
+    **shape: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``act(z)`` in float32, for z of the given variance: values and their variances."""
+    """``act(z)`` in float32, for z of the given variance: values and their variances. `roundings`: how many a function
+    is worth."""
     if activation in GATED:
         if interleaved:
             z, variance = (np.concatenate([each[:, ::2], each[:, 1::2]], axis=1) for each in (z, variance))
         (gate, up), (gate_variance, up_variance) = np.split(z, 2, axis=1), np.split(variance, 2, axis=1)
         gated = {"swiglu": "silu", "geglu": "gelu", "clamped_swiglu": "clamped_silu"}[activation]
-        act, act_variance = _activated(gate, gate_variance, gated, **shape)
+        act, act_variance = _activated(gate, gate_variance, gated, roundings=roundings, **shape)
         limit = shape.get("limit") or math.inf
         up = np.clip(up, -limit, limit) + shape.get("up_offset", 0.0)
         if shape.get("up_offset"):
@@ -477,7 +484,7 @@ def _activated(
         return act * up, act_variance * up**2 + act**2 * up_variance
     if activation == "clamped_silu":  # clamp() has no error, and passes on no more than it is given
         alpha, limit = shape.get("alpha", 1.0), shape.get("limit") or math.inf
-        a, a_variance = _activated(alpha * np.minimum(z, limit), alpha**2 * variance, "silu")
+        a, a_variance = _activated(alpha * np.minimum(z, limit), alpha**2 * variance, "silu", roundings=roundings)
         return a / alpha, (a_variance + 2.0 * _VARIANCE32 * a**2) / alpha**2
     if activation == "relu2":
         a = activate(z, "relu")
@@ -488,7 +495,7 @@ def _activated(
     # In gelu, 1 + erf cancels for negative z: the error is relative to z. In silu, exp(-z) has a relative
     # error that grows with |z|, and passes it on where it is not small beside 1.
     size = {"relu": 0.0, "gelu": z, "silu": a * (1.0 + np.maximum(-z, 0.0))}[activation]
-    return a, variance * slope**2 + _VARIANCE32 * (_FUNCTION_ROUNDINGS * size) ** 2
+    return a, variance * slope**2 + _VARIANCE32 * (roundings * size) ** 2
 
 
 def _tail_bound(variance_by_token: np.ndarray) -> CallError:

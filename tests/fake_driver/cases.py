@@ -746,14 +746,88 @@ def test_a_backward_pass(ctx, device, activation, columns, transposed):
     assert (seen["gate_up"]["dims"], seen["down"]["dims"]) == (by_rows if transposed else by_columns)
 
 
-def test_layers_without_gradients_are_named(ctx):
+def test_a_backward_pass_with_weights_on_the_input(ctx, device):
+    """Its kernels are others. Rows of dZ without the weight have memory of their own where the bias has a gradient."""
+    tokens = 100
+    tensors = Tensors(
+        x=on_gpu(tokens, H),
+        gate_up_proj=on_gpu(E, 2 * I, H),
+        down_proj=on_gpu(E, H, I),
+        topk_ids=on_gpu(tokens, K, dtype=torch.int32),
+        topk_weights=on_gpu(tokens, K, dtype=torch.float32),
+    )
+    options, rows = Options(weights_on_input=True), (tokens * K // 256 + E) * 256
+    behind = []
+    for biases in ({}, {"gate_up_bias": on_gpu(E, 2 * I)}):
+        given = tensors._replace(**biases)
+        _, kept, counted = ctx._engine.call_and_keep(given, options)
+        named = {name: each for name, each in given._asdict().items() if each is not None} | {"y": on_gpu(tokens, H)}
+        ctx._engine.backward(kept, counted, options, named, {"x": on_gpu(tokens, H)}, False)
+        of = launched()["backward"]
+        behind.append((launched()["options"][0], of["weight_parts"] - of["weighted"]))
+    assert behind == [(0, rows * 2 * I), (rows * 6 * I, rows * 6 * I)]
+    assert device[-2:] == [jit.Variant(keeps=True, on_input=True), jit.Variant(backward=True, on_input=True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "of_up", "up_strides", "of_down", "down_stride"),
+    [
+        # gates of three slices, then their ups, each along K
+        ({}, torch.bfloat16, [H, I, 1, 1, 6], [H, I * H], [I, H, 1, 1, 3], I),
+        ({}, torch.float32, [H, I, 1, 1, 6], [H, I * H], [I, H, 1, 1, 3], I),
+        ({"interleaved": True}, torch.bfloat16, [H, 2 * I, 1, 1, 3], [H, 2 * I * H], [I, H, 1, 1, 3], I),
+        ({"transposed": True}, torch.bfloat16, [I, 8, 1, H // 8, 6], [6 * I, I], [H, 8, 1, I // 8, 3], I * H),
+    ],
+    ids=["plain", "float32", "interleaved", "transposed"],
+)
+def test_a_backward_pass_of_a_shared_expert(device, options, dtype, of_up, up_strides, of_down, down_stride):
+    """Three slices, each an expert to dA, and to dX its gates one, and its ups. Tiles of the later slices lie behind
+    all others. Strides in elements."""
+    tokens, shared, step, size = 300, 3, -1 if "transposed" in options else 1, dtype.itemsize
+    tensors = Tensors(
+        x=on_gpu(tokens, H, dtype=dtype),
+        gate_up_proj=on_gpu(E, *(2 * I, H)[::step], dtype=dtype),
+        down_proj=on_gpu(E, *(H, I)[::step], dtype=dtype),
+        router=on_gpu(E, H, dtype=dtype),
+        shared_gate_up=on_gpu(*(shared * 2 * I, H)[::step], dtype=dtype),
+        shared_down=on_gpu(*(H, shared * I)[::step], dtype=dtype),
+        shared_gate=on_gpu(1, H, dtype=dtype),
+    )
+    told, name = Options(top_k=K, **options), str(dtype).removeprefix("torch.")
+    sizes = SIZES | {"shared_intermediate": shared * I, "dtype": name}
+    with flashmoe.Context(engine="cuda", **sizes) as ctx:
+        _, kept, counted = ctx._engine.call_and_keep(tensors, told)
+        assert kept.numel() == tokens * ((K + shared) * 2 * I * size + 8 * (K + 1) + 4 * E)
+        given = {name: each for name, each in tensors._asdict().items() if each is not None}
+        given["y"] = on_gpu(tokens, H, dtype=dtype)
+        written = ("shared_gate_up", "shared_down", "shared_gate")
+        wanted = {each: torch.empty(given[each].shape, dtype=dtype).as_subclass(OnGpu) for each in written}
+        ctx._engine.backward(kept, counted, told, given, wanted, False)
+    seen, of = launched(), launched()["backward"]
+    assert device[-1] == jit.Variant(name, transposed="transposed" in options, backward=True, sliced=True)
+    tiles = tokens * (K + 1) // 256 + E + 1
+    rows = (tiles + 2 * 2) * 256
+    assert seen["slice_tiles"] == tiles and of["weighted"] == of["z_gradients"] + rows * 2 * I * size
+    assert seen["intermediate_rows"]["dims"] == [2 * I, rows] and of["weighted_columns"]["dims"][1] == rows
+    assert of["kept_ids"] == kept.data_ptr() + tokens * (K + shared) * 2 * I * size
+    assert seen["options"][:3] == [0, wanted["shared_gate_up"].data_ptr(), wanted["shared_down"].data_ptr()]
+    assert seen["options"][3] != 0 and seen["shared_gate"] == tensors.shared_gate.data_ptr()
+    up, down = seen["shared_gate_up"], seen["shared_down"]
+    assert (up["dims"], [up["strides"][0] // size, up["strides"][3] // size]) == (of_up, up_strides)
+    assert (down["dims"], down["strides"][3] // size) == (of_down, down_stride)
+
+
+def test_layers_without_gradients_are_named():
     """When the backward pass comes: their forward pass keeps nothing."""
-    tensors = Tensors(on_gpu(8, H), on_gpu(E, 2 * I, H), on_gpu(E, H, I), on_gpu(E, H))
-    options = Options(top_k=K, weights_on_input=True)
-    _, kept, counted = ctx._engine.call_and_keep(tensors, options)
-    assert kept.numel() == launched()["kept"] == 0
-    with pytest.raises(NotImplementedError, match="no backward pass of weights_on_input on a GPU"):
-        ctx._engine.backward(kept, counted, options, {"x": tensors.x, "y": tensors.x}, {}, False)
+    arguments_of = dict.fromkeys(Tensors._fields) | in_fp8(8)
+    options = Options(top_k=arguments_of.pop("top_k"))
+    tensors = Tensors(**arguments_of)
+    given = {name: each for name, each in tensors._asdict().items() if each is not None}
+    with flashmoe.Context(engine="cuda", **FP8_SIZES) as ctx:
+        _, kept, counted = ctx._engine.call_and_keep(tensors, options)
+        assert kept.numel() == launched()["kept"] == 0
+        with pytest.raises(NotImplementedError, match="no backward pass of x of bfloat16 with weights of"):
+            ctx._engine.backward(kept, counted, options, given | {"y": tensors.x}, {}, False)
 
 
 @pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
@@ -1443,6 +1517,45 @@ def sliced_launch(rank, ranks, name, cubin, environment):
         router = launched()["router"]
         flashmoe.moe(made, **arguments(**tensors, **parts), slices=2, placement=hybrid(E, 2, 2))
         return launched() | {"router_of_experts": router}, made.return_mode
+
+
+def test_ranks_that_train_a_shared_expert_and_slices(tmp_path):
+    """Where rows of the shared expert's two slices are numbered, behind those of the routed experts' slices."""
+    (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
+    with fake_world() as world, RankPool(2) as pool:
+        found = pool.call(train_in_slices, [(tmp_path / "kernel.cubin", {"FAKE_NVSHMEM_WORLD": world})] * 2, timeout=90)
+    for compiled, counted, size, backward, ids_at, tokens in found:
+        how = {"group": True, "sliced": True}
+        assert compiled == [jit.Variant(keeps=True, **how), jit.Variant(backward=True, **how)]
+        assert size - ids_at == 8 * tokens * (2 * K + 1)
+        tiles = backward["slice_tiles"]
+        own_rows = counted[0] - tokens
+        assert tiles == own_rows // 256 + E + 1 and own_rows >= tokens
+        assert backward["intermediate_rows"]["dims"] == [I, (tiles + -(-tokens // 256)) * 256]
+
+
+def train_in_slices(rank, ranks, name, cubin, environment):
+    """As train_on_rank(), of experts in two slices of I / 2 and a shared expert of two."""
+    compiled = pretend([rank], cubin, environment)
+    tokens = (100, 300)[rank]
+    settings = {**SIZES, "slices": 2, "shared_intermediate": 2 * I, "timeout": 20.0}
+    with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
+        tensors = Tensors(
+            x=on_gpu(tokens, H),
+            gate_up_proj=on_gpu(E, I, H),
+            down_proj=on_gpu(E, H, I // 2),
+            topk_ids=on_gpu(tokens, K, dtype=torch.int32),
+            topk_weights=on_gpu(tokens, K, dtype=torch.float32),
+            shared_gate_up=on_gpu(2 * I, H),
+            shared_down=on_gpu(H, I),
+        )
+        options = Options(slices=2, placement=hybrid(E, 2, 2))
+        _, kept, counted = made._engine.call_and_keep(tensors, options)
+        named = {each: tensor for each, tensor in tensors._asdict().items() if tensor is not None}
+        made._engine.backward(kept, counted, options, named | {"y": on_gpu(tokens, H)}, {"x": on_gpu(tokens, H)}, False)
+        seen = launched()
+        at = seen["backward"]["kept_ids"] - kept.data_ptr()
+        return compiled, counted.tolist(), kept.numel(), seen, at, tokens
 
 
 @pytest.mark.parametrize("redispatch", [False, True])

@@ -109,6 +109,12 @@ std::string described(const sm90::GroupArgs& g) {
   return list(words, 11);
 }
 
+std::string described(const sm90::BackwardOptions& o) {
+  const uint64_t words[] = {o.plain_behind, reinterpret_cast<uint64_t>(o.shared_gate_up),
+                            reinterpret_cast<uint64_t>(o.shared_down), reinterpret_cast<uint64_t>(o.shared_logits)};
+  return list(words, 4);
+}
+
 // Functions, as cuModuleGetFunction numbers them.
 constexpr uintptr_t kMoe = 1, kFew = 2, kCount = 3, kMove = 4, kClock = 5;
 
@@ -147,6 +153,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("kept", reinterpret_cast<uint64_t>(a.keep.pre_activations));
   put("kept_ids", reinterpret_cast<uint64_t>(a.keep.ids));
   put("kept_weights", reinterpret_cast<uint64_t>(a.keep.weights));
+  put("slice_tiles", c.memory.slice_tiles), put("shared_gate", reinterpret_cast<uint64_t>(a.shared_gate));
   put("keepers", c.policy.keepers), put("config", c.config.hash), put("config_groups", c.config.groups);
   put("renormalize", a.rule.renormalize), put("gate_up_bias", reinterpret_cast<uint64_t>(a.gate_up_bias));
   put("down_bias", reinterpret_cast<uint64_t>(a.down_bias));
@@ -161,7 +168,8 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
       << ", \"down_scale\": " << described(a.down_scale)
       << ", \"shared_gate_up_scale\": " << described(a.shared_gate_up_scale)
       << ", \"shared_down_scale\": " << described(a.shared_down_scale) << ", \"backward\": " << described(a.backward)
-      << ", \"group\": " << described(a.group) << "}";
+      << ", \"group\": " << described(a.group) << ", \"shared_gate_up\": " << described(a.shared_gate_up)
+      << ", \"shared_down\": " << described(a.shared_down) << ", \"options\": " << described(a.options) << "}";
   last_launch = out.str();
 }
 
@@ -218,9 +226,12 @@ CudaResult count(const Call& of_layer, const sm90::CountedRows& to) {
       for (uint32_t tries = 0; !is_here(c.packet_signal(c.rank, p, b)) && tries < 10'000; ++tries)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       const uint16_t* const offsets = c.packet_offsets(c.rank, p, b);
-      for (uint32_t l = 0; l < el; ++l) to.rows[p * el + l] += offsets[l + 1] - offsets[l];
+      const uint32_t theirs = p == c.rank ? el : c.shape.routed_local_experts();  // shared experts are each rank's own
+      for (uint32_t l = 0; l < theirs; ++l) to.rows[p * el + l] += offsets[l + 1] - offsets[l];
     }
-    for (uint32_t l = 0; l < el; ++l) counted.rows += to.rows[p * el + l];
+    for (uint32_t l = 0; l < el; ++l) {
+      counted.rows += to.rows[p * el + l] * (c.shape.is_shared(l) ? c.shape.shared : 1);
+    }
     for (uint32_t t = 0; p != c.rank && t < counted.tokens; ++t) {
       counted.received += *c.packet_counts(c.rank, p, t) != 0;
     }

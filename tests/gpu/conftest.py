@@ -13,6 +13,7 @@ from flashmoe import jit, spec
 from flashmoe.errors import FlashMoEError
 from harness import head, nvidia_smi, result_path
 from layers import DTYPES, SEED
+from leaves import OTHER_KERNELS
 from ranks import RANKS_A_GPU
 
 HERE = Path(__file__).resolve().parent
@@ -20,7 +21,18 @@ PUT = [(dtype, "swiglu") for dtype in DTYPES] + [("bfloat16", "gelu"), ("float32
 """Dtypes and activations of test_group.py."""
 IN_GROUP = [("bfloat16", each, False) for each in ("swiglu", "gelu", "relu", "clamped_swiglu")]
 IN_GROUP += [("bfloat16", "swiglu", True), ("bfloat16", "clamped_swiglu", True), ("float16", "swiglu", False)]
+IN_GROUP += [("float32", "swiglu", False)]
 """Dtypes, activations and layouts of test_training_group.py."""
+OTHERS = [{"on_input": True}, {"sliced": True}, {"on_input": True, "sliced": True}]
+OTHERS_IN_FLOAT16 = [("swiglu", False, each) for each in OTHERS[:2]] + [("swiglu", True, each) for each in OTHERS[1:]]
+OTHERS_IN_FLOAT16 += [("relu", False, OTHERS[1]), ("gelu", False, OTHERS[0])]
+OTHERS_IN_FLOAT16 += [("clamped_swiglu", True, each) for each in OTHERS[:2]]
+OTHERS_IN_FLOAT32 = [("swiglu", each) for each in OTHERS] + [("relu", OTHERS[1]), ("gelu", OTHERS[0])]
+OTHERS_IN_GROUP = [("bfloat16", "swiglu", each) for each in OTHERS]
+OTHERS_IN_GROUP += [("bfloat16", "clamped_swiglu", OTHERS[1] | {"transposed": True})]
+OTHERS_IN_GROUP += [("float32", "swiglu", each) for each in ({"exact": True}, OTHERS[0], OTHERS[1])]
+OTHERS_IN_GROUP += [("float32", "swiglu", {"exact": True} | OTHERS[1])]
+"""Types, activations and what else their kernels are told of in test_training_group.py."""
 PUT_TRANSPOSED = [("bfloat16", "clamped_swiglu"), ("float16", "swiglu")]
 
 
@@ -87,10 +99,38 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for dtype, activation, transposed in trained
         for which in ("keeps", "backward")
     ]
+    variants += [
+        jit.Variant("bfloat16", activation, transposed=transposed, **{which: True}, **other)
+        for activation in OTHER_KERNELS
+        for transposed in (False, True)
+        for other in OTHERS
+        for which in ("keeps", "backward")
+    ]
+    variants += [
+        jit.Variant("float16", activation, transposed=transposed, **{which: True}, **other)
+        for activation, transposed, other in OTHERS_IN_FLOAT16
+        for which in ("keeps", "backward")
+    ]
+    variants += [
+        jit.Variant("float32", activation, exact=exact, **{which: True}, **other)
+        for activation, other in OTHERS_IN_FLOAT32
+        for exact in (False, True)
+        for which in ("keeps", "backward")
+    ]
+    variants += [
+        jit.Variant("float32", activation, exact=True, **{which: True})
+        for activation in spec.ACTIVATIONS
+        for which in ("keeps", "backward")
+    ]
     if torch.cuda.device_count() * RANKS_A_GPU > 1:
         variants += [
             jit.Variant(dtype, activation, transposed=transposed, group=True, **{which: True})
             for dtype, activation, transposed in IN_GROUP
+            for which in ("keeps", "backward")
+        ]
+        variants += [
+            jit.Variant(dtype, activation, group=True, **{which: True}, **other)
+            for dtype, activation, other in OTHERS_IN_GROUP
             for which in ("keeps", "backward")
         ]
         variants += [jit.Variant(*each, rdma=True) for each in PUT]

@@ -15,6 +15,9 @@ from layers import gpu_operations
 from problems import Problem
 from training import CONSTANT, as_array, as_tensor
 
+OTHER_KERNELS = ("gelu", "relu", "swiglu", "clamped_swiglu")
+"""Activations of layers in bfloat16 that train with weights on the input, or with a shared expert or slices."""
+
 
 @contextmanager
 def poisoned() -> Iterator[None]:

@@ -16,15 +16,16 @@ import flashmoe.nn
 import numpy as np
 import pytest
 import torch
-from flashmoe.jit import TRAINED
+from flashmoe.jit import TRAINED, TRANSPOSED
 from flashmoe.spec import ACTIVATIONS, GATED
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import PATIENCE, at_random, module_of, random_problem
 from layers import context_of as context_of_gpu
-from leaves import gradients_of, leaves_of, operations_of_backward
-from problems import Problem
+from leaves import OTHER_KERNELS, gradients_of, leaves_of, operations_of_backward
+from problems import Problem, quantised
+from quantised_on_gpu import on_gpu
 from training import as_array, as_tensor, check, trainable
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +35,9 @@ USUAL = {"hidden": 256, "intermediate": 192, "experts": 16, "top_k": 4, "dtype":
 GIVEN = {"fused": False}
 BIASES = {"biases": (True,) * 3}
 GPT_OSS = CLAMPED | {"interleaved": True, "transposed": True} | BIASES
+ON_INPUT = {"weights_on_input": True}
+LLAMA4 = ON_INPUT | {"transposed": True, "score": "sigmoid", "renormalize": False, "top_k": 1, "shared": 1}
+GATED_SHARED = {"shared": 2, "shared_gate": True}
 DEEPSEEK = {"score": "sigmoid", "choice_bias": True, "groups": 4, "top_groups": 2, "routed_scale": 2.5}
 
 
@@ -67,6 +71,21 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gpt-oss": GPT_OSS,
     "a capacity": {"capacity_factor": 0.5, "skew": 3.0},
     "a capacity, given": GIVEN | {"capacity_factor": 0.5, "skew": 3.0},
+    "weights on the input": GIVEN | ON_INPUT,
+    "weights on the input, biases": GIVEN | BIASES | ON_INPUT,
+    "weights on the input, gpt-oss's shape": GIVEN | GPT_OSS | ON_INPUT,
+    "weights on the input, no gate": BIASES | ON_INPUT | {"activation": "gelu"},
+    "Llama 4": LLAMA4,
+    "a shared expert": {"shared": 1},
+    "a shared expert, given": GIVEN | {"shared": 1},
+    "a shared expert of three slices, no gate": {"shared": 3, "activation": "relu"},
+    "a gated shared expert": GATED_SHARED,
+    "a gated shared expert, given": GIVEN | GATED_SHARED,
+    "a gated shared expert, interleaved": GATED_SHARED | {"interleaved": True},
+    "a gated shared expert, transposed": GATED_SHARED | {"transposed": True},
+    "a gated shared expert, clamped": CLAMPED | GATED_SHARED | {"interleaved": True, "transposed": True},
+    "a gated shared expert, a capacity": GATED_SHARED | {"capacity_factor": 0.5, "skew": 3.0},
+    "DeepSeek-V3 with its shared expert": DEEPSEEK | {"shared": 1},
 }
 EDGES: dict[str, tuple[int, dict[str, Any]]] = {
     "no tokens": (0, {}),
@@ -83,7 +102,27 @@ EDGES: dict[str, tuple[int, dict[str, Any]]] = {
     "sizes just above a tile's": (257, {"hidden": 264, "intermediate": 264}),
     "transposed, sizes just above a tile's": (257, {"hidden": 264, "intermediate": 264, "transposed": True}),
     "several tiles": (1500, {"experts": 4, "top_k": 2, "hidden": 384, "intermediate": 320}),
+    "weights on the input, several tiles": (1500, ON_INPUT | BIASES | {"experts": 4, "top_k": 2, "hidden": 384}),
+    "weights on the input, experts without tokens": (3, ON_INPUT | BIASES | {"experts": 100}),
+    "shared, no tokens": (0, GATED_SHARED),
+    "shared, one token": (1, GATED_SHARED),
+    "shared, several tiles": (1500, GATED_SHARED | {"experts": 4, "top_k": 2, "hidden": 384, "intermediate": 320}),
+    "shared, sizes just above a tile's": (257, {"hidden": 264, "intermediate": 264, "shared": 3, "shared_gate": True}),
+    "shared, the smallest I": (600, {"hidden": 1000, "intermediate": 8, "shared": 5, "shared_gate": True}),
+    "shared, experts without tokens": (3, {"experts": 100} | GATED_SHARED),
 }
+
+
+TF32, EXACT = {"dtype": "float32"}, {"dtype": "float32", "exact": True}
+OF_FLOAT32 = pytest.mark.parametrize("arithmetic", [TF32, EXACT], ids=["tf32", "exact"])
+
+
+def as_it_lies(layers: dict[str, Any]) -> dict[str, Any]:
+    """Those that float32 has: of no transposed weights."""
+    return {name: each for name, each in layers.items() if "transposed" not in str(each)}
+
+
+LAYERS_OF_FLOAT32 = as_it_lies(LAYERS) | {"Llama 4": LLAMA4 | {"transposed": False}}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -92,9 +131,21 @@ def test_layers(options, dtype):
     run_and_check(3, 333, dtype=dtype, **options)
 
 
+@OF_FLOAT32
+@pytest.mark.parametrize("options", LAYERS_OF_FLOAT32.values(), ids=LAYERS_OF_FLOAT32)
+def test_layers_of_float32(options, arithmetic):
+    run_and_check(3, 333, **options | arithmetic)
+
+
 @pytest.mark.parametrize(("tokens", "options"), EDGES.values(), ids=EDGES)
 def test_edges(tokens, options):
     run_and_check(4, tokens, **options)
+
+
+@OF_FLOAT32
+@pytest.mark.parametrize(("tokens", "options"), as_it_lies(EDGES).values(), ids=as_it_lies(EDGES))
+def test_edges_of_float32(tokens, options, arithmetic):
+    run_and_check(4, tokens, **options | arithmetic)
 
 
 @st.composite
@@ -116,8 +167,11 @@ def layers(draw: st.DrawFn) -> tuple[int, int, dict[str, Any]]:
     """A seed, T, and what `trainable` is told: any option that there are gradients of on a GPU, of the kernels that
     conftest.py has compiled."""
     dtype, activation = draw(st.sampled_from(TRAINED)), draw(st.sampled_from(ACTIVATIONS))
-    transposed = (dtype == "bfloat16" or activation == "clamped_swiglu") and draw(st.booleans())
+    compiled = dtype == "bfloat16" or (dtype in TRANSPOSED and activation == "clamped_swiglu")
+    transposed = compiled and draw(st.booleans())
     options: dict[str, Any] = {"dtype": dtype, "activation": activation, "transposed": transposed}
+    if dtype == "float32":
+        options["exact"] = draw(st.booleans())
     if activation == "clamped_swiglu":
         options |= CLAMPED
     if activation in GATED:
@@ -131,6 +185,11 @@ def layers(draw: st.DrawFn) -> tuple[int, int, dict[str, Any]]:
     options["biases"] = tuple(draw(st.booleans()) for _ in range(3))
     if draw(st.booleans()):
         options["capacity_factor"] = draw(st.sampled_from([0.3, 1.0]))
+    plain = dtype == "bfloat16" and activation in OTHER_KERNELS
+    options["weights_on_input"] = plain and draw(st.booleans())
+    if plain and draw(st.booleans()):
+        options |= {"shared": draw(st.integers(1, 3)), "biases": (options["biases"][0], False, False)}
+        options["shared_gate"] = draw(st.booleans()) and not options["weights_on_input"]
     return draw(st.integers(0, 2**31 - 1)), draw(st.integers(0, 700)), options
 
 
@@ -144,9 +203,10 @@ def test_random_layers(layer):
 # Bits
 
 
-def test_bits_are_those_of_every_run():
+@pytest.mark.parametrize("arithmetic", [{}, TF32, EXACT], ids=["bfloat16", "tf32", "exact"])
+def test_bits_are_those_of_every_run(arithmetic):
     """Fifty of a size at which most tiles are full, and clusters differ in what they get."""
-    problem, grads = trainable(6, [1500], **USUAL | BIASES | {"hidden": 512, "experts": 8})
+    problem, grads = trainable(6, [1500], **USUAL | BIASES | {"hidden": 512, "experts": 8} | arithmetic)
     with context_of(problem) as context:
         first = gradients_of(context, problem, grads[0])
         for _ in range(49):
@@ -154,14 +214,35 @@ def test_bits_are_those_of_every_run():
                 assert each.tobytes() == first[name].tobytes(), name
 
 
+@pytest.mark.parametrize("arithmetic", [{}, TF32, EXACT], ids=["bfloat16", "tf32", "exact"])
 @pytest.mark.parametrize("tokens", [300, 1500])
-def test_the_forward_pass_has_the_bits_that_it_has_without(tokens):
-    problem, grads = trainable(7, [tokens], **USUAL | BIASES)
+def test_the_forward_pass_has_the_bits_that_it_has_without(tokens, arithmetic):
+    problem, grads = trainable(7, [tokens], **USUAL | BIASES | arithmetic)
     with context_of(problem) as context:
         found = gradients_of(context, problem, grads[0])["y"]
         with torch.no_grad():
             y = flashmoe.moe(context, **leaves_of(problem)[0])
         assert as_array(y.cpu()).tobytes() == found.tobytes()
+
+
+@pytest.mark.parametrize("options", [GIVEN | BIASES | ON_INPUT, GATED_SHARED], ids=["on input", "shared"])
+def test_bits_of_other_layers_are_those_of_every_run(options):
+    problem, grads = trainable(6, [1500], **USUAL | options | {"hidden": 512, "experts": 8})
+    with context_of(problem) as context:
+        first = gradients_of(context, problem, grads[0])
+        for _ in range(19):
+            for name, each in gradients_of(context, problem, grads[0]).items():
+                assert each.tobytes() == first[name].tobytes(), name
+
+
+def test_a_weight_of_zero_on_the_input_has_a_gradient():
+    """Its row has no part in the gradients of gate_up_proj and x, but in its own, and with biases in theirs."""
+    problem, grads = trainable(20, [200], **USUAL | GIVEN | BIASES | ON_INPUT)
+    problem.topk_weights[0][::3] = 0.0
+    with context_of(problem) as context:
+        found = gradients_of(context, problem, grads[0])
+        check(problem, grads, [found], engine="cuda")
+    assert np.abs(found["topk_weights"][::3]).min() > 0.0 and not found["x"][::3].any()
 
 
 # Calls
@@ -264,10 +345,11 @@ def test_a_step_in_a_graph():
             assert as_array(each.cpu()).tobytes() == expected[name].tobytes(), name
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_backward_pass_is_one_operation_of_the_gpu(fused):
+def test_a_backward_pass_is_one_operation_of_the_gpu(fused, dtype):
     """Its kernel: nothing is filled, converted, copied or multiplied beside it, with a router either."""
-    problem, grads = trainable(19, [300], **USUAL | {"fused": fused})
+    problem, grads = trainable(19, [300], **USUAL | {"fused": fused, "dtype": dtype})
     with context_of(problem) as context:
         names = operations_of_backward(context, problem, grads[0])
     assert len(names) == 1 and "flashmoe_moe" in names[0], names
@@ -311,10 +393,12 @@ def test_a_module():
     )
 
 
+@pytest.mark.parametrize(("shared", "dtype"), [(0, "bfloat16"), (2, "bfloat16"), (0, "float32"), (2, "float32")])
 @pytest.mark.parametrize("behind", [0, 1])
-def test_gradients_are_added_to_buffers(behind):
+def test_gradients_are_added_to_buffers(behind, shared, dtype):
     """In float32, and rounded they are the gradients; also where a buffer is not aligned."""
-    problem = random_problem(18, 200, hidden=256, intermediate=192, experts=16, top_k=4)
+    more = {"shared": shared, "shared_gate": True} if shared else {}
+    problem = random_problem(18, 200, hidden=256, intermediate=192, experts=16, top_k=4, dtype=dtype, **more)
     dy = torch.randn_like(problem.x)
     with context_of_gpu(problem) as context:
         module = module_of(context, problem)
@@ -329,19 +413,13 @@ def test_gradients_are_added_to_buffers(behind):
         assert torch.equal((each.main_grad / 2).to(each.dtype), each.grad), name
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "float32": ("x of float32", {"dtype": "float32"}),
-    "a shared expert": ("a shared expert", {"shared": 1}),
-    "weights on the input": ("weights_on_input", GIVEN | {"weights_on_input": True}),
-}
-
-
-@pytest.mark.parametrize(("said", "options"), REFUSED.values(), ids=REFUSED)
-def test_what_has_no_gradients_is_named(said, options):
+def test_what_has_no_gradients_is_named():
     """By the backward pass: the forward pass is what it is without."""
-    problem, grads = trainable(16, [40], **USUAL | options)
-    with (
-        context_of(problem) as context,
-        pytest.raises(NotImplementedError, match=f"FlashMoE has no backward pass of {said}.* on a GPU"),
-    ):
-        gradients_of(context, problem, grads[0])
+    problem, grads = trainable(16, [40], **USUAL)
+    problem = quantised(problem)
+    arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
+    arguments["x"].requires_grad_()
+    with context_of(problem) as context:
+        y = flashmoe.moe(context, **arguments)
+        with pytest.raises(NotImplementedError, match=r"no backward pass of x of bfloat16 with weights of .* on a GPU"):
+            y.backward(as_tensor(grads[0]).cuda())

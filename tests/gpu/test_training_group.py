@@ -12,6 +12,7 @@ import ranks as on_rank
 import training_ranks
 from flashmoe.launch import RankPool
 from layer_options import CLAMPED
+from test_slices import Sliced
 from training import check, trainable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -21,6 +22,9 @@ USUAL = {"hidden": 256, "intermediate": 192, "experts": 16, "top_k": 4, "dtype":
 GIVEN = {"fused": False}
 BIASES = {"biases": (True,) * 3}
 GPT_OSS = CLAMPED | {"interleaved": True, "transposed": True} | BIASES
+ON_INPUT = {"weights_on_input": True}
+GATED_SHARED = {"shared": 2, "shared_gate": True}
+FLOAT32, EXACT = {"dtype": "float32"}, {"dtype": "float32", "exact": True}
 DIRECT, REDUCED = {"return_mode": "direct"}, {"return_mode": "reduced"}
 
 
@@ -57,6 +61,20 @@ LAYERS: dict[str, dict[str, Any]] = {
     "a capacity": REDUCED | {"capacity_factor": 0.5, "skew": 3.0},
     "a capacity, given": DIRECT | GIVEN | {"capacity_factor": 0.5, "skew": 3.0},
     "float16": REDUCED | {"dtype": "float16"},
+    "weights on the input": DIRECT | GIVEN | BIASES | ON_INPUT,
+    "weights on the input, reduced": REDUCED | ON_INPUT,
+    "Llama 4": REDUCED | ON_INPUT | {"score": "sigmoid", "renormalize": False, "top_k": 1, "shared": 1},
+    "a shared expert": DIRECT | {"shared": 1},
+    "a gated shared expert": REDUCED | GATED_SHARED,
+    "a gated shared expert, given": DIRECT | GIVEN | GATED_SHARED,
+    "a gated shared expert, clamped": CLAMPED | GATED_SHARED | {"interleaved": True, "transposed": True},
+    "float32": REDUCED | BIASES | FLOAT32,
+    "float32, given": DIRECT | GIVEN | FLOAT32,
+    "float32, exact": DIRECT | BIASES | EXACT,
+    "float32, exact, reduced": REDUCED | GIVEN | EXACT,
+    "float32, weights on the input": DIRECT | GIVEN | BIASES | ON_INPUT | FLOAT32,
+    "float32, a gated shared expert": REDUCED | GATED_SHARED | FLOAT32,
+    "float32, a gated shared expert, exact": DIRECT | GIVEN | GATED_SHARED | EXACT,
 }
 
 
@@ -75,7 +93,14 @@ EDGES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "an expert in copies": ([100, 60, 70, 80], {"placement": [[0, 1], *[1] * 15]}),
     "one expert a token": ([301, 5, 77, 100], {"top_k": 1}),
     "several tiles": ([900, 700, 300, 500], {"experts": 4, "top_k": 2, "hidden": 384, "intermediate": 320}),
+    "a rank without tokens, float32": ([200, 0, 120, 31], FLOAT32 | BIASES),
+    "several tiles, float32": ([900, 700, 300, 500], {"experts": 4, "top_k": 2} | FLOAT32),
+    "a rank without experts, exact": ([100, 60, 70, 80], {"placement": [0] * 16} | EXACT),
     "sizes just above a tile's": ([257, 300, 3, 9], {"hidden": 264, "intermediate": 264} | BIASES),
+    "shared, a rank without tokens": ([600, 0, 120, 31], GATED_SHARED),
+    "shared, a rank without experts": ([100, 600, 70, 80], {"placement": [0] * 16} | GATED_SHARED),
+    "shared, no tokens": ([0, 0, 0, 0], GATED_SHARED),
+    "on the input, a rank without tokens": ([200, 0, 120, 31], ON_INPUT | BIASES),
 }
 
 
@@ -84,9 +109,33 @@ def test_edges(pool, tokens, options):
     run_and_check(pool, tokens[: pool.ranks], **options)
 
 
+SLICED: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "given": ([150, 233, 97, 180], GIVEN),
+    "given, biases": ([150, 233, 97, 180], GIVEN | BIASES),
+    "router, biases": ([150, 233, 97, 180], BIASES),
+    "a router's shared expert": ([300, 0, 97, 280], GATED_SHARED),
+    "weights on the input": ([150, 233, 97, 180], ON_INPUT | BIASES),
+    "a capacity": ([150, 233, 97, 180], {"capacity_factor": 0.5, "skew": 3.0}),
+    "several tiles": ([900, 700, 300, 500], {"experts": 4, "top_k": 2, "hidden": 384, "intermediate": 320}),
+    "float32": ([150, 233, 97, 180], FLOAT32 | BIASES),
+}
+
+
+@pytest.mark.parametrize("redispatch", [False, True])
+@pytest.mark.parametrize(("tokens", "options"), SLICED.values(), ids=SLICED)
+def test_slices(pool, tokens, options, redispatch):
+    """Experts in two slices, some of whose halves are on the same rank; a second call has the same bits."""
+    sizes, tokens = USUAL | options, tokens[: pool.ranks]
+    placement = [(e // 2 + e % 3 % 2) % pool.ranks for e in range(2 * sizes["experts"])]
+    found = everywhere(pool, training_ranks.of_slices, 3, tokens, sizes, placement, redispatch)
+    problem, grads = trainable(3, tokens, **sizes)
+    check(problem, grads, found, engine="cuda", sliced=Sliced.of(problem, 2, placement))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("mode", on_rank.RETURN_MODES)
-def test_bits_are_those_of_every_run(pool, mode):
-    run_and_check(pool, [700, 500, 300, 900][: pool.ranks], times=20, return_mode=mode, **BIASES)
+def test_bits_are_those_of_every_run(pool, mode, dtype):
+    run_and_check(pool, [700, 500, 300, 900][: pool.ranks], times=20, return_mode=mode, dtype=dtype, **BIASES)
 
 
 def test_the_hundredth_step_has_the_bits_of_the_first(pool):
@@ -127,6 +176,9 @@ AGAIN: dict[str, tuple[list[int], dict[str, Any]]] = {
     "a capacity": ([150, 233, 97, 180], REDUCED | {"capacity_factor": 0.5, "skew": 3.0}),
     "gpt-oss": ([150, 233, 97, 180], GPT_OSS),
     "an expert in copies": ([100, 60, 70, 80], {"placement": [[0, 1], *[1] * 15]}),
+    "weights on the input": ([150, 233, 97, 180], ON_INPUT | BIASES),
+    "a gated shared expert": ([150, 233, 97, 180], GATED_SHARED),
+    "float32": ([150, 0, 97, 180], REDUCED | BIASES | FLOAT32),
 }
 
 
@@ -161,8 +213,3 @@ STRAYS = {
 def test_a_rank_that_is_elsewhere_is_named(pool, how):
     for rank, told in enumerate(everywhere(pool, training_ranks.stray, how, 1, 3.0)):
         assert told.startswith(STRAYS[how]) and (rank == 1 or "rank 1" in told), (rank, told)
-
-
-def test_what_has_no_gradients_is_named(pool):
-    with pytest.raises(Exception, match="FlashMoE has no backward pass of a shared expert on a GPU"):
-        everywhere(pool, training_ranks.gradients, [(16, [40] * pool.ranks, USUAL | {"shared": 1})], 1)

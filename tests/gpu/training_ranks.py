@@ -14,6 +14,7 @@ import torch
 from layers import PATIENCE
 from leaves import gradients_of, leaves_of, operations_of_backward
 from ranks import device_of, joined, processors
+from test_slices import Sliced
 from training import as_array, as_tensor, trainable
 
 Gradients = dict[str, np.ndarray]
@@ -38,6 +39,28 @@ def gradients(rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple], 
                     assert values.tobytes() == first[each].tobytes(), each
         found.append(first)
     return found
+
+
+def of_slices(
+    rank: int,
+    ranks: int,
+    _: str,
+    name: str,
+    seed: int,
+    tokens: list[int],
+    sizes: dict[str, Any],
+    placement: list[int],
+    redispatch: bool,
+) -> Gradients:
+    """The gradients here of the problem's experts in two slices, twice the same bits."""
+    torch.cuda.set_device(device_of(rank))
+    whole, grads = trainable(seed, tokens, **sizes)
+    sliced = Sliced.of(whole, 2, placement)
+    with context_for(sliced, rank, name, redispatch=redispatch) as context:
+        first = gradients_of(context, sliced, grads[rank], rank)
+        for each, values in gradients_of(context, sliced, grads[rank], rank).items():
+            assert values.tobytes() == first[each].tobytes(), each
+    return first
 
 
 def operations(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any]) -> list:

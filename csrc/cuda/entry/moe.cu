@@ -4,11 +4,13 @@
 //   FLASHMOE_MXFP4       1: the experts' matrices are in mxfp4 (of a 16-bit type the rest), of a few tokens alone
 //   FLASHMOE_ACTIVATION  as flashmoe::Activation
 //   FLASHMOE_TRANSPOSED  1: the experts' matrices are [El, H, 2I or I] and [El, I, H], of 16-bit types
-//   FLASHMOE_KEEP        1: keep what the layer's gradients need, of 16-bit types
+//   FLASHMOE_KEEP        1: keep what the layer's gradients need
 //   FLASHMOE_BACKWARD    1: the backward pass of what is kept, of the same layer
 //   FLASHMOE_GROUP       1: either of the two among several ranks; else of a rank that is alone
+//   FLASHMOE_SLICED      1: either of the two of a layer with a shared expert, or with experts in slices; else of any other
+//   FLASHMOE_ON_INPUT    1: either of the two of a layer whose weights scale products with gate_up; else of any other
 //   FLASHMOE_TRACE       1: record what every role does
-//   FLASHMOE_EXACT       1: float32 products in float32
+//   FLASHMOE_EXACT       1: float32 products in float32, without the tensor cores
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)
 #include "flashmoe/gpu/clock.cuh"
 #include "flashmoe/gpu/kept_rows.cuh"
@@ -56,8 +58,9 @@ inline constexpr Activation kActivation{FLASHMOE_ACTIVATION};
 inline constexpr bool kTransposed = (FLASHMOE_TRANSPOSED != 0) != kIsBackward;
 static_assert(!(kQuantisedBuild || kMxFp4Build) || (Dtype::kBytes == 2 && !kTransposed));
 static_assert(!(kQuantisedBuild && kMxFp4Build));
-static_assert(!kTransposed || Dtype::kBytes == 2);  // wgmma takes no MN-major operands of other types
-static_assert(!(kKeepBuild || kIsBackward) || (Dtype::kBytes == 2 && !kQuantisedBuild && !kMxFp4Build));
+// wgmma takes no MN-major operands of other types. (A backward pass of these does without: mainloop_fragments.cuh.)
+static_assert(FLASHMOE_TRANSPOSED == 0 || Dtype::kBytes == 2);
+static_assert(!(kKeepBuild || kIsBackward) || (!kQuantisedBuild && !kMxFp4Build));
 static_assert(!kTrainsInGroup || ((kKeepBuild || kIsBackward) && !kRdma));
 
 }  // namespace flashmoe::sm90
@@ -85,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kMoveThreads)
 extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kMoveThreads)
     flashmoe_move(const __grid_constant__ flashmoe::sm90::KernelArgs args,
                   const __grid_constant__ flashmoe::gpu::MovedRows to) {
-  flashmoe::gpu::move_rows(args, to);
+  flashmoe::gpu::move_rows<flashmoe::sm90::Dtype>(args, to);
 }
 #endif
 

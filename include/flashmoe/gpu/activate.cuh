@@ -77,15 +77,18 @@ __device__ __forceinline__ float short_gelu(float x) {
   return fmaf(-u, detail::exp2_approx(q), detail::max_or_nan(x, 0.0f));
 }
 
-// The same with erfc by Abramowitz and Stegun 7.1.26, within 1.5e-7 of it.
-__device__ __forceinline__ float exact_gelu(float x) {
+// The same with erfc by Abramowitz and Stegun 7.1.26, within 1.5e-7 of it. h:
+__device__ __forceinline__ float exact_normal_tail(float x) {
   constexpr float kP = 0.3275911f * 0.707106781f, kHalfLog2E = 0.72134752f;
   const float t = detail::reciprocal_approx(fmaf(kP, fabsf(x), 1.0f));
   float p = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
   p = fmaf(t, p, 0.5f * 1.421413741f);
   p = fmaf(t, p, 0.5f * -0.284496736f);
   p = fmaf(t, p, 0.5f * 0.254829592f);
-  const float tail = fabsf(x) * (p * t * detail::exp2_approx(x * x * -kHalfLog2E));  // |x| erfc(|x| / sqrt 2) / 2
+  return p * t * detail::exp2_approx(x * x * -kHalfLog2E);
+}
+__device__ __forceinline__ float exact_gelu(float x) {
+  const float tail = fabsf(x) * exact_normal_tail(x);  // |x| erfc(|x| / sqrt 2) / 2
   return detail::max_or_nan(x, 0.0f) - tail;
 }
 

@@ -19,17 +19,19 @@ __device__ __forceinline__ ValueAndSlope silu_and_slope(float x, float alpha = 1
 }
 
 // The slope is the normal distribution's function plus x times its density.
+template <bool kExact>
 __device__ __forceinline__ ValueAndSlope gelu_and_slope(float x) {
   constexpr float kHalfLog2E = 0.72134752f, kDensityAt0 = 0.39894228f;
-  const float u = fabsf(x), tail = normal_tail(u);
+  const float u = fabsf(x), tail = kExact ? exact_normal_tail(x) : normal_tail(u);
   const float density = kDensityAt0 * exp2_approx(x * x * -kHalfLog2E);
   return {fmaf(-u, tail, max_or_nan(x, 0.0f)), fmaf(x, density, x < 0.0f ? tail : 1.0f - tail)};
 }
 
 }  // namespace detail
 
-// Of a gate, or all there is. Where there is no slope, PyTorch's: 0 of relu at 0, the inside's at a limit.
-template <Activation A>
+// Of a gate, or all there is. Where there is no slope, PyTorch's: 0 of relu at 0, the inside's at a limit. kExact: as fp32
+// without the tensor cores has it.
+template <Activation A, bool kExact = false>
 __device__ __forceinline__ ValueAndSlope differentiate(float x, const ClampedShape& shape) {
   if constexpr (A == Activation::kRelu || A == Activation::kRelu2) {
     const float value = detail::max_or_nan(x, 0.0f);
@@ -40,7 +42,7 @@ __device__ __forceinline__ ValueAndSlope differentiate(float x, const ClampedSha
     if (x > shape.limit) s.slope = 0.0f;
     return s;
   } else if constexpr (A == Activation::kGelu || A == Activation::kGeGlu) {
-    return detail::gelu_and_slope(x);
+    return detail::gelu_and_slope<kExact>(x);
   } else {
     return detail::silu_and_slope(x);
   }

@@ -8,6 +8,7 @@
 #include "flashmoe/gpu/copy_row.cuh"
 #include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/platform.cuh"
+#include "flashmoe/gpu/types.cuh"
 #include "flashmoe/protocol/tile_former.h"
 
 namespace flashmoe::gpu {
@@ -25,24 +26,35 @@ __device__ __forceinline__ Call ended_call(const KernelArgs& args) {
 
 // ---- Counting: a block for each rank p ------------------------------------------------------------------------------
 
-// How many rows each expert has of rank p's tokens; returns how many all have.
+// The local experts that may have rows of rank p's tokens: a packet of another rank's says nothing of the shared one.
+__device__ __forceinline__ uint32_t experts_for(const Call& c, uint32_t p) {
+  if constexpr (!kSlicedBuild) return c.shape.local_experts;
+  return p != c.rank ? c.shape.routed_local_experts() : c.shape.local_experts;
+}
+
+// Rows of pre-activations that a row of an expert has: one for each slice of the shared one.
+__device__ __forceinline__ uint32_t kept_rows_of(const CallShape& shape, uint32_t expert) {
+  return kSlicedBuild && shape.is_shared(expert) ? shape.shared : 1;
+}
+
+// How many rows each expert has of rank p's tokens; returns how many rows of pre-activations all have.
 __device__ __forceinline__ uint32_t count_of_experts(const Call& c, uint32_t p, uint32_t blocks, uint32_t* to) {
-  __shared__ uint32_t rows[kMaxExperts], all;
-  const uint32_t el = c.shape.local_experts;
+  __shared__ uint32_t rows[kMaxExperts + (kSlicedBuild ? 1 : 0)], all;
+  const uint32_t el = c.shape.local_experts, theirs = experts_for(c, p);
   for (uint32_t l = threadIdx.x; l < el; l += kMoveThreads) rows[l] = 0;
   if (threadIdx.x == 0) all = 0;
   __syncthreads();
   // Neighbours have neighbouring experts of a packet. Integers: in any order they have one sum.
 #pragma unroll 4
-  for (uint32_t i = threadIdx.x; i < blocks * el; i += kMoveThreads) {
-    const uint16_t* const offsets = c.packet_offsets(c.rank, p, i / el) + i % el;
+  for (uint32_t i = threadIdx.x; i < blocks * theirs; i += kMoveThreads) {
+    const uint16_t* const offsets = c.packet_offsets(c.rank, p, i / theirs) + i % theirs;
     const uint32_t here = offsets[1] - offsets[0];
-    if (here != 0) atomicAdd(&rows[i % el], here);
+    if (here != 0) atomicAdd(&rows[i % theirs], here);
   }
   __syncthreads();
   for (uint32_t l = threadIdx.x; l < el; l += kMoveThreads) {
     to[l] = rows[l];
-    atomicAdd(&all, rows[l]);
+    atomicAdd(&all, rows[l] * kept_rows_of(c.shape, l));
   }
   __syncthreads();
   return all;
@@ -84,12 +96,12 @@ __device__ __forceinline__ uint32_t number_received(const Call& c, uint32_t p, u
 
 __device__ __forceinline__ void count_rows(const KernelArgs& args, const CountedRows& to) {
   const Call c = ended_call(args);
-  const uint32_t p = blockIdx.x, el = c.shape.local_experts;
+  const uint32_t p = blockIdx.x, el = c.shape.local_experts, theirs = experts_for(c, p);
   const bool over = c.epoch != 0;
   RankRows count{over ? c.tokens_of(p) : 0, 0, 0};
   count.rows = count_of_experts(c, p, over ? c.blocks_of(p) : 0, to.rows + p * el);
-  // Nobody sends to a rank without experts.
-  if (p != c.rank && el != 0) {
+  // Nobody sends to a rank without experts that others know of.
+  if (p != c.rank && theirs != 0) {
     count.received = number_received(c, p, count.tokens, to.numbers + uint64_t{p} * args.group.pitch);
   }
   if (threadIdx.x == 0) to.ranks[p] = to.told[p] = count;
@@ -97,17 +109,25 @@ __device__ __forceinline__ void count_rows(const KernelArgs& args, const Counted
 
 // ---- Moving ---------------------------------------------------------------------------------------------------------
 
+// Experts whose rows are moved: a slice of the shared one is one, behind the others, with that one's tiles.
+__device__ __forceinline__ uint32_t moved_experts(const CallShape& s) {
+  return kSlicedBuild ? s.local_experts + max_of(s.shared, 1u) - 1 : s.local_experts;
+}
+__device__ __forceinline__ uint32_t expert_of_moved(const CallShape& s, uint32_t moved) {
+  return kSlicedBuild ? min_of(moved, s.local_experts - 1) : moved;
+}
+
 // The number of each expert's first row. One warp.
 __device__ __forceinline__ void write_first_rows(const Call& c, const MovedRows& to) {
-  const uint32_t ranks = c.shape.ranks, el = c.shape.local_experts;
+  const uint32_t ranks = c.shape.ranks, el = c.shape.local_experts, moved = moved_experts(c.shape);
   uint32_t before = 0;
-  for (uint32_t base = 0; base <= el; base += 32) {
-    const uint32_t l = base + Platform::lane();
+  for (uint32_t base = 0; base <= moved; base += 32) {
+    const uint32_t m = base + Platform::lane(), l = expert_of_moved(c.shape, m);
     uint32_t rows = 0;
-    for (uint32_t p = 0; l < el && p < ranks; ++p) rows += to.counted.rows[p * el + l];
+    for (uint32_t p = 0; m < moved && p < ranks; ++p) rows += to.counted.rows[p * el + l];
     uint32_t all;
     const uint32_t first = before + Platform::exclusive_scan(rows, all);
-    if (l <= el) to.first_row[l] = first;
+    if (m <= moved) to.first_row[m] = first;
     before += all;
   }
 }
@@ -121,7 +141,7 @@ __device__ __forceinline__ void move_received(const KernelArgs& args, const Call
     const uint32_t slot = p == c.rank ? 0 : peer_slot(p, c.rank, c.shape.ranks);
     for (uint32_t t = first; t < to.pitch; t += step) {
       uint32_t n = GroupArgs::kNone;
-      if (p != c.rank && c.shape.local_experts != 0 && t < to.counted.ranks[p].tokens) {
+      if (p != c.rank && experts_for(c, p) != 0 && t < to.counted.ranks[p].tokens) {
         n = to.counted.numbers[uint64_t{p} * args.group.pitch + t];
       }
       if (n != GroupArgs::kNone) {
@@ -138,20 +158,23 @@ __device__ __forceinline__ void move_received(const KernelArgs& args, const Call
 
 // A tile, by its number among all: experts' tiles one behind the other.
 struct TilePlace {
-  uint32_t expert, nth;  // of the expert's tiles
+  uint32_t expert, slice;  // of a shared expert; else 0
+  uint32_t nth;            // of the expert's tiles
 };
 
 // Whether there is such a tile. One warp; all lanes have the place.
 __device__ __forceinline__ bool find_tile(const Call& c, uint32_t number, TilePlace& place) {
-  const uint32_t el = c.shape.local_experts;
+  const uint32_t moved = moved_experts(c.shape);
   uint32_t before = 0;
-  for (uint32_t base = 0; base < el; base += 32) {
-    const uint32_t l = base + Platform::lane(), tiles = l < el ? c.expert_state(l)->tiles : 0;
+  for (uint32_t base = 0; base < moved; base += 32) {
+    const uint32_t m = base + Platform::lane();
+    const uint32_t tiles = m < moved ? c.expert_state(expert_of_moved(c.shape, m))->tiles : 0;
     uint32_t all;
     const uint32_t first = before + Platform::exclusive_scan(tiles, all);
     if (const uint32_t those = Platform::ballot(number - first < tiles); those != 0) {
       const uint32_t lane = __ffs(those) - 1;
-      place = {base + lane, number - Platform::broadcast(first, lane)};
+      const uint32_t expert = expert_of_moved(c.shape, base + lane);
+      place = {expert, base + lane - expert, number - Platform::broadcast(first, lane)};
       return true;
     }
     before += all;
@@ -165,7 +188,7 @@ struct TileRows {
   Segment segments[kTileRows];
   uint32_t number[kTileRows];
 
-  // Behind all rows of experts before this one, and this one's of sources before each, and in tiles before.
+  // Behind all rows of experts before this one, and of its slices, and this one's of sources before each, and in tiles before.
   __device__ __forceinline__ void find_next(const Call& c, const uint32_t* rows, const TilePlace& place) {
     static_assert(kMaxRanks == 32);  // a lane each
     const uint32_t el = c.shape.local_experts, warp = threadIdx.x / 32, lane = Platform::lane();
@@ -177,6 +200,7 @@ struct TileRows {
     uint32_t of_experts = 0;
     for (uint32_t i = threadIdx.x; i < c.shape.ranks * el; i += kMoveThreads) {
       of_experts += i % el < place.expert ? rows[i] : 0;
+      if (kSlicedBuild && i % el == place.expert) of_experts += place.slice * rows[i];
     }
     of_experts = __reduce_add_sync(~0u, of_experts);
     atomicAdd(&next[lane], of_experts);
@@ -211,27 +235,31 @@ struct TileRows {
 
 // Pre-activations of the tile that has this number among all; false: there is none. In segments a source's rows are in the order
 // of its tokens, within a tile and from each of an expert's tiles to the next.
+template <class Dtype>
 __device__ __forceinline__ bool move_tile(const KernelArgs& args, const Call& c, const MovedRows& to, uint32_t number) {
   __shared__ TileRows rows;  // its last reader has met the others before the next tile's are written
-  const uint32_t bytes = args.backward.z_columns * 2, warp = threadIdx.x / 32;
+  const uint32_t bytes = args.backward.z_columns * Dtype::kBytes, warp = threadIdx.x / 32;
   TilePlace place;
   if (!find_tile(c, number, place)) return false;
   rows.find_next(c, to.counted.rows, place);
   const uint32_t tile = c.expert_tiles(place.expert)[place.nth];
   const auto shape = c.tile(tile)->shape;
   rows.find(c.segments(tile), shape.segments);
+  const uint32_t inner = kSlicedBuild ? c.inner_tile(tile, place.nth * kTileRows, place.slice) : tile;
   for (uint32_t r = warp; r < shape.rows; r += kMoveWarps) {
     copy_row(to.pre_activations + uint64_t{rows.number[r]} * bytes,
-             args.keep.pre_activations + (uint64_t{tile} * kTileRows + r) * bytes, bytes);
+             args.keep.pre_activations + (uint64_t{inner} * kTileRows + r) * bytes, bytes);
   }
   return true;
 }
 
+template <class Dtype>
 __device__ __forceinline__ void move_rows(const KernelArgs& args, const MovedRows& to) {
   const Call c = ended_call(args);
   if (c.epoch == 0) return;
   if (blockIdx.x >= to.blocks) {
-    for (uint32_t number = blockIdx.x - to.blocks; move_tile(args, c, to, number);) number += gridDim.x - to.blocks;
+    for (uint32_t number = blockIdx.x - to.blocks; move_tile<Dtype>(args, c, to, number);)
+      number += gridDim.x - to.blocks;
     return;
   }
   const uint32_t warp = blockIdx.x * kMoveWarps + threadIdx.x / 32;

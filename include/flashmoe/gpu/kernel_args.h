@@ -120,7 +120,7 @@ struct BackwardArgs {
   uint64_t x_row_bytes;
   uint8_t* z_gradients;     // [tiles * 256, 2I or I] dZ, in the order of gate_up_proj's rows
   uint8_t* weighted;        // [tiles * 256, I] activations times the combine weight
-  TensorMap z_columns_map;  // both as operands whose rows are contracted: boxes of 64 columns by 64 rows
+  TensorMap z_columns_map;  // both as operands whose rows are contracted: boxes of a span
   TensorMap weighted_columns;
   uint32_t z_columns;   // 2I or I
   float* weight_parts;  // [2 blocks of columns][T C] what each has of a combine weight's gradient
@@ -159,7 +159,7 @@ struct MovedRows {
   uint8_t* pre_activations;  // [rows, 2I or I], by expert, source and token
   uint8_t* received;         // [received_rows, H], by source and token; null: not kept, but dispatched again
   uint32_t* numbers;         // [R, pitch] which of all received rows a token's is; kNone where it has none
-  uint32_t* first_row;       // [El + 1] number of each expert's first row
+  uint32_t* first_row;       // [El + 1] number of each expert's first row; of the shared one, the last, each slice's
   uint32_t pitch;            // the most tokens that a rank has
   uint32_t blocks;           // the first so many thread blocks move received rows, the others tiles
 };
@@ -184,6 +184,18 @@ struct GroupArgs {
   uint64_t x_behind;       // where x is dispatched again: how far behind its row of dY; else 0 (redispatched_behind)
 };
 
+// What backward passes of layers with some options have besides. (Behind all other arguments: so kernels of layers without
+// are the same.)
+struct BackwardOptions {
+  // With weights on the input (FLASHMOE_ON_INPUT) dZ has the weight as a factor, and `weighted` has not. Where gate_up_bias has
+  // a gradient, rows of dZ without it lie so many bytes behind; else 0.
+  uint64_t plain_behind;
+  // Of a shared expert (FLASHMOE_SLICED), written: as gate_up and down of BackwardArgs, [2Is or Is, H] and [H, Is], or
+  // transposed; and [T] float32, the gradients of the products of its gate with x. Null: not wanted.
+  uint8_t *shared_gate_up, *shared_down;
+  float* shared_logits;
+};
+
 struct KernelArgs {
   // Its epoch is ignored: the kernel counts calls itself (Control::calls), so that a captured graph can be replayed.
   Call call;
@@ -193,14 +205,16 @@ struct KernelArgs {
   //            holds 8 gate rows, their 8 up rows, the next 8 gate rows, and so on, so that a thread's accumulators
   //            have both, whether features are down or across
   //   down     5D {I, 8, 1, H / 8, El},  box {., 8, 1, 16, 1}
-  //   transposed weights: 64 features by 64 rows along K a box, of which a block loads two for 128 features
+  //   transposed weights: 64 features by 64 rows along K a box, of which a block loads two for 128 features (of fp32, in a
+  //   backward pass, 32 by 32, of which it loads four: spans, sm90/geometry.h)
   //     gate_up  5D {I, H, 2, 1, El}; with gate and up in turn, or no gate, {2I or I, H, 1, 1, El};  box {64, 64, 1, 1, 1}
   //     down     5D {H, I, 1, 1, El},  box {64, 64, 1, 1, 1}
   //   router   5D {H, E, 1, 1, 1},       box {., gate_features(E), 1, 1, 1}; of a backward pass box {64, 64, 1, 1, 1}
   //   intermediate  2D {I, tiles * 256}, box {., 32}
   //   tokens   2D {H, T},                box {., 32}; x, for the router; of a backward pass 2D {E, T}, gradients of logits
   TensorMap gate_up, down, router, intermediate, tokens;
-  // The shared expert's, slice by slice: as gate_up and down, of so many experts.
+  // The shared expert's, slice by slice: as gate_up and down, of so many experts. Of a backward pass whose matrix has all gates
+  // before all ups, gate_up is that of twice as many without a gate: the slices' gates, then their ups.
   TensorMap shared_gate_up, shared_down;
   // The router without TMA: [1][E] rows of H.
   WeightRows router_rows;
@@ -237,6 +251,7 @@ struct KernelArgs {
   KeptOutputs keep;       // of kernels that keep (FLASHMOE_KEEP)
   BackwardArgs backward;  // of backward passes (kBackward)
   GroupArgs group;        // of both, among several ranks
+  BackwardOptions options;
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

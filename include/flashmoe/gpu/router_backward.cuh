@@ -17,7 +17,7 @@ namespace flashmoe::gpu {
 __device__ __forceinline__ uint32_t lanes_of_token(const CallShape& shape) {
   uint32_t lanes = 2;
 #pragma unroll 1
-  while (lanes < 8 && (lanes < shape.top_k || lanes * 16 < shape.experts)) lanes *= 2;
+  while (lanes < 8 && (lanes < gate_top_k_of(shape) || lanes * 16 < gate_experts_of(shape))) lanes *= 2;
   return lanes;
 }
 
@@ -76,23 +76,24 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   const uint32_t lane = Platform::lane() % lanes, own = first + Platform::lane() / lanes;
   const bool exists = own < shape.tokens;
   const uint64_t token = exists ? own : first;
-  const uint32_t experts = shape.experts;
+  const uint32_t experts = gate_experts_of(shape);
   const bool sigmoid = rule.sigmoid != 0, renormalize = rule.renormalize != 0;
-  const uint64_t first_choice = token * shape.top_k, first_logit = token * experts;
+  const uint64_t first_choice = token * gate_top_k_of(shape), first_logit = token * experts;
   const auto expert = [&](uint32_t k) {
-    const int32_t id = b.kept.ids[first_choice + k];
-    return static_cast<uint32_t>(id >= 0 ? id : ~id);
+    const int32_t id = b.kept.ids[kSlicedBuild ? token * shape.top_k + k * shape.slices : first_choice + k];
+    const auto kept = static_cast<uint32_t>(id >= 0 ? id : ~id);
+    return kSlicedBuild ? kept / shape.slices : kept;
   };
   const auto of_weight = [&](uint32_t k) {  // which biases owe a part to
     const double of_experts = choice_gradient(args, static_cast<uint32_t>(token), k, parts);
     return b.weights_by_bias == nullptr ? of_experts : of_experts + b.weights_by_bias[first_choice + k];
   };
   // Kept of a lane's first choice, which for most models is its only one: it takes a handful of round trips to memory.
-  const double of_first = lane < shape.top_k ? of_weight(lane) : 0.0;
+  const double of_first = lane < gate_top_k_of(shape) ? of_weight(lane) : 0.0;
   const TokenScores score = TokenScores::of(b.logits + first_logit, experts, sigmoid, lane, lanes);
   double sum = 0.0, weighted = 0.0;  // of the chosen scores; of these times their weights' gradients
 #pragma unroll 1
-  for (uint32_t k = lane; k < shape.top_k; k += lanes) {
+  for (uint32_t k = lane; k < gate_top_k_of(shape); k += lanes) {
     const double s = score(expert(k));
     sum += s;
     weighted += s * (k == lane ? of_first : of_weight(k));
@@ -113,7 +114,7 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   for (uint32_t e = lane; e < experts; e += lanes) store(e, moved == 0.0 ? 0.0 : -score(e) * moved);
   __syncwarp();  // the chosen ones' are stored once more
 #pragma unroll 1
-  for (uint32_t k = lane; k < shape.top_k; k += lanes) {
+  for (uint32_t k = lane; k < gate_top_k_of(shape); k += lanes) {
     const uint32_t e = expert(k);
     const double s = score(e), slope = sigmoid ? s * (1.0 - s) : s;
     const double of_score = ((k == lane ? of_first : of_weight(k)) - common) * per_sum;

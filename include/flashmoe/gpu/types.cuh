@@ -18,12 +18,22 @@
 #ifndef FLASHMOE_KEEP
 #define FLASHMOE_KEEP 0
 #endif
+// 1: of passes that train, the kernel of layers with a shared expert, or with experts in slices.
+#ifndef FLASHMOE_SLICED
+#define FLASHMOE_SLICED 0
+#endif
+// 1: of passes that train, the kernel of layers with LayerSpec::weights_on_input.
+#ifndef FLASHMOE_ON_INPUT
+#define FLASHMOE_ON_INPUT 0
+#endif
 
 namespace flashmoe::gpu {
 
 inline constexpr bool kQuantisedBuild = FLASHMOE_QUANTISED != 0;
 inline constexpr bool kMxFp4Build = FLASHMOE_MXFP4 != 0;
 inline constexpr bool kKeepBuild = FLASHMOE_KEEP != 0;
+inline constexpr bool kSlicedBuild = FLASHMOE_SLICED != 0;
+inline constexpr bool kOnInputBuild = FLASHMOE_ON_INPUT != 0;
 
 // For 16 bytes of elements: spread() gives them as fp32, accumulate() adds the i-th to sum[i], round() packs sums.
 template <class Dtype>
@@ -162,6 +172,16 @@ template <class D>
 struct Scores<Quantised<D>> : Scores<D> {};
 template <class D>
 struct Scores<MxFp4<D>> : Scores<D> {};
+
+// The i-th two elements of so many words.
+template <class Dtype, uint32_t kWords>
+__device__ __forceinline__ float2 pair_of(const uint32_t (&word)[kWords], uint32_t i) {
+  if constexpr (Dtype::kBytes == 2) {
+    return Dtype::unpack(word[i]);
+  } else {
+    return {__uint_as_float(word[2 * i]), __uint_as_float(word[2 * i + 1])};
+  }
+}
 
 // Element i of a bias; 0 where there is none, or outside of it.
 template <class Dtype>

@@ -93,6 +93,13 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// The same, found anew: where no register is left to keep it.
+__device__ __forceinline__ uint32_t cluster_rank_anew() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
 // Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads of the block, by default one warpgroup.
 __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads = 128) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -10,9 +10,12 @@ namespace flashmoe::sm90 {
 // Has the L2 fetch what a task reads of kept rows, since these come from memory otherwise, when its epilogue wants them. One warp, when
 // it looks up the task behind it: some ten stages before the epilogue. Fetched with the task's own look-up, they are out of the L2
 // again by then.
+template <class Dtype>
 __device__ __forceinline__ void prefetch_kept(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
   if (!is_one_of<kDifferentiating>(slot.kind) || slot.index == kNoTile) return;
-  const uint32_t bytes = kept_row_bytes(args), each = kTaskFeatures * (bytes == c.shape.intermediate * 2 ? 2 : 4);
+  constexpr uint32_t kOne = Dtype::kBytes;
+  const uint32_t bytes = kept_row_bytes<Dtype>(args);
+  const uint32_t each = kTaskFeatures * (bytes == c.shape.intermediate * kOne ? kOne : 2 * kOne);
   const uint8_t* const from = args.backward.kept.pre_activations + slot.column * each;
   const uint32_t size = min_of(each, bytes - slot.column * each);
   for (uint32_t r = Platform::lane(); r < slot.share.rows; r += Platform::kLanes) {
@@ -27,7 +30,7 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   using P = Platform;
   TaskSlot& slot = ring.at(n);
   if constexpr (kIsBackward) {
-    if (n != 0) prefetch_kept(args, c, ring.at(n - 1));
+    if (n != 0) prefetch_kept<Dtype>(args, c, ring.at(n - 1));
   }
   if (task.index == kNoTile) {
     look_up_rehearsal(slot);
@@ -36,9 +39,9 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   } else if (is_over_rows(task.kind)) {
     if constexpr (kIsBackward) {
       if (is_of_router_dx(c, task.index)) {
-        look_up_router_dx(args, c, task, slot);
+        look_up_router_dx<Dtype>(args, c, task, slot);
       } else {
-        look_up_over_rows(c, task, slot);
+        look_up_over_rows<Dtype>(c, task, slot);
       }
     }
   } else if (task.kind != TaskKind::kStop) {
@@ -46,7 +49,7 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   }
   if (P::lane() == 0) {
     slot.kind = task.kind;
-    slot.stored = kTrainsInGroup && kIsBackward ? n : stored;  // else unused there, see compute_tasks()
+    slot.stored = kNumberAgain<Dtype> ? n : stored;  // else unused there, see compute_tasks()
   }
   if (is_one_of<kHome>(task.kind)) ++stored;
   P::sync();

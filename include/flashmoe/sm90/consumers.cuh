@@ -49,11 +49,13 @@ __device__ __forceinline__ void scale_by_row(const KernelArgs& args, const Call&
   });
 }
 
-// Who keeps the pre-activations of a task that activates, whose first column of results is `first_column`.
-template <bool kGated>
+// Who keeps the pre-activations of a task that activates, whose first column of results is `first_column`. With weights on the
+// input these are kept before they have weight and bias: the weight's gradient is a sum of products by them, and it may be 0.
+// kBehind: who keeps none, since they are kept.
+template <bool kGated, bool kBehind = false>
 __device__ __forceinline__ auto keeper(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                        uint32_t first_column) {
-  if constexpr (!kKeepBuild)
+  if constexpr (!kKeepBuild || kBehind)
     return NothingKept{};
   else
     return PreActivations<kGated>{args.keep.pre_activations, slot.tokens, first_column, c.shape.intermediate};
@@ -121,11 +123,15 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     const uint64_t pitch = c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][1];
     uint8_t* const tile = c.intermediate_row(slot.inner, slot.share.first);
     if constexpr (kRows) {
-      if (args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
+      if (!kOnInputBuild && args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
       with_columns<kGated, Shape::kMajorB>(args.gated, [&]<Columns kOrder>() {
+        if constexpr (kOnInputBuild) {
+          keeper<kGated>(args, c, slot, first_column()).template rows<Dtype, kOrder>(at, acc[0], rows);
+          scale_rows(at, acc, slot.weights);
+        }
         store_activated_rows<Dtype, kActivation, kOrder>(staging, at, acc, expert_bias(), rows, first_column(),
                                                          c.shape.intermediate, tile, pitch, args.gated, args.clamped,
-                                                         keeper<kGated>(args, c, slot, first_column()));
+                                                         keeper<kGated, kOnInputBuild>(args, c, slot, first_column()));
       });
     } else {
       if (args.weights_on_input != 0) scale_tokens<Stage, Shape::kN>(at, acc, slot.weights);
@@ -196,8 +202,7 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
                       slot.expert);
     if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
       tasks.put_stored(slot.stored);  // else nobody waits for it
-    // Not kept over the epilogue, whose place in registers a spill would take.
-    if constexpr (kTrainsInGroup && kIsBackward) n = *static_cast<const volatile uint32_t*>(&slot.stored);
+    if constexpr (kNumberAgain<Dtype>) n = *static_cast<const volatile uint32_t*>(&slot.stored);
     if constexpr (kQuantised<Dtype> || kIsBackward || kKeepBuild)
       asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
     tasks.put_done(n);

@@ -50,6 +50,10 @@ __device__ __forceinline__ void add_global16(uint8_t* to, const uint4& v) {
     asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y),
                  "r"(v.z), "r"(v.w)
                  : "memory");
+  } else if constexpr (Dtype::kBytes == 4) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(__uint_as_float(v.x)),
+                 "f"(__uint_as_float(v.y)), "f"(__uint_as_float(v.z)), "f"(__uint_as_float(v.w))
+                 : "memory");
   } else {
     static_assert(std::is_same_v<Dtype, Fp16>);
     asm volatile("red.relaxed.gpu.global.add.noftz.v4.f16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y),
@@ -267,6 +271,21 @@ __device__ __forceinline__ void scale_rows(const Lane& at, float (&acc)[1][kCoun
   for (uint32_t j = 0; j < kCount / 4; ++j) {
     acc[0][4 * j] *= w[0], acc[0][4 * j + 1] *= w[0], acc[0][4 * j + 2] *= w[1], acc[0][4 * j + 3] *= w[1];
   }
+}
+
+// Adds to each row its factor (as `weights` above) times `row`, of `features` numbers, of which the task's first is first_feature.
+template <class Dtype, uint32_t kCount>
+__device__ __forceinline__ void add_outer(uint32_t staging, const Lane& at, float (&acc)[1][kCount],
+                                          const float* factors, const void* row, uint32_t first_feature,
+                                          uint32_t features) {
+  const uint32_t r = at.tokens * 64 + at.warp * detail::kWarpRows + at.row();
+  const float by[2] = {factors[r], factors[r + 8]};
+  detail::for_columns<Dtype, Columns::kResults, kCount>(
+      detail::own_staging(staging, at), row, at, first_feature, features, {1, 0}, [&](uint32_t j, float2 v) {
+        acc[0][4 * j] = fmaf(by[0], v.x, acc[0][4 * j]), acc[0][4 * j + 1] = fmaf(by[0], v.y, acc[0][4 * j + 1]);
+        acc[0][4 * j + 2] = fmaf(by[1], v.x, acc[0][4 * j + 2]),
+                       acc[0][4 * j + 3] = fmaf(by[1], v.y, acc[0][4 * j + 3]);
+      });
 }
 
 // As store_activated and store_returned, but these change the accumulators; `bias` is the expert's row, null: none.

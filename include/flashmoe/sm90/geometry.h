@@ -32,9 +32,17 @@ inline constexpr uint32_t kNarrowTokens = 64;   // most rows of a tile whose fea
 inline constexpr uint64_t kReachBytes = uint64_t{16}
                                         << 31;  // gathered rows lie within so many bytes behind a base (TokenRows)
 
-// A span of an MN-major operand, which is of 16-bit elements: 64 columns (of features, say) of a k-block's 64 rows.
+// A span of an MN-major operand: as many columns (of features, say) as a k-block has rows, 64 of 16-bit elements.
 inline constexpr uint32_t kSpanColumns = 64, kSpanRows = 64;
 inline constexpr uint32_t kSpanBytes = kSpanRows * kRowBytes;
+// Of elements of so many bytes.
+FLASHMOE_HD constexpr uint32_t span_side(uint32_t element_bytes) {
+  return kRowBytes / element_bytes;
+}
+FLASHMOE_HD constexpr uint32_t span_bytes(uint32_t element_bytes) {
+  return span_side(element_bytes) * kRowBytes;
+}
+static_assert(span_side(2) == kSpanColumns && span_bytes(2) == kSpanBytes);
 
 // The rows of a tile that one block of the cluster multiplies. (Of 100 rows 64 and 36, with a cover of 64.)
 struct Share {

@@ -3,8 +3,8 @@
 //
 // Roles
 //   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
-//   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                                    200 registers, TF32: 184
-//   warpgroup 2                                                                                104, TF32: 128
+//   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                          200 registers, forward of TF32: 184
+//   warpgroup 2                                                                      104, forward of TF32: 128
 //     warps 8, 9          loaders: token rows by cp.async, weights and intermediate rows by TMA. TMA takes one thread:
 //                         so during GEMM1 the second warp joins rows (actors/joiner.h) or sees to the returns
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
@@ -20,7 +20,7 @@
 // Pipelines, with the arrivals that a phase of their barriers takes
 //   stages  4 x 48 KiB: full 1 + 64 and both copy engines' bytes, empty 2 x 2                       (pipeline.cuh)
 //   gate    the same memory, before the roles, in 4 to 8 stages: full 1 + 64 and the copy engine's bytes, empty 2
-//           (without tensor cores each thread arrives at an empty barrier: x 128, here and above)
+//           (without tensor cores each thread arrives at an empty barrier: x 128, here and above; of fragments each warp: x 4)
 //   rows    the same memory, between gate and roles, of blocks that send: 16 KiB a warp, two buffers in turn, each full
 //           4 and the copy engine's bytes; the lane that stored from a buffer waits before it loads into it (send.cuh)
 //   scales  beside the stages, where rows are quantised (stage_scales.cuh); each warp arrives at an empty barrier: x 4
@@ -59,9 +59,9 @@ __device__ __forceinline__ void take_registers() {
 inline constexpr uint32_t kClerkWarp = kWarps - 2;
 // Warpgroups can only share out the registers that the block entered with: an increase beyond these waits for ever.
 inline constexpr uint32_t kEntryRegisters = 65536 / kThreads / 8 * 8;
-// (Sums of fp32 take more.)
+// (Sums of fp32 take more, where loaders make them: not in a backward pass.)
 template <class Dtype>
-inline constexpr uint32_t kServiceRegisters = Dtype::kBytes == 2 || !Dtype::kTensorCores ? 104 : 128;
+inline constexpr uint32_t kServiceRegisters = Dtype::kBytes == 2 || !Dtype::kTensorCores || kIsBackward ? 104 : 128;
 template <class Dtype>
 inline constexpr uint32_t kConsumerRegisters =
     (kThreads / kWarpgroup * kEntryRegisters - kServiceRegisters<Dtype>) / kConsumers / 8 * 8;

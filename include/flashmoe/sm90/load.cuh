@@ -40,11 +40,12 @@ struct FeatureBox {
   }
 };
 
-// The same of transposed weights: a block loads two spans of 64 features, of which c0 is the first, by a k-block.
+// The same of transposed weights: a block loads two spans of 64 features, of fp32 four of 32, of which c0 is the first, by
+// a k-block.
 struct FeatureSpans {
   const TensorMap* map;
   uint32_t first;  // feature, of the first span
-  bool ups;        // the second one is of the ups of its gates; else it is the next 64 features
+  bool ups;        // the second one, of 16 bits, is of the ups of its gates; else it is the next 64 features
   uint32_t expert;
   bool read_once;
 
@@ -54,19 +55,20 @@ struct FeatureSpans {
   }
   template <class Dtype, class Stage>
   __device__ __forceinline__ void load(const typename Stage::Ring& ring, uint32_t k_byte) const {
-    constexpr uint32_t kSpans = kBoxBytes / kSpanBytes;
+    constexpr uint32_t kSide = span_side(Dtype::kBytes), kEach = span_bytes(Dtype::kBytes);
+    constexpr uint32_t kSpans = kBoxBytes / kEach;
     const uint32_t k = k_byte / Dtype::kBytes;
     const uint64_t hint = read_once ? kEvictFirst : kKeepNormally;
 #pragma unroll
     for (uint32_t s = 0; s < Stage::kBlocks * kSpans; ++s) {
       const uint32_t block = s / kSpans, second = s % kSpans;
-      const uint32_t c0 = first + (ups ? 0 : second * kSpanColumns), c2 = ups ? second : 0;
+      const uint32_t c0 = first + (ups ? 0 : second * kSide), c2 = ups ? second : 0;
       if constexpr (Stage::kFeatures == kClusterBlocks * kBoxFeatures) {
-        tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes + s * kSpanBytes, map, ring.full(), c0, k, c2, 0,
+        tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes + s * kEach, map, ring.full(), c0, k, c2, 0,
                             expert, hint);
       } else {
-        tma_load(ring.data() + Stage::features(block) + second * kSpanBytes, map, ring.full(), c0,
-                 k + block * kSpanRows, c2, 0, expert, hint);
+        tma_load(ring.data() + Stage::features(block) + second * kEach, map, ring.full(), c0, k + block * kSide, c2, 0,
+                 expert, hint);
       }
     }
   }
@@ -90,12 +92,15 @@ struct TokenRows {
 };
 
 // Rows that lie one behind the other, `rows` of them from row `first` of the map's matrix on. Intermediate rows of the shared
-// expert go on, column by column, as as many rows elsewhere for each further slice.
+// expert go on, column by column, as as many rows elsewhere for each further slice. Of its dZ, of which half a row are gates,
+// these come first: slices go round a second time, for the ups.
 struct BoxRows {
   const TensorMap* map;
   uint32_t first, rows;
   uint32_t slices = 1;
   uint32_t second = 0;  // row, of the second slice; later ones follow a tile apart
+  uint32_t round = 0;   // of dZ: so many slices,
+  uint32_t up = 0;      // the column of whose second half is this one
 
   __device__ __forceinline__ uint32_t row(uint32_t slice) const {
     return slice == 0 ? first : second + (slice - 1) * kTileTokens;
@@ -195,11 +200,16 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
     fence_proxy_async_global();
     const uint32_t boxes = ceil_div(from.rows, kRowBox);
     uint32_t s = 0, slice = 0, row = from.row(0);
+    [[maybe_unused]] uint32_t column = 0;
 #pragma unroll 1
     for (uint32_t left = from.slices * stages; left != 0; --left, ++s, at.advance()) {
       if (s == stages) {
         s = 0;
-        row = from.row(++slice);
+        ++slice;
+        if constexpr (kSlicedBuild && kIsBackward) {
+          if (slice == from.round) slice = 0, column = from.up;
+        }
+        row = from.row(slice);
         ++features.expert;
       }
       wait(at.empty(), at.parity);
@@ -224,7 +234,8 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
           if constexpr (kScaled) {
             tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), k, first % kTileTokens, first / kTileTokens);
           } else {
-            tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), k, first);
+            tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), kSlicedBuild && kIsBackward ? k + column : k,
+                     first);
           }
         }
       }

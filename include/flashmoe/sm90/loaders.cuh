@@ -32,12 +32,20 @@ __device__ __forceinline__ uint64_t tile_bytes(const Call& c) {
   return c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][0];
 }
 
+// The block's rows of a tile that the copy engine loads.
+__device__ __forceinline__ BoxRows intermediate_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
+  const uint32_t first = slot.share.first;
+  return {&args.intermediate,  slot.inner * kTileTokens + first, slot.share.rows,
+          slot.slices,         slot.later * kTileTokens + first, c.shape.shared,
+          c.shape.intermediate};
+}
+
 // Loaders: a task over an expert's rows.
 template <class Dtype, class Count>
 __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                                Pipeline& ring, Count&& count) {
   const BackwardArgs& b = args.backward;
-  const WeightTask task = WeightTask::of(args, slot.column);
+  const WeightTask task = WeightTask::of(args, slot.expert, slot.column);
   const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
   const uint32_t first_column = task.first_column + cluster_rank() * kBoxFeatures;
   const uint32_t columns = first_row < c.shape.hidden ? c.shape.hidden - first_row : 0;
@@ -151,8 +159,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         }();
         gather_load<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
       } else {
-        const BoxRows rows{&args.intermediate, slot.inner * kTileTokens + slot.share.first, slot.share.rows,
-                           slot.slices, slot.later * kTileTokens + slot.share.first};
+        const BoxRows rows = intermediate_rows(args, c, slot);
         const auto beside = [&] {
           if constexpr (!kQuantised<Dtype>)
             return NoScales{};

@@ -43,12 +43,14 @@ __device__ __forceinline__ uint32_t kept_row(const Call& c, const Row& row, uint
 }
 
 // The bytes of a row of pre-activations.
+template <class Dtype>
 __device__ __forceinline__ uint32_t kept_row_bytes(const KernelArgs& args) {
-  return args.backward.z_columns * 2;
+  return args.backward.z_columns * Dtype::kBytes;
 }
 
 // Of a task of the shared expert, whose tile's first row is of `first_token`: what its slices change. One lane.
-__device__ __forceinline__ void look_up_slices(const Call& c, uint32_t first_token, TaskSlot& slot) {
+__device__ __forceinline__ void look_up_slices(const KernelArgs& args, const Call& c, uint32_t first_token,
+                                               TaskSlot& slot) {
   if (TileIndex::has_slice(slot.index)) {
     const uint32_t slice = TileIndex::slice(slot.index);
     slot.inner = c.inner_tile(slot.tile, first_token, slice);
@@ -56,6 +58,10 @@ __device__ __forceinline__ void look_up_slices(const Call& c, uint32_t first_tok
   } else {
     slot.slices = c.shape.shared;
     slot.later = c.inner_tile(slot.tile, first_token, 1);
+    if constexpr (kSlicedBuild && kIsBackward) {
+      const uint32_t halves = z_halves(args);
+      slot.slices *= halves, slot.k_bytes /= halves;
+    }
   }
 }
 
@@ -74,6 +80,34 @@ __device__ __forceinline__ uint32_t numbered_from(const KernelArgs& args, const 
   return kIsBackward ? first_row_of(args.group, c, tile, expert) : tile * kTileTokens;
 }
 
+// The gradient of the product of the shared expert's gate with the token of its tile's row, once all slices of the tile are
+// differentiated.
+__device__ __forceinline__ float shared_logit_gradient(const KernelArgs& args, const Call& c, uint32_t tile,
+                                                       uint32_t in_tile, const Row& row) {
+  const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks,
+                 first = c.shape.routed_local_experts();
+  const uint64_t all = kTrainsInGroup ? args.group.rows : uint64_t{c.shape.tokens} * rows_of_token(c.shape);
+  float sum = 0.0f;
+#pragma unroll 1
+  for (uint32_t s = 0; s < c.shape.shared; ++s) {
+    const uint32_t number = kTrainsInGroup ? within(args.group, first_row_of(args.group, c, tile, first + s) + in_tile)
+                                           : kept_row(c, row, s);
+    const float* const from = args.backward.weight_parts + number;
+#pragma unroll 4
+    for (uint32_t p = 0; p < parts; ++p) sum += from[p * all];
+  }
+  return sum * row.weight * (1.0f - row.weight);
+}
+
+// Of a row of a task of dX of the shared expert: its factor of the gate, where there is one.
+__device__ __forceinline__ uint32_t look_up_gate(const KernelArgs& args, const Call& c, const Task& task, uint32_t tile,
+                                                 uint32_t in_tile, const Row& row) {
+  if (args.shared_gate == nullptr) return 0;
+  const float gradient = shared_logit_gradient(args, c, tile, in_tile, row);
+  if (task.column == 0 && args.options.shared_logits != nullptr) args.options.shared_logits[row.token] = gradient;
+  return __float_as_uint(gradient);
+}
+
 // Looks up this block's share of a task: all that the other roles would have to wait for. One warp.
 template <class Dtype>
 __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
@@ -81,11 +115,15 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
   // Shape and rows, all that a tile may have, not the share's alone, are loaded side by side: one round trip to the L2.
   const uint32_t tile = TileIndex::tile(task.index);
   const Tile::Shape shape = c.tile(tile)->shape;
-  [[maybe_unused]] const uint32_t first_row = numbered_from(args, c, tile, shape.expert);
+  [[maybe_unused]] uint32_t first_row =
+      numbered_from(args, c, tile, shape.expert + (kSlicedBuild ? TileIndex::slice(task.index) : 0));
   constexpr uint32_t kEach = kTileTokens / P::kLanes;
   Row row[kEach];
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) row[i] = *c.tile_row(tile, P::lane() + i * P::kLanes);
+  if constexpr (kTrainsInGroup && kSlicedBuild && !kIsBackward) {
+    first_row = c.inner_tile(tile, P::broadcast(row[0].token, 0), TileIndex::slice(task.index)) * kTileTokens;
+  }
   const Share share =
       kQuantised<Dtype> ? wide_share_of(shape.rows, cluster_rank()) : share_of(shape.rows, cluster_rank());
 #pragma unroll
@@ -107,6 +145,11 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
       slot.to[r] = result_of(args, c, row[i]);
       slot.weights[r] = kIsBackward || args.weights_on_input != 0 ? 1.0f : row[i].weight;
       slot.tokens[r] = row[i].token;
+      if constexpr (kSlicedBuild && kIsBackward) {
+        if (c.shape.is_shared(shape.expert)) {
+          slot.tokens[r] = look_up_gate(args, c, task, tile, share.first + r, row[i]);
+        }
+      }
     }
   }
   if (P::lane() == 0) {
@@ -117,7 +160,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     slot.k_bytes = contracted_bytes<Dtype>(c, task.kind);
     slot.slices = 1;
     slot.share = share;
-    if (c.shape.is_shared(shape.expert)) look_up_slices(c, row[0].token, slot);
+    if (c.shape.is_shared(shape.expert)) look_up_slices(args, c, row[0].token, slot);
   }
 }
 
@@ -133,15 +176,16 @@ __device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, 
 }
 
 // The same for a product over an expert's rows behind the stop.
+template <class Dtype>
 __device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
   if (Platform::lane() != 0) return;
   const uint32_t rows = task.index == kCombines       ? 0
                         : is_of_router(c, task.index) ? c.shape.tokens
-                                                      : rows_of_expert(c, task.index);
+                                                      : rows_of_expert(c, local_expert_of(c, task.index));
   slot.index = slot.tile = slot.expert = task.index;
   slot.column = task.column;
   slot.slices = 1;
-  slot.k_bytes = ceil_div(rows, kStageRows) * kRowBytes;  // so that Wide::stages(k_bytes) is right
+  slot.k_bytes = ceil_div(rows, kRowsOfStage<Dtype>) * kRowBytes;  // so that Wide::stages(k_bytes) is right
   slot.share = {.wide = true, .first = 0, .rows = rows, .cover = Wide::kTokens};
 }
 

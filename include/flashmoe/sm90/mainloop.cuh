@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "flashmoe/gpu/memory.cuh"
+#include "flashmoe/sm90/mainloop_fragments.cuh"
 #include "flashmoe/sm90/pipeline.cuh"
 #include "flashmoe/sm90/wgmma.cuh"
 
@@ -155,24 +156,25 @@ __device__ __forceinline__ float dot(float sum, const float4& a, const float4& b
   return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
 }
 
-// The products of one stage without the tensor cores, in the same places of acc: a thread has features r and r + 8, and
-// of each 8 tokens two. 4 lanes of a warp read the same features' rows, 8 lanes the same tokens'.
+// The products of one stage without the tensor cores, in the same places of acc: a thread has rows r and r + 8 of A, and
+// of each 8 of B two. 4 lanes of a warp read the same rows of A, 8 lanes the same ones of B.
 template <class Shape>
 __device__ __forceinline__ void multiply_stage_exactly(const typename Shape::Stage::Ring& ring, uint32_t group,
                                                        Accumulators<Shape>& acc) {
   using Stage = typename Shape::Stage;
   const uint32_t thread = threadIdx.x % kWarpgroup, lane = thread % 32;
-  const uint32_t feature = group * Shape::kNextA + thread / 32 * 16 + lane / 4;
-  const uint32_t token = group * Shape::kNextB + lane % 4 * 2;
+  const uint32_t row = group * Shape::kNextA + thread / 32 * 16 + lane / 4;
+  const uint32_t column = group * Shape::kNextB + lane % 4 * 2;
+  constexpr uint32_t kAhead = kKeepBuild ? 2 : 4;  // what is kept takes registers, too
 #pragma unroll 1
   for (uint32_t i = 0; i < Stage::kBlocks * (kRowBytes / 16); ++i) {
     const uint32_t block = i / (kRowBytes / 16), chunk = i % (kRowBytes / 16);
-    const uint32_t tokens = ring.data() + Stage::tokens(block);
-    const uint32_t even = chunk_address(tokens, token, chunk), odd = chunk_address(tokens, token + 1, chunk);
+    const uint32_t columns = ring.data() + Shape::b(block);
+    const uint32_t even = chunk_address(columns, column, chunk), odd = chunk_address(columns, column + 1, chunk);
 #pragma unroll
     for (uint32_t m = 0; m < Shape::kMs; ++m) {
-      const uint32_t features = chunk_address(ring.data() + Stage::features(block), feature + m * 64, chunk);
-      const float4 low = load_floats(features), high = load_floats(features + 8 * kRowBytes);
+      const uint32_t rows = chunk_address(ring.data() + Shape::a(block), row + m * 64, chunk);
+      const float4 low = load_floats(rows), high = load_floats(rows + 8 * kRowBytes);
 #pragma unroll
       for (uint32_t j = 0; j < Shape::kN / 8; ++j) {
         const float4 x = load_floats(even + j * 8 * kRowBytes), y = load_floats(odd + j * 8 * kRowBytes);
@@ -180,7 +182,7 @@ __device__ __forceinline__ void multiply_stage_exactly(const typename Shape::Sta
         acc[m][4 * j + 1] = dot(acc[m][4 * j + 1], low, y);
         acc[m][4 * j + 2] = dot(acc[m][4 * j + 2], high, x);
         acc[m][4 * j + 3] = dot(acc[m][4 * j + 3], high, y);
-        if (j % 4 == 3) __syncwarp();  // else ptxas loads so far ahead that it spills
+        if (j % kAhead == kAhead - 1) __syncwarp();  // else ptxas loads so far ahead that it spills
       }
     }
   }
@@ -213,32 +215,36 @@ template <class Dtype, class Shape>
 __device__ __forceinline__ uint32_t multiply_and_hold(typename Shape::Stage::Ring& ring, uint32_t group,
                                                       uint32_t stages, bool gathered, Accumulators<Shape>& acc) {
   using Stage = typename Shape::Stage;
-  static_assert(Dtype::kTensorCores);
-  const uint64_t a = matrix_descriptor(ring.stages + group * Shape::kNextA * kRowBytes);
-  const uint64_t b = Shape::kMajorB == Major::kK ? matrix_descriptor(ring.stages + group * Shape::kNextB * kRowBytes)
-                                                 : mn_major_descriptor<kSpanBytes>(ring.stages);
-  detail::multiply_stage<Dtype, Shape, true>(ring, a, b, gathered, acc);
-  uint32_t in_flight = ring.empty();
-  ring.advance();
-#pragma unroll 1
-  for (uint32_t s = 1; s < stages; ++s) {
-    detail::multiply_stage<Dtype, Shape, false>(ring, a, b, gathered, acc);
-    wgmma_wait<1>();
-    release_stage<Dtype, Stage>(in_flight);
-    in_flight = ring.empty();
+  if constexpr (kByFragments<Dtype>) {
+    return multiply_fragments_and_hold<Dtype, Shape, Major::kK>(ring, group, stages, acc);
+  } else {
+    static_assert(Dtype::kTensorCores);
+    const uint64_t a = matrix_descriptor(ring.stages + group * Shape::kNextA * kRowBytes);
+    const uint64_t b = Shape::kMajorB == Major::kK ? matrix_descriptor(ring.stages + group * Shape::kNextB * kRowBytes)
+                                                   : mn_major_descriptor<kSpanBytes>(ring.stages);
+    detail::multiply_stage<Dtype, Shape, true>(ring, a, b, gathered, acc);
+    uint32_t in_flight = ring.empty();
     ring.advance();
-  }
-  wgmma_wait<0>();
+#pragma unroll 1
+    for (uint32_t s = 1; s < stages; ++s) {
+      detail::multiply_stage<Dtype, Shape, false>(ring, a, b, gathered, acc);
+      wgmma_wait<1>();
+      release_stage<Dtype, Stage>(in_flight);
+      in_flight = ring.empty();
+      ring.advance();
+    }
+    wgmma_wait<0>();
 #pragma unroll
-  for (uint32_t m = 0; m < Shape::kMs; ++m) pin_accumulators(acc[m]);
-  return in_flight;
+    for (uint32_t m = 0; m < Shape::kMs; ++m) pin_accumulators(acc[m]);
+    return in_flight;
+  }
 }
 
 // The same, and releases all.
 template <class Dtype, class Shape>
 __device__ __forceinline__ void multiply(typename Shape::Stage::Ring& ring, uint32_t group, uint32_t stages,
                                          bool gathered, Accumulators<Shape>& acc) {
-  if constexpr (Dtype::kTensorCores) {
+  if constexpr (Dtype::kTensorCores || kByFragments<Dtype>) {
     const uint32_t last = multiply_and_hold<Dtype, Shape>(ring, group, stages, gathered, acc);
     release_stage<Dtype, typename Shape::Stage>(last);
   } else {

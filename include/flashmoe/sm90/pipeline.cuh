@@ -127,13 +127,27 @@ static_assert(GateInPasses::Ring::kCount == 4);
 #define FLASHMOE_RACECHECK 0
 #endif
 
+// Whether threads load fragments of what they multiply from the stages (mainloop_fragments.cuh): in backward passes of fp32.
+template <class Dtype>
+inline constexpr bool kByFragments = kIsBackward && Dtype::kBytes == 4;
+// Whether consumers read a task's number again behind its epilogue, whose place in registers a spill would take.
+template <class Dtype>
+inline constexpr bool kNumberAgain = kIsBackward && (kTrainsInGroup || kByFragments<Dtype>);
+// Whether each warp loads what it multiplies to registers, for itself: fragments; quantised rows, and scales.
+template <class Dtype>
+inline constexpr bool kLoadedByWarps = kByFragments<Dtype>;
+template <>
+inline constexpr bool kLoadedByWarps<E4M3> = true;
+// Whether warps release a stage one by one.
+template <class Dtype>
+inline constexpr bool kReleasedByWarps = kLoadedByWarps<Dtype> && FLASHMOE_RACECHECK == 0;
+
 // Arrivals of a consumer warpgroup at an empty barrier: one, where the tensor cores read for all of its threads.
 // Without them each thread arrives for what it has read itself, as above.
-// Of quantised rows each warp loads its own to registers, and scales.
 template <class Dtype>
-inline constexpr uint32_t kReleases = Dtype::kTensorCores ? 1 : kWarpgroup;
-template <>
-inline constexpr uint32_t kReleases<E4M3> = FLASHMOE_RACECHECK ? kWarpgroup : kWarpgroup / 32;
+inline constexpr uint32_t kReleases = kReleasedByWarps<Dtype>                         ? kWarpgroup / 32
+                                      : Dtype::kTensorCores && !kLoadedByWarps<Dtype> ? 1
+                                                                                      : kWarpgroup;
 
 // By all threads of a consumer warpgroup, when they do not read the stage any more.
 template <class Dtype, class Stage>
@@ -141,7 +155,7 @@ __device__ __forceinline__ void release_stage(uint32_t empty) {
   [[maybe_unused]] const uint32_t thread = threadIdx.x % kWarpgroup;
   if constexpr (!Stage::kByCluster) {
     if (kReleases<Dtype> != 1 || thread == 0) arrive(empty);
-  } else if constexpr (kReleases<Dtype> == kWarpgroup / 32) {
+  } else if constexpr (kReleasedByWarps<Dtype>) {
     uint32_t lane;  // volatile, so that it is not kept
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     __syncwarp();

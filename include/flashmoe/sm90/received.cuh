@@ -76,8 +76,8 @@ __device__ __forceinline__ double multiply_bias(const KernelArgs& args, const Ca
     const uint4 left = load_once(dy + at), right = load_row16(bias + at);
     const uint32_t l[4] = {left.x, left.y, left.z, left.w}, r[4] = {right.x, right.y, right.z, right.w};
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) {
-      const float2 a = Dtype::unpack(l[i]), b = Dtype::unpack(r[i]);
+    for (uint32_t i = 0; i < 8 / Dtype::kBytes; ++i) {
+      const float2 a = pair_of<Dtype>(l, i), b = pair_of<Dtype>(r, i);
       sum += double{a.x} * b.x + double{a.y} * b.y;
     }
   }
@@ -93,10 +93,11 @@ __device__ __forceinline__ void send_weight_gradients(const KernelArgs& args, co
                                                       uint32_t column, const Share& share, uint32_t expert) {
   using P = Platform;
   const GroupArgs& g = args.group;
-  if (!share.wide && cluster_rank() != 0) return;  // both blocks have all rows
+  if (!share.wide && cluster_rank() != 0) return;         // both blocks have all rows
+  if (kSlicedBuild && c.shape.is_shared(expert)) return;  // whose weight is no choice's
   const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
   const uint32_t first = first_row_of(g, c, tile, expert), step = c.policy.columns[kReturning];
-  const bool biased = args.down_bias != nullptr;
+  const bool biased = !kOnInputBuild && args.down_bias != nullptr;  // whose results have no weight
   // With a bias all lanes take a row, else a row each.
   const uint32_t rows_at_once = biased ? 1 : P::kLanes, own = biased ? 0 : P::lane();
 #pragma unroll 1
@@ -119,7 +120,7 @@ __device__ __forceinline__ void collect_weight_gradients(const KernelArgs& args,
   if (args.backward.weights == nullptr || !wait_for_returns(c)) return;
   uint32_t thread;  // volatile, so that it is not kept along the roles
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  const uint32_t top_k = c.shape.top_k, all = c.shape.tokens * top_k;
+  const uint32_t top_k = gate_top_k_of(c.shape), all = c.shape.tokens * top_k;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kThreads + thread; i < all; i += gridDim.x * kThreads) {
     args.backward.weights[i] = choice_gradient(args, i / top_k, i % top_k, 0);

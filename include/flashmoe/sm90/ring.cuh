@@ -37,7 +37,9 @@ struct TaskSlot {
   };
   alignas(8) float weights[Wide::kTokens];  // returned: combine weights
   union {
-    uint32_t tokens[Wide::kTokens];  // returned: whose rows they are. Gathered: where they are kept (kept_row)
+    // Returned: whose rows they are; of dX of a shared expert factors of its gate, floats. Gathered: where they are kept
+    // (kept_row)
+    uint32_t tokens[Wide::kTokens];
     // gathered, in e4m3: each warpgroup's largest magnitude of a row, where it has half of a scale's columns
     mutable float largest[kConsumers][64];
   };

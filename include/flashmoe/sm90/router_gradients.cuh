@@ -124,10 +124,11 @@ class TasksBehindStop {
 };
 
 // Clerk: this block's share of a task of dX. One warp.
+template <class Dtype>
 __device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const Call& c, const Task& task,
                                                   TaskSlot& slot) {
   using P = Platform;
-  const uint32_t tile = task.index - c.shape.local_experts - 1, first = cluster_rank() * Wide::kTokens;
+  const uint32_t tile = task.index - weight_groups(c.shape) - 1, first = cluster_rank() * Wide::kTokens;
   const uint32_t left = c.shape.tokens - tile * kTileTokens;
   const uint32_t rows = left > first ? min_of(left - first, Wide::kTokens) : 0;
 #pragma unroll 1
@@ -139,10 +140,10 @@ __device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const 
   if (P::lane() != 0) return;
   slot.index = task.index;
   slot.tile = tile;
-  slot.expert = c.shape.local_experts;
+  slot.expert = weight_groups(c.shape);
   slot.column = task.column;
   slot.slices = 1;
-  slot.k_bytes = c.shape.experts * 2;
+  slot.k_bytes = gate_experts_of(c.shape) * Dtype::kBytes;
   slot.share = {.wide = true, .first = first, .rows = rows, .cover = Wide::kTokens};
 }
 
@@ -169,13 +170,13 @@ __device__ __forceinline__ void load_router_weights(const KernelArgs& args, cons
     for (uint32_t s = 0; s < stages; ++s, at.advance()) {
       wait(at.empty(), at.parity);
       arrive(at.full(), kLoaders);
-      arrive_expect_tx(at.full(), Wide::kFeatureBytes + kConsumers * kSpanBytes);
-      experts.template load<Dtype, Wide>(at, s * kStageRows * Dtype::kBytes);
+      arrive_expect_tx(at.full(), Wide::kFeatureBytes + kBoxBytes);
+      experts.template load<Dtype, Wide>(at, s * kRowsOfStage<Dtype> * Dtype::kBytes);
       count();
 #pragma unroll
-      for (uint32_t span = 0; span < kConsumers; ++span) {
-        tma_load(at.data() + Wide::tokens(0) + span * kSpanBytes, &args.backward.x_columns, at.full(),
-                 first_row + span * kSpanColumns, s * kStageRows, 0, 0, 0, kKeepNormally);
+      for (uint32_t span = 0; span < kBoxBytes / span_bytes(Dtype::kBytes); ++span) {
+        tma_load(at.data() + Wide::tokens(0) + span * span_bytes(Dtype::kBytes), &args.backward.x_columns, at.full(),
+                 first_row + span * span_side(Dtype::kBytes), s * kRowsOfStage<Dtype>, 0, 0, 0, kKeepNormally);
       }
     }
   }

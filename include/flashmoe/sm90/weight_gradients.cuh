@@ -9,18 +9,42 @@
 // stored by then, and whoever has taken a stop may read them. Tasks are taken by tickets. One is of an expert, 256 rows of
 // H, each block has 128 of them and a warpgroup 64, and 256 columns of I or 2I.
 //
-// A stage, in the places of a Wide one, has 64 rows of the expert. Both operands are MN-major:
+// A stage, in the places of a Wide one, has 64 rows of the expert. Both operands are MN-major, in spans of 64 columns; of fp32,
+// which threads multiply by fragments, it has 32 rows, in twice as many spans of 32 columns:
 //   dY or x    at 32 KiB  2 spans of 64 columns of H, one for each warpgroup, gathered; zeros beyond the expert's rows
 //   w a or dZ  at 0       4 spans of 64 columns; each block loads two for both, rows of tiles by the copy engine. Beyond the
 //                         expert's rows these are zeros (epilogue_backward.cuh)
 // The order of a sum is that of an expert's tiles, and all of these but its last one are full.
 #pragma once
 
+#include "flashmoe/gpu/choice_gradient.cuh"
 #include "flashmoe/sm90/epilogue_backward.cuh"
 #include "flashmoe/sm90/expert_rows.cuh"
 #include "flashmoe/sm90/load.cuh"
 
 namespace flashmoe::sm90 {
+
+// Rows of an expert, or tokens, that a stage has.
+template <class Dtype>
+inline constexpr uint32_t kRowsOfStage = span_side(Dtype::kBytes);
+
+// To these products a slice of the shared expert is an expert, behind the others, whose rows lie where its slice's do. What an
+// expert's matrices are to them it has in parts of larger ones: of down_proj I columns, of gate_up_proj 2I or I rows, or where
+// all gates lie before all ups I and I.
+__device__ __forceinline__ uint32_t weight_groups(const CallShape& s) {
+  return kSlicedBuild ? s.routed_local_experts() + s.shared : s.local_experts;
+}
+__device__ __forceinline__ bool is_of_shared(const CallShape& s, uint32_t index) {
+  return kSlicedBuild && index >= s.routed_local_experts();
+}
+// The local expert that has the rows.
+__device__ __forceinline__ uint32_t local_expert_of(const Call& c, uint32_t index) {
+  return kSlicedBuild ? min_of(index, c.shape.local_experts - 1) : index;
+}
+// Into how many parts a slice's rows of gate_up_proj, and columns of dZ, fall.
+__device__ __forceinline__ uint32_t z_halves(const KernelArgs& args) {
+  return args.backward.z_columns != args.call.shape.intermediate && args.gated.step == 1 ? 2 : 1;
+}
 
 // The tasks of an expert: `down` of down_proj's gradient, and behind them `gate_up`.
 struct WeightTasks {
@@ -31,6 +55,14 @@ struct WeightTasks {
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
     return {args.backward.down == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
             args.backward.gate_up == nullptr ? 0 : blocks * ceil_div(args.backward.z_columns, kTaskFeatures)};
+  }
+  // Of a slice of the shared expert: no task has columns of two parts.
+  static __device__ __forceinline__ WeightTasks of_slice(const KernelArgs& args) {
+    const CallShape& s = args.call.shape;
+    const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures), halves = z_halves(args);
+    const uint32_t of_half = ceil_div(args.backward.z_columns / halves, kTaskFeatures);
+    return {args.options.shared_down == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
+            args.options.shared_gate_up == nullptr ? 0 : blocks * of_half * halves};
   }
   __device__ __forceinline__ uint32_t all() const { return down + gate_up; }
 };
@@ -43,7 +75,7 @@ struct RouterTasks {
     const CallShape& s = args.call.shape;
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
     if (args.backward.logit_gradients == nullptr) return {0, 0};
-    return {args.backward.router == nullptr ? 0 : blocks * ceil_div(s.experts, kTaskFeatures),
+    return {args.backward.router == nullptr ? 0 : blocks * ceil_div(gate_experts_of(s), kTaskFeatures),
             blocks * ceil_div(s.tokens, kTileTokens)};
   }
 };
@@ -51,19 +83,23 @@ struct RouterTasks {
 inline constexpr uint32_t kCombines = kNoTile - 1;
 // The others' index is that of an expert behind the last one; of dX's, and behind it that of a tile of tokens.
 __device__ __forceinline__ bool is_of_router(const Call& c, uint32_t index) {
-  return index >= c.shape.local_experts;
+  return index >= weight_groups(c.shape);
 }
 __device__ __forceinline__ bool is_of_router_dx(const Call& c, uint32_t index) {
-  return index > c.shape.local_experts && index != kCombines;
+  return index > weight_groups(c.shape) && index != kCombines;
 }
 
 // What one of them multiplies: Task::column says which it is of its expert's.
 struct WeightTask {
   bool of_down;
-  uint32_t first_row, first_column;  // of H and of the other axis
-  uint32_t columns;                  // of the other axis
+  uint32_t first_row, first_column;  // of H and of the other axis, as dZ or `weighted` have it
+  uint32_t columns;                  // where that ends
+  uint32_t skipped = 0, more = 0;    // of a part of a matrix: columns of that before column 0, and how many more it has
 
-  static __device__ __forceinline__ WeightTask of(const KernelArgs& args, uint32_t n) {
+  static __device__ __forceinline__ WeightTask of(const KernelArgs& args, uint32_t expert, uint32_t n) {
+    if (is_of_shared(args.call.shape, expert)) {
+      return of_slice(args, expert - args.call.shape.routed_local_experts(), n);
+    }
     const WeightTasks tasks = WeightTasks::of(args);
     const CallShape& s = args.call.shape;
     const bool of_down = n < tasks.down;
@@ -71,10 +107,24 @@ struct WeightTask {
     return {of_down, m % blocks * kTaskFeatures, m / blocks * kTaskFeatures,
             of_down ? s.intermediate : args.backward.z_columns};
   }
+  static __device__ __forceinline__ WeightTask of_slice(const KernelArgs& args, uint32_t slice, uint32_t n) {
+    const CallShape& s = args.call.shape;
+    const uint32_t down = WeightTasks::of_slice(args).down, blocks = ceil_div(s.hidden, kTaskFeatures);
+    const bool of_down = n < down;
+    const uint32_t m = of_down ? n : n - down, halves = of_down ? 1 : z_halves(args);
+    const uint32_t each = (of_down ? s.intermediate : args.backward.z_columns) / halves;
+    const uint32_t of_half = ceil_div(each, kTaskFeatures), half = m / blocks / of_half;
+    return {of_down,
+            m % blocks * kTaskFeatures,
+            half * each + m / blocks % of_half * kTaskFeatures,
+            (half + 1) * each,
+            (half * s.shared + slice - half) * each,
+            (s.shared * halves - half - 1) * each};
+  }
   static __device__ __forceinline__ WeightTask of_router(const KernelArgs& args, uint32_t n) {
     const CallShape& s = args.call.shape;
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
-    return {false, n % blocks * kTaskFeatures, n / blocks * kTaskFeatures, s.experts};
+    return {false, n % blocks * kTaskFeatures, n / blocks * kTaskFeatures, gate_experts_of(s)};
   }
 };
 
@@ -83,16 +133,23 @@ struct WeightTask {
 // short, come last.
 __device__ __forceinline__ Task task_behind_stop(const KernelArgs& args, uint32_t n) {
   const CallShape& s = args.call.shape;
-  const uint32_t each = WeightTasks::of(args).all(), of_experts = each * s.local_experts;
+  const uint32_t each = WeightTasks::of(args).all();
+  const uint32_t of_routed = each * (kSlicedBuild ? s.routed_local_experts() : s.local_experts);
+  const uint32_t of_slice = kSlicedBuild ? WeightTasks::of_slice(args).all() : 1;
+  const uint32_t of_experts = kSlicedBuild ? of_routed + of_slice * s.shared : of_routed;
   const RouterTasks router = RouterTasks::of(args);
   const uint32_t before = of_experts - of_experts / 4;
-  if (n >= before && n - before < router.weights) return {kOverRows, n - before, s.local_experts};
+  if (n >= before && n - before < router.weights) return {kOverRows, n - before, weight_groups(s)};
   if (n >= before) n -= router.weights;
-  if (n < of_experts) return {kOverRows, n % each, n / each};
+  if (n < of_routed) return {kOverRows, n % each, n / each};
+  if (kSlicedBuild && n < of_experts) {
+    n -= of_routed;
+    return {kOverRows, n % of_slice, s.routed_local_experts() + n / of_slice};
+  }
   n -= of_experts;
   if (n >= router.x) return {TaskKind::kStop, 0, 0};
   const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
-  return {kOverRows, n % blocks, s.local_experts + 1 + n / blocks};
+  return {kOverRows, n % blocks, weight_groups(s) + 1 + n / blocks};
 }
 
 // The next task of the ticket, or the stop. One warp.
@@ -136,29 +193,35 @@ __device__ __forceinline__ uint32_t rows_of_expert(const Call& c, uint32_t exper
 
 namespace detail {
 
-// The rows that a loader warp gathers, a tile at a time: of each stage a lane has the number of one of its warp's 32, which lanes
-// that need it get by a shuffle. All are loaded while the tile before is on its way: a number that is moved or multiplied
-// sooner is waited for, and its round trip to the L2 takes about as long as a stage's products.
+// The rows that a loader warp gathers, a tile at a time: of each 64, a stage's or two stages', a lane has the number of one of
+// its warp's 32, which lanes that need it get by a shuffle. All are loaded while the tile before is on its way: a number that
+// is moved or multiplied sooner is waited for, and its round trip to the L2 takes about as long as a stage's products.
 struct LoaderRows {
-  static constexpr uint32_t kStages = kTileTokens / kStageRows;
+  static constexpr uint32_t kSteps = kTileTokens / kStageRows;
 
-  uint32_t token[kStages];
+  uint32_t token[kSteps];
 
-  // row: the lane's, of the first stage.
+  // row: the lane's, of the first 64.
   __device__ __forceinline__ void look_up(const Call& c, const GatheredRows& rows, uint32_t tile, uint32_t row) {
     const Row* const from = c.tile_row(tile, row);
 #pragma unroll
-    for (uint32_t s = 0; s < kStages; ++s) {  // of rows beyond the tile's, anything
+    for (uint32_t s = 0; s < kSteps; ++s) {  // of rows beyond the tile's, anything
       token[s] = kTrainsInGroup ? rows.codes[tile * kTileTokens + row + s * kStageRows] : from[s * kStageRows].token;
     }
   }
-  __device__ __forceinline__ void next_stage() {
+  __device__ __forceinline__ void next_step() {
 #pragma unroll
-    for (uint32_t s = 1; s < kStages; ++s) token[s - 1] = token[s];
+    for (uint32_t s = 1; s < kSteps; ++s) token[s - 1] = token[s];
   }
 };
 
 }  // namespace detail
+
+// Where the t-th tile of an expert, of this number, has its rows of dZ and w a: of a slice see Call::inner_tile.
+__device__ __forceinline__ uint32_t inner_tile_of(const Call& c, uint32_t index, uint32_t t, uint32_t tile) {
+  if (!is_of_shared(c.shape, index)) return tile;
+  return c.inner_tile(tile, t * kTileTokens, index - c.shape.routed_local_experts());
+}
 
 // All stages of a task, of an expert with `rows` rows. All loader threads; the first calls count() with each. So many
 // `columns` exist from the block's first one on.
@@ -168,14 +231,15 @@ template <class Dtype, class Count>
 __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, uint32_t expert, uint32_t rows,
                                                  GatheredRows from, uint32_t columns, const FeatureSpans& spans,
                                                  Count&& count) {
-  static_assert(Dtype::kBytes == 2);
-  constexpr uint32_t kChunks = kRowBytes / 16, kRowsApart = kLoaders / kChunks, kEach = kStageRows / kRowsApart;
-  static_assert(kEach == kChunks);  // the lanes of a row's chunks have the numbers of all their rows
+  constexpr uint32_t kChunks = kRowBytes / 16, kRowsApart = kLoaders / kChunks;
+  static_assert(kStageRows / kRowsApart == kChunks);  // the lanes of a row's chunks have the numbers of all their rows
+  constexpr uint32_t kRows = kRowsOfStage<Dtype>, kEach = kRows / kRowsApart;  // of a stage; of a thread in it
+  constexpr uint32_t kSide = span_side(Dtype::kBytes), kEachSpan = span_bytes(Dtype::kBytes);
   if (rows == 0) return;
   const uint32_t thread = loader_thread();
   const uint32_t chunk = thread % kChunks, first = thread / kChunks, own_row = first + chunk * kRowsApart;
   const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
-  const uint32_t* const tiles = c.expert_tiles(expert);
+  const uint32_t* const tiles = c.expert_tiles(local_expert_of(c, expert));
   const uint32_t last_tile = (rows - 1) / kTileTokens;
   from.own += chunk * 16;
   if constexpr (kTrainsInGroup) from.received += chunk * 16;
@@ -189,31 +253,33 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
     next.look_up(c, from, next_tile, own_row);
     const uint32_t later_tile = tiles[min_of(t + 2, last_tile)];
     const uint32_t tile_rows = min_of(rows - t * kTileTokens, kTileTokens);
+    const uint32_t inner = inner_tile_of(c, expert, t, tile);
 #pragma unroll 1
-    for (uint32_t base = 0; base < tile_rows; base += kStageRows) {
+    for (uint32_t base = 0; base < tile_rows; base += kRows) {
       wait(ring.empty(), ring.parity);
       if (thread == 0) {
         arrive_expect_tx(ring.full(), Wide::kFeatureBytes);
-        spans.template load<Dtype, Wide>(ring, (tile * kTileTokens + base) * Dtype::kBytes);
+        spans.template load<Dtype, Wide>(ring, (inner * kTileTokens + base) * Dtype::kBytes);
         count();
       }
       const uint32_t left = tile_rows - base, to = ring.data() + Wide::tokens(0) + slot;
-      const uint32_t own = own_row < left ? from.offset(now.token[0]) : 0;
+      // The lanes of a second stage's rows are behind those of the first one's.
+      const uint32_t behind = kRows == kStageRows ? 0 : base % kStageRows / kRowsApart;
+      const uint32_t own = own_row < left + base % kStageRows * (kRows != kStageRows) ? from.offset(now.token[0]) : 0;
 #pragma unroll
       for (uint32_t i = 0; i < kEach; ++i) {
-        const uint64_t units = __shfl_sync(kFullWarp, own, static_cast<int>(i), kChunks);
+        const uint64_t units = __shfl_sync(kFullWarp, own, static_cast<int>(behind + i), kChunks);
         const uint8_t* const row = from.row(units);
         const bool exists = first + i * kRowsApart < left;
 #pragma unroll
-        for (uint32_t s = 0; s < kConsumers; ++s) {
-          const bool valid = exists && s * kSpanColumns + chunk * (16 / Dtype::kBytes) < columns;
-          cp_async16_or_zero(to + s * kSpanBytes + i * kRowsApart * kRowBytes, row + s * kSpanColumns * Dtype::kBytes,
-                             valid ? 16 : 0);
+        for (uint32_t s = 0; s < kBoxBytes / kEachSpan; ++s) {
+          const bool valid = exists && s * kSide + chunk * (16 / Dtype::kBytes) < columns;
+          cp_async16_or_zero(to + s * kEachSpan + i * kRowsApart * kRowBytes, row + s * kRowBytes, valid ? 16 : 0);
         }
       }
       cp_async_arrive_noinc(ring.full());
       ring.advance();
-      now.next_stage();
+      if (kRows == kStageRows || base % kStageRows != 0) now.next_step();
     }
     now = next;
     tile = next_tile, next_tile = later_tile;
@@ -239,15 +305,20 @@ struct WeightOutput {
   template <class Dtype, bool kTransposedLayer>
   static __device__ __forceinline__ WeightOutput of(const KernelArgs& args, uint32_t expert, uint32_t n) {
     const bool of_router = is_of_router(args.call, expert);
-    const WeightTask task = of_router ? WeightTask::of_router(args, n) : WeightTask::of(args, n);
+    const WeightTask task = of_router ? WeightTask::of_router(args, n) : WeightTask::of(args, expert, n);
     const uint32_t hidden = args.call.shape.hidden;
-    const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
+    const uint32_t block = kByFragments<Dtype> ? cluster_rank_anew() : cluster_rank();
+    const uint32_t first_row = task.first_row + block * (kTaskFeatures / kClusterBlocks);
     const bool across = of_router || task.of_down == kTransposedLayer;
-    const uint64_t pitch = across ? hidden : task.columns;
+    const uint64_t pitch = across ? hidden : task.columns + task.more;
     const uint32_t bytes = args.backward.accumulates != 0 ? sizeof(float) : Dtype::kBytes;
-    const uint64_t first = across ? task.first_column * pitch + first_row : first_row * pitch + task.first_column;
-    uint8_t* const all = of_router ? args.backward.router : task.of_down ? args.backward.down : args.backward.gate_up;
+    const uint32_t column = task.skipped + task.first_column;
+    const uint64_t first = across ? column * pitch + first_row : first_row * pitch + column;
+    uint8_t* all = of_router ? args.backward.router : task.of_down ? args.backward.down : args.backward.gate_up;
     if (of_router) expert = 0;
+    if (!of_router && is_of_shared(args.call.shape, expert)) {
+      all = task.of_down ? args.options.shared_down : args.options.shared_gate_up, expert = 0;
+    }
     return {all + (uint64_t{expert} * hidden * task.columns + first) * bytes, across,
             first_row < hidden ? hidden - first_row : 0, task.columns - task.first_column, pitch * bytes};
   }

@@ -40,6 +40,8 @@ _GRADIENTS = {
     "gate_up_bias": "gate_up_bias",
     "down_bias": "down_bias",
     "router": "router",
+    "shared_gate_up": "shared_gate_up",
+    "shared_down": "shared_down",
 }
 """What a backward pass's kernel writes of a layer's tensors."""
 _OF_TOKENS = ("x", "topk_weights")
@@ -69,6 +71,11 @@ class Prepared:
     def local(self) -> int:
         """El."""
         return len(self.experts)
+
+    @property
+    def kept_choices(self) -> int:
+        """What a call keeps experts and weights of, for each token."""
+        return self.layer.choices + self.layer.shared_experts
 
 
 class CudaEngine(Engine):
@@ -122,7 +129,7 @@ class CudaEngine(Engine):
 
         x, asked = tensors.x, tensors.router_logits
         alone = torch.empty(0, dtype=torch.int64)
-        if cuda_training.missing(tensors, options, self.rdma) is not None:
+        if cuda_training.missing(tensors, self.rdma) is not None:
             return self._call(tensors, options, False, None), x.new_empty(0, dtype=torch.uint8), alone
         if self.room.ranks != 1:
             return self._call_and_keep_in_group(tensors, options)
@@ -154,7 +161,7 @@ class CudaEngine(Engine):
         y = self._call(tensors, options, False, memory, routing)
         rows = cuda_training.KeptRows(*library.cuda_count_rows(handle, layer.number, stream, memory.data_ptr()))
         # The device is idle until rows move.
-        own_at = library.cuda_kept_bytes(handle, layer.number, tokens, rows) - 8 * tokens * layer.layer.choices
+        own_at = library.cuda_kept_bytes(handle, layer.number, tokens, rows) - 8 * tokens * layer.kept_choices
         if (size := own_at + len(routing)) > cuda_training.MOST_KEPT:
             raise InvalidArgument(
                 f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
@@ -179,7 +186,7 @@ class CudaEngine(Engine):
         import torch
 
         tensors = Tensors(**{name: given.get(name) for name in Tensors._fields})._replace(router_logits=None)
-        if (without := cuda_training.missing(tensors, options, self.rdma)) is not None:
+        if (without := cuda_training.missing(tensors, self.rdma)) is not None:
             raise NotImplementedError(
                 f"flashmoe.moe: FlashMoE has no backward pass of {without} on a GPU; call the layer under "
                 "torch.no_grad(), or detach its input and freeze its weights"
@@ -195,18 +202,20 @@ class CudaEngine(Engine):
             return
         dy = given["y"] if given["y"].data_ptr() % _ALIGNMENT == 0 else given["y"].clone()
         routing_end = library.cuda_kept_bytes(handle, layer.number, tokens, rows)
-        ids, weights = cuda_training.kept_routing(kept, routing_end, tokens, layer.layer.choices)
+        ids, weights = cuda_training.kept_routing(kept, routing_end, tokens, layer.kept_choices)
         address, row_bytes = self._rows(tensors.x, layer)
         dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes there if it can
         if dx is None or not dx.is_contiguous():
             dx = dy.new_empty(dy.shape)
         # Among several ranks biases are those of this rank's experts, and each rank's kernel adds its own.
-        by_bias, of_logits = cuda_training.weights_by_bias(tensors, given, ids) if alone else None, None
+        alone_on_output = alone and not options.weights_on_input
+        by_bias, of_logits = cuda_training.weights_by_bias(tensors, given, ids) if alone_on_output else None, None
         if tensors.router is not None:
             # Also of no tokens some memory: the kernel tells by it that there is a router.
             of_logits = dy.new_empty(max(tokens, 1), cuda_training.logit_pitch(layer.layer.experts))
         elif of_weights is not None and (of_weights.dtype != weights.dtype or not of_weights.is_contiguous()):
-            of_weights = weights.new_empty(weights.shape)
+            of_weights = weights.new_empty(of_weights.shape)
+        of_shared = weights.new_empty(tokens) if "shared_gate" in wanted else None
         memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens, rows))
         written = {
             name: each
@@ -235,6 +244,7 @@ class CudaEngine(Engine):
                 "weights_by_bias": _place(by_bias),
                 "accumulates": int(accumulates),
                 "logit_gradients": _place(of_logits),
+                "shared_logits": _place(of_shared),
             }
             | {name: written[place].data_ptr() if place in written else 0 for name, place in _GRADIENTS.items()},
         )
@@ -248,6 +258,8 @@ class CudaEngine(Engine):
         for place, found in (("x", dx), ("topk_weights", of_weights)):
             if place in wanted and found is not wanted[place]:
                 wanted[place].copy_(found)
+        if of_shared is not None:
+            cuda_training.gate_gradient(of_shared, tensors.x, wanted["shared_gate"], accumulates)
         if "router_bias" in wanted:
             experts = layer.layer.experts
             cuda_training.bias_gradient(of_logits[:tokens, :experts], wanted["router_bias"], accumulates)
@@ -371,6 +383,8 @@ class CudaEngine(Engine):
             keeps=pass_ == _FORWARD,
             backward=pass_ == _BACKWARD,
             group=pass_ != _INFERENCE and self.room.ranks != 1,
+            on_input=pass_ != _INFERENCE and layer.weights_on_input,
+            sliced=pass_ != _INFERENCE and (layer.shared != 0 or layer.slices != 1),
         )
         number = _ffi.library().cuda_add_layer(
             self.checked_handle(),

@@ -14,19 +14,13 @@ MOST_KEPT = 1 << 36
 """Bytes that a call keeps at most: the backward pass numbers 16 of them at a time, in 32 bits."""
 
 
-def missing(tensors: Tensors, options: Options, rdma: bool) -> str | None:
+def missing(tensors: Tensors, rdma: bool) -> str | None:
     """What of a call there are no gradients of on a GPU, in words; None: there are. `rdma`: ranks reach one another by
     puts alone."""
     if rdma:
         return "ranks whose memory is not mapped"
     if tensors.gate_up_scale is not None or dtype_name(tensors.x) not in jit.TRAINED:
         return f"x of {dtype_name(tensors.x)} with weights of {dtype_name(tensors.gate_up_proj)}"
-    if tensors.shared_down is not None:
-        return "a shared expert"
-    if options.weights_on_input:
-        return "weights_on_input"
-    if options.slices != 1:
-        return f"slices={options.slices}"
     return None
 
 
@@ -44,9 +38,11 @@ def kept_routing_bytes(tensors: Tensors, options: Options) -> int:
 
 def _token_bytes(tensors: Tensors, options: Options, row_bytes: int) -> int:
     """Of a token, each of whose choices has pre-activations of so many bytes: what the library lays out, and logits."""
-    router, ids = tensors.router, tensors.topk_ids
-    choices = options.top_k if ids is None else ids.shape[1]
-    of_choices = _ffi.library().cuda_kept_token_bytes(int(choices), int(row_bytes))
+    router, ids, inner = tensors.router, tensors.topk_ids, 1 if options.transposed else 2
+    choices = int(options.top_k if ids is None else ids.shape[1]) * int(options.slices)
+    shared = tensors.shared_down
+    slices = 0 if shared is None else shared.shape[inner - 1] // tensors.down_proj.shape[inner]
+    of_choices = _ffi.library().cuda_kept_token_bytes(choices + slices, choices + min(slices, 1), int(row_bytes))
     return of_choices + (0 if router is None else 4 * router.shape[0])
 
 
@@ -54,7 +50,7 @@ class KeptRows(NamedTuple):
     """How many rows a call among several ranks has kept (``cuda::KeptRows``)."""
 
     rows: int
-    """Of this rank's experts."""
+    """Of this rank's experts; of a shared one, those of each slice."""
     received: int
     """Of other ranks' tokens, each once."""
     pitch: int
@@ -98,6 +94,20 @@ def weights_by_bias(tensors: Tensors, given: Mapping[str, Any], ids: Any) -> Any
         return None
     of_bias = given["y"].double() @ tensors.down_bias.double().T
     return of_bias.gather(1, ids.where(ids >= 0, ~ids).long()).where(ids >= 0, 0.0)
+
+
+_ROWS_AT_ONCE = 1024  # of x, that are widened
+
+
+def gate_gradient(logit_gradients: Any, x: Any, to: Any, accumulates: bool) -> None:
+    """Writes the gradient of the shared expert's gate, [1, H], the sum of x [T, H] times the gradients of its products
+    with them, [T] float32, or adds it to what is there."""
+    import torch
+
+    found = x.new_zeros(x.shape[1], dtype=torch.float64)
+    for rows, by in zip(x.split(_ROWS_AT_ONCE), logit_gradients.split(_ROWS_AT_ONCE), strict=True):
+        found += rows.double().mul_(by.double()[:, None]).sum(0)
+    to.copy_(to + found if accumulates else found.view(to.shape))
 
 
 def bias_gradient(logit_gradients: Any, to: Any, accumulates: bool) -> None:
