@@ -89,6 +89,8 @@ class Variant:
     """It computes these."""
     group: bool = False
     """Either of the two among several ranks."""
+    machines: bool = False
+    """For ranks of several machines, of which each row crosses to one once."""
 
     @property
     def title(self) -> str:
@@ -98,7 +100,7 @@ class Variant:
         words = ["exact"] * self.exact + ["FP8"] * self.quantised + ["MXFP4"] * self.mxfp4 + [dtype, activation]
         words += ["transposed"] * self.transposed + ["keeping"] * self.keeps
         words += ["backward"] * self.backward + ["group"] * self.group
-        return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma)
+        return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma + ["machines"] * self.machines)
 
     @property
     def flags(self) -> list[str]:
@@ -116,6 +118,7 @@ class Variant:
             *["-DFLASHMOE_KEEP=1"] * self.keeps,
             *["-DFLASHMOE_BACKWARD=1"] * self.backward,
             *["-DFLASHMOE_GROUP=1"] * self.group,
+            *["-DFLASHMOE_MACHINES=1"] * self.machines,
         ]
 
 
