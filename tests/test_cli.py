@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -666,6 +667,36 @@ def test_memory_of_ranks_that_put(capsys):
     assert "transport: expected one of auto, rdma, got 'nvlink'" in capsys.readouterr().err
 
 
+def test_memory_of_several_machines(capsys):
+    """Of 3 and 2 ranks: a rank of the smaller machine is the relay of up to two sources."""
+    tokens, hidden, local, top_k, most, slots = 100, 64, 4, 6, 3, 2
+    sizes = {"ranks": 5, "max_tokens": tokens, "hidden": hidden, "intermediate": 32, "experts": 16, "top_k": top_k}
+    sizes |= {"return_mode": "reduced"}
+    plan, plain = (memory.plan_memory(**sizes, machines=each) for each in ([0, 0, 0, 1, 1], ()))
+    blocks = -(-tokens // 8)
+    expected = {
+        "relay_signal": slots * blocks * 8,
+        "relay_offsets": slots * blocks * most * (local + 1) * 2,
+        "relay_counts": slots * most * tokens * 2,
+        "relay_entries": slots * tokens * top_k * 12,
+        "sum_signal": slots * most * 8 * 8,
+        "machine_sums": slots * most * tokens * hidden * 4,
+    }
+    added = {term.name: math.prod((*term.shape, term.elem_bytes)) for term in set(plan.terms) - set(plain.terms)}
+    assert added == expected
+    assert plan.heap_bytes - plain.heap_bytes == sum(-(-size // 256) * 256 for size in expected.values())
+    assert plan.workspace_bytes == plain.workspace_bytes and (plan.ranks_here, plain.ranks_here) == (3, 5)
+    assert main(["memory", "--model", "qwen3-30b-a3b", "--tokens", "64", "--ranks", "4", "--machines", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in expected)
+    with pytest.raises(flashmoe.InvalidArgument, match="machines: expected one for each of 5 ranks, got 2"):
+        memory.plan_memory(**sizes, machines=[0, 1])
+    with pytest.raises(flashmoe.InvalidArgument, match="machines: expected one with transport 'rdma', got 2"):
+        memory.plan_memory(engine="cuda", transport="rdma", **sizes, machines=[0, 0, 0, 1, 1])
+    with pytest.raises(flashmoe.InvalidArgument, match="training: expected ranks of one machine"):
+        memory.plan_memory(engine="cuda", training=True, **sizes, machines=[0, 0, 0, 1, 1])
+
+
 @pytest.mark.parametrize("row", memory.compare_published(4), ids=lambda row: f"{row.max_tokens}-{row.experts}")
 def test_memory_is_within_the_published(row):
     assert row.bounded.total_bytes <= row.published_bytes
@@ -718,6 +749,7 @@ def test_memory_of_copies(capsys):
         (["--hidden", "8"], "missing --intermediate"),
         (["--model", "olmoe", "--top-k", "65"], "top_k: expected an integer in [1, 64], got 65"),
         (["--model", "olmoe", "--ranks", "0"], "ranks: expected an integer in [1, "),
+        (["--model", "olmoe", "--machines", "5"], "machines: expected an integer in [1, 4], got 5"),
         (["--model", "olmoe", "--tokens", "-1"], "max_tokens: expected an integer in [1, "),
         (["--model", "olmoe", "--budget", "much"], "expected a size such as 512MiB or 2G, got 'much'"),
         (["--model", "olmoe", "--dtype", "fp8"], "dtype: expected one of"),

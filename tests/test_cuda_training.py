@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import flashmoe.torch_op  # noqa: E402, F401
 from flashmoe.arguments import Tensors  # noqa: E402
 from flashmoe.engines import cuda_training  # noqa: E402
 
@@ -41,3 +42,15 @@ def test_what_biases_owe_to_combine_weights():
     expected = torch.einsum("th,tkh->tk", dy.double(), tensors.down_bias.double()[ids.long()]).where(~dropped, 0.0)
     assert torch.allclose(by_bias, expected, rtol=1e-12, atol=1e-12)
     assert cuda_training.weights_by_bias(tensors_of(down_bias=None), {"y": dy}, ids) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_a_traced_call_keeps_has_its_size(dtype):
+    """Of a router on one GPU (docs/training.md, "What is kept"): pre-activations, ids and weights, and logits."""
+    tokens, hidden, inner, experts, top_k = 5, 64, 96, 8, 2
+    with torch._subclasses.FakeTensorMode():
+        shapes = ((tokens, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner), (experts, hidden))
+        x, up, down, router = (torch.empty(shape, device="cuda", dtype=dtype) for shape in shapes)
+        *_, kept, counted = torch.ops.flashmoe.moe_kept(-1, x, up, down, router=router, top_k=top_k)
+    assert kept.shape == (tokens * (top_k * 2 * inner * dtype.itemsize + top_k * 8 + experts * 4),)
+    assert counted.shape == (0,)

@@ -12,12 +12,14 @@ import flashmoe
 import ml_dtypes
 import numpy as np
 import pytest
+from flashmoe.memory import plan_memory
 from hosts import answer, network
 from processes import Processes, processes
 from spread_ranks import (
     LONG,
     OPEN,
     H,
+    I,
     K,
     Layer,
     MakeNetwork,
@@ -169,6 +171,20 @@ def test_bits_and_rows_on_one_machine(processes: Processes, alone: None, spread:
             elif is_relay:
                 back += tokens_on(ids[source], owner, where.ranks[where.of[p]])
         assert (report.rows_sent, report.return_rows_sent) == (sent, back), p
+    check_leaving(ranks, on_hosts=False)
+
+
+def heap_bytes() -> int:
+    return OPEN["it"].heap_bytes
+
+
+@pytest.mark.parametrize("mode", ["direct", "reduced"])
+def test_the_plan_has_what_relays_need(processes: Processes, mode: str):
+    spread = [0, 1, 1, 1]
+    ranks = told_to_be(processes, spread, mode)
+    sizes = {"max_tokens": 200, "hidden": H, "intermediate": I, "experts": EXPERTS, "top_k": K, "dtype": "float32"}
+    plan = plan_memory(ranks=len(spread), machines=spread, return_mode=mode, processors=1, **sizes)
+    assert all_of(ranks, heap_bytes, [()] * len(ranks)) == [plan.heap_bytes] * len(ranks)
     check_leaving(ranks, on_hosts=False)
 
 

@@ -4,10 +4,10 @@
 
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for each type, exact float32,
 transposed weights, experts in FP8, forward passes that keep what gradients need, and backward passes, with the
-activations that differ most; traced; with the program of docs/extending.md; and, to put to other ranks, with
-NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance there is, which takes five
-times as long. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or that
-lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only far slower; so
+activations that differ most; traced; with the program of docs/extending.md; for several machines; and, to put to other
+ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance there is, which takes
+five times as long. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or
+that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only far slower; so
 each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
@@ -52,6 +52,7 @@ EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDM
 TRANSPOSED, QUANTISED, MXFP4 = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1", "-DFLASHMOE_MXFP4=1"
 KEEP, BACKWARD, GROUP = "-DFLASHMOE_KEEP=1", "-DFLASHMOE_BACKWARD=1", "-DFLASHMOE_GROUP=1"
 ON_INPUT, SLICED = "-DFLASHMOE_ON_INPUT=1", "-DFLASHMOE_SLICED=1"
+MACHINES = "-DFLASHMOE_MACHINES=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 OUTER = "-DFLASHMOE_PROGRAM=kForwardAndOuter"
@@ -227,6 +228,14 @@ def training_instances(every: bool) -> list[tuple[str, ...]]:
     ]
 
 
+def machines_instances(every: bool) -> list[tuple[str, ...]]:
+    """Of groups on several machines: with the gate of most registers; `every` one: of each type, and of FP8."""
+    kinds: tuple[tuple, ...] = ((BF16, CLAMPED),)
+    if every:
+        kinds += ((BF16, SWIGLU), (2, CLAMPED), (0, CLAMPED), (BF16, SWIGLU, QUANTISED))
+    return [instance(*kind, MACHINES) for kind in kinds]
+
+
 def rdma_units(source: Path, every: bool) -> list[Unit]:
     """Those that put to other ranks: one of each set of registers with the newest NVSHMEM, which inlines the most; one
     with the oldest, whose calls are all in it, since each takes half a minute of a core."""
@@ -258,6 +267,7 @@ def units(every: bool = False) -> list[Unit]:
                 *quantised_instances(every),
                 *mxfp4_instances(every),
                 *training_instances(every),
+                *machines_instances(every),
                 *program_instances(every),
             )
             found += [Unit(source, defines) for defines in kinds]

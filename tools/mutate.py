@@ -233,6 +233,7 @@ MUTANTS = [
         "P::load_acquire(signal, kSystem)",
         "P::load_relaxed(signal)",
     ),
+    Mutant("20 acquire of a batch by a worker", ACTORS + "relay.h", "    P::acquire(signal, kSystem);"),
     Mutant(
         "21 meeting of a relay's lanes before a packet's signal",
         ACTORS + "relay.h",
@@ -241,8 +242,8 @@ MUTANTS = [
     Mutant(
         "21 release of a packet that is passed on",
         ACTORS + "relay.h",
-        "P::store_release(c_.packet_signal(q, p, b), Signal::make(c_.epoch, count), kSystem)",
-        "P::store_relaxed(c_.packet_signal(q, p, b), Signal::make(c_.epoch, count))",
+        "P::store_release(c.packet_signal(q, p, b), Signal::make(c.epoch, entries), kSystem)",
+        "P::store_relaxed(c.packet_signal(q, p, b), Signal::make(c.epoch, entries))",
     ),
     Mutant(
         "22 release of sums to a relay",

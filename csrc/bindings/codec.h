@@ -18,6 +18,7 @@
 #include "flashmoe/protocol/order.h"
 #include "flashmoe/spec/layer.h"
 #include "host/error.h"
+#include "host/machines.h"
 #include "host/placement.h"
 #include "host/text.h"
 
@@ -124,6 +125,16 @@ inline Limits limits_of(Map map) {
   f.if_given("gemm1_columns_per_task", l.columns_per_task[kReturning]);
   f.done();
   return l;
+}
+inline std::vector<uint32_t> numbers_of(const ffi::Array<int64_t>& array) {
+  std::vector<uint32_t> numbers;
+  for (const int64_t each : array) numbers.push_back(static_cast<uint32_t>(each));
+  return numbers;
+}
+// Those of a group whose ranks are on these machines, by rank; none: all are on one.
+inline Limits spread_over(Limits limits, const ffi::Array<int64_t>& machines) {
+  host::MachineTables(numbers_of(machines), limits.ranks, 0).set(limits);
+  return limits;
 }
 // Those of a context, whose tasks name its tiles.
 inline Limits context_limits_of(Map map) {

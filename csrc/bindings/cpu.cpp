@@ -63,6 +63,7 @@ FieldRows field_rows(const Limits& limits, bool gradients) {
   append_fields(rows, kWorkTable, limits, "workspace");
   if (make_put_layout(limits).bytes != 0) append_fields(rows, kPutTable, limits, "workspace");
   if (gradients) append_fields(rows, kGradientTable, limits, "heap");
+  if (limits.relayed != 0) append_fields(rows, kRelayTable, limits, "heap");
   return rows;
 }
 
@@ -76,8 +77,9 @@ inline constexpr const char* kGone<cpu::Kept> =
 namespace flashmoe::cpu {
 namespace {
 
-FieldRows layout_fields(Map limits) {
-  return guarded([&] { return field_rows(limits_of(limits), true); });
+// machines: of each rank; empty: all are on one.
+FieldRows layout_fields(Map limits, ffi::Array<int64_t> machines) {
+  return guarded([&] { return field_rows(spread_over(limits_of(limits), machines), true); });
 }
 
 // Bytes for each row, row of the shared expert, token received, and own token: four that a call keeps, and four that a
@@ -153,26 +155,13 @@ void end_if_interrupted() {
 
 [[maybe_unused]] const bool kHooked = (host::check_interrupt = end_if_interrupted, true);  // when the library is loaded
 
-// Limits of a context whose ranks are on these machines, by rank; none: all are on one.
-Limits spread_limits_of(const Map& map, uint32_t rank, const std::vector<uint32_t>& machines) {
-  Limits limits = context_limits_of(map);
-  host::MachineTables(machines, limits.ranks, rank).set(limits);
-  return limits;
-}
-
-std::vector<uint32_t> numbers_of(const ffi::Array<int64_t>& array) {
-  std::vector<uint32_t> numbers;
-  for (const int64_t each : array) numbers.push_back(static_cast<uint32_t>(each));
-  return numbers;
-}
-
 // machines: of each rank; empty: all are on one, as those of a process group are. Tests name several, to which the calls
 // then keep, though all memory is mapped.
 ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns,
                              ffi::Array<int64_t> machines) {
   return guarded([&] {
     const std::vector<uint32_t> of = numbers_of(machines);
-    const Limits limits = spread_limits_of(map, static_cast<uint32_t>(rank), of);
+    const Limits limits = spread_over(context_limits_of(map), machines);
     const uint64_t heap_bytes = spread_heap_bytes(limits);
     auto group = limits.ranks == 1 ? host::make_single_rank_group(heap_bytes)
                                    : host::join_process_group(name, static_cast<uint32_t>(rank), limits, heap_bytes,
@@ -230,7 +219,7 @@ ffi::Function network_context(int64_t network, Map map, int64_t rank, ffi::Strin
                               ffi::Array<ffi::String> hosts) {
   return guarded([&] {
     const std::vector<uint32_t> of = numbers_of(machines);
-    const Limits limits = spread_limits_of(map, static_cast<uint32_t>(rank), of);
+    const Limits limits = spread_over(context_limits_of(map), machines);
     network::Spread spread;
     for (uint32_t p = 0; p < of.size(); ++p) {
       if (of[p] == of[static_cast<uint32_t>(rank)]) spread.here.push_back(p);

@@ -21,23 +21,25 @@ std::shared_ptr<Context> context(int64_t handle) {
   return registry<Context>().get(handle);
 }
 
-// The fields of a context of these sizes; its processors are all the GPU's multiprocessors.
-FieldRows layout_fields(Map map) {
+// The fields of a context of these sizes; its processors are all the GPU's multiprocessors. machines: see create().
+FieldRows layout_fields(Map map, ffi::Array<int64_t> machines) {
   return guarded([&] {
-    const Limits limits = limits_of(map);
+    const Limits limits = spread_over(limits_of(map), machines);
     return field_rows(cuda_limits(limits, limits.processors), may_train_in_group(limits));
   });
 }
 
 // order: 0 where the caller leaves it to the context. name and nvshmem: see Membership. None: some rank cannot map another's
-// memory, so that all are to come again with limits for puts.
+// memory, so that all are to come again with limits for puts. machines: of each rank; empty: all are on one, as they are.
+// Tests name several, to which the calls then keep, though all memory is mapped.
 ffi::Optional<ffi::Function> create(Map limits, Map order, int64_t rank, ffi::String name, ffi::String nvshmem,
-                                    int64_t device, int64_t timeout_ns) {
+                                    int64_t device, int64_t timeout_ns, ffi::Array<int64_t> machines) {
   return guarded([&]() -> ffi::Optional<ffi::Function> {
     const Membership who{static_cast<uint32_t>(rank), name, nvshmem};
     try {
-      return owned(std::make_shared<Context>(static_cast<int>(device), who, context_limits_of(limits), order_of(order),
-                                             static_cast<uint64_t>(timeout_ns)));
+      return owned(std::make_shared<Context>(static_cast<int>(device), who,
+                                             spread_over(context_limits_of(limits), machines), order_of(order),
+                                             static_cast<uint64_t>(timeout_ns), numbers_of(machines)));
     } catch (const NotMapped&) {
       return std::nullopt;
     }
@@ -260,10 +262,11 @@ void read_routing(int64_t handle, ffi::Tensor ids, ffi::Tensor weights) {
 }
 
 // Adds to rows [R, El], int32, those that each rank's tokens have with each of this rank's experts in the last call, which
-// was the layer's; returns how many rows went to other ranks as results.
-int64_t read_received(int64_t handle, int64_t layer, ffi::Tensor rows) {
+// was the layer's; returns the fields of RowsSent.
+ffi::Array<int64_t> read_received(int64_t handle, int64_t layer, ffi::Tensor rows) {
   return guarded([&] {
-    return static_cast<int64_t>(context(handle)->read_received(layer, static_cast<int32_t*>(rows.data_ptr())));
+    const RowsSent sent = context(handle)->read_received(layer, static_cast<int32_t*>(rows.data_ptr()));
+    return ffi::Array<int64_t>{static_cast<int64_t>(sent.returned), static_cast<int64_t>(sent.passed_on)};
   });
 }
 

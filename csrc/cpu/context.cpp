@@ -388,7 +388,6 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
     }
     r.rows_sent += t.rows_sent;
     r.entries_sent += t.entries_sent;
-    r.return_rows_sent += t.sums_sent;
   }
   if (o.record_events) r.events = events(start_ns, end_ns);
   for (uint32_t t = 0; t < o.tokens; ++t) {
@@ -399,8 +398,9 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
   r.tiles = r.count[static_cast<uint32_t>(phase_of(kReturning))] / call_.policy.columns[kReturning];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
-  r.rows_sent += *call_.machines.rows_passed;
-  r.return_rows_sent += host::rows_returned(call_, call_.machines);
+  const Machines::Counts& relayed = call_.machines.counts[call_.parity()];
+  r.rows_sent += relayed.rows_passed;
+  r.return_rows_sent += relayed.sums_sent + host::rows_returned(call_, call_.machines);
   return r;
 }
 

@@ -468,15 +468,17 @@ void Engine::sum_machine(const Piece& piece) {
   const auto [first, count] =
       columns(kReturning, c_.policy.group_first[piece.group], c_.policy.group_first[piece.group + 1]);
   float* const sum = room(out_, count);
+  uint64_t sums = 0;
   for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
     if (!from.is_needed(t)) continue;
-    if (piece.group == 0) ++trace_.sums_sent;
+    ++sums;
     std::fill_n(sum, count, 0.0f);
     for (uint32_t i = 0; i < m.size(m.of[c_.rank]); ++i) {
       if (*from.counts(i, t) != 0) accumulate(sum, from.sum(i, t) + first, DType::kFloat32, count);
     }
     narrow(at(c_.return_row(piece.source, t, c_.rank), spec().return_type, first), sum, spec().return_type, count);
   }
+  if (piece.group == 0) CpuPlatform::add(&m.counts[c_.parity()].sums_sent, sums);
 }
 
 void Engine::combine(const Piece& piece) {

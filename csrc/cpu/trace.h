@@ -26,7 +26,6 @@ struct ActorTrace {
   std::array<uint64_t, kPhases> ns{};
   std::array<uint64_t, kPhases> count{};
   uint64_t rows_sent = 0, entries_sent = 0;  // by dispatch, to other ranks
-  uint64_t sums_sent = 0;                    // of this machine, home to other machines' tokens
   std::vector<Event> events{};
 
   void add(Phase phase, uint64_t start, uint64_t end, uint32_t index, uint32_t column, uint32_t expert = kNoExpert) {

@@ -28,7 +28,7 @@ Call common_call(const Membership& who, const Limits& limits, uint64_t timeout_n
 }  // namespace
 
 Context::Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order,
-                 uint64_t timeout_ns)
+                 uint64_t timeout_ns, const std::vector<uint32_t>& machines)
     : device_(ordinal),
       common_{.limits = cuda_limits(limits, device_.processors()), .call = {}, .asked = order},
       fault_page_(device_),
@@ -36,6 +36,7 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
   common_.fault = fault_page_.mapped<HostFault>();
   common_.call = common_call(who, common_.limits, timeout_ns);
   take_memory(who);
+  if (limits.relayed != 0) machines_.emplace(device_, machines, common_.limits, who.rank);
 }
 
 Context::~Context() {
@@ -102,6 +103,10 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   if (trains && (l.rdma != 0 || has_scales(spec.weight_type))) {
     throw Error(Error::Kind::kInvalidArgument,
                 "layer: expected memory that is mapped and weights without scales for gradients");
+  }
+  if (l.relayed != 0 && (trains || (spec.return_mode == ReturnMode::kReduced) != (l.staging != 0))) {
+    throw Error(Error::Kind::kInvalidArgument,
+                "layer: expected no gradients, and the context's return mode, among ranks of several machines");
   }
   const KernelSet which{.general = !only_few(spec),
                         .few = !trains,
@@ -170,7 +175,7 @@ void Context::launch(Plan& plan, DriverStream stream) {
   const Device::Use use(device_);
   ++calls_;
   if (plan.args.trace != nullptr) device_.refuse_capture(stream, "tracing");
-  plan.kernels.launch(plan.args, plan.few(), processors(), stream);
+  plan.kernels.launch(plan.args, machines_ ? machines_->on_device() : nullptr, plan.few(), processors(), stream);
 }
 
 uint64_t Context::kept_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows) {
@@ -262,10 +267,11 @@ void Context::read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float*
   cuda::read_routing(common_.call, workspace_, common_.limits, tokens, top_k, ids, weights);
 }
 
-uint64_t Context::read_received(int64_t layer, int32_t* rows) {
+RowsSent Context::read_received(int64_t layer, int32_t* rows) {
   const std::lock_guard lock(mutex_);
   const uint8_t* const own_heap = group_->heaps()[common_.call.rank];
-  return cuda::read_received(plan_of(layer).args.call, device_, workspace_, own_heap, rows);
+  const DeviceMachines* const machines = machines_ ? &*machines_ : nullptr;
+  return cuda::read_received(plan_of(layer).args.call, device_, workspace_, own_heap, machines, rows);
 }
 
 void Context::read_trace(uint8_t* to) const {

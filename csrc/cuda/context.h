@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "cuda/device.h"
 #include "cuda/layer.h"
 #include "cuda/limits.h"
+#include "cuda/machines.h"
 #include "cuda/plan.h"
 #include "cuda/transport/group.h"
 #include "cuda/transport/registration.h"
@@ -21,8 +23,10 @@ namespace flashmoe::cuda {
 class Context {
  public:
   // limits.processors: thread blocks, 0 for one on every multiprocessor. ordinal: see Device. Fields of `order` that
-  // are 0 are left to the context. With several ranks, joins the group.
-  Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order, uint64_t timeout_ns);
+  // are 0 are left to the context. With several ranks, joins the group. machines: of each rank, by which the limits are made
+  // (MachineTables::set); empty: all are on one.
+  Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order, uint64_t timeout_ns,
+          const std::vector<uint32_t>& machines = {});
   // Waits for the device: a call may still be under way.
   ~Context();
 
@@ -56,8 +60,8 @@ class Context {
   // Of the last call, once it is over: [tokens, top_k] chosen experts (-1: dropped) and weights.
   void read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float* weights) const;
   // Of the last call, once it is over, if it was this layer's: adds to rows[p * El + l] the rows that rank p's tokens have
-  // with local expert l; returns how many rows went to other ranks as results.
-  uint64_t read_received(int64_t layer, int32_t* rows);
+  // with local expert l.
+  RowsSent read_received(int64_t layer, int32_t* rows);
   // Of the last call, if its layer is traced: trace_bytes() bytes, kTraceBytesPerBlock per thread block.
   void read_trace(uint8_t* to) const;
   // Of a layer that is traced; waits for the device.
@@ -84,6 +88,7 @@ class Context {
   Common common_;
   DeviceMemory workspace_, heap_table_, trace_;
   std::unique_ptr<host::Group> group_;
+  std::optional<DeviceMachines> machines_;      // where ranks are on several
   const Nvshmem* puts_ = nullptr;               // not null where peers are reached by puts alone
   std::unique_ptr<Registration> registration_;  // of the workspace, which puts then read
   MappedPage fault_page_, counts_page_;

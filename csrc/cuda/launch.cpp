@@ -25,7 +25,8 @@ Kernels::~Kernels() {
   api_->nvshmemx_cumodule_finalize(module_.handle());
 }
 
-void Kernels::launch(sm90::KernelArgs& args, bool few, uint32_t blocks, DriverStream stream) const {
+void Kernels::launch(sm90::KernelArgs& args, const Machines* machines, bool few, uint32_t blocks,
+                     DriverStream stream) const {
   LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
   cooperative.value.cooperative = 1;
   LaunchConfig config{blocks, 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};
@@ -33,7 +34,7 @@ void Kernels::launch(sm90::KernelArgs& args, bool few, uint32_t blocks, DriverSt
     config.block_x = sm90::kFewThreads;
     config.shared_bytes = sm90::kFewSharedBytes;
   }
-  void* parameters[] = {&args};
+  void* parameters[] = {&args, &machines};  // the driver takes as many as the kernel has
   check(driver().cuLaunchKernelEx(&config, few ? few_ : general_, parameters, nullptr), "cannot launch the kernel");
 }
 

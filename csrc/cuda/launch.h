@@ -6,6 +6,7 @@
 #include "cuda/device.h"
 #include "cuda/layer.h"
 #include "cuda/transport/nvshmem.h"
+#include "flashmoe/protocol/machines.h"
 #include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::cuda {
@@ -27,7 +28,8 @@ class Kernels {
 
   // Launches one of the two, that for a few tokens or the general one, on so many thread blocks; does nothing else to the
   // stream, and does not wait. The device's context is current.
-  void launch(sm90::KernelArgs& args, bool few, uint32_t blocks, DriverStream stream) const;
+  // machines: on the device; null, but for kernels of several machines.
+  void launch(sm90::KernelArgs& args, const Machines* machines, bool few, uint32_t blocks, DriverStream stream) const;
   // The same of those behind a forward pass that keeps, among several ranks.
   void launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const;
   void launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t tile_blocks, DriverStream stream) const;

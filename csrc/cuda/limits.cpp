@@ -1,6 +1,6 @@
 #include "cuda/limits.h"
 
-#include "flashmoe/protocol/gradients.h"
+#include "flashmoe/protocol/machines.h"
 #include "flashmoe/sm90/geometry.h"
 #include "host/error.h"
 #include "host/text.h"
@@ -32,13 +32,15 @@ void check_reach(const Limits& limits) {
   const uint64_t tokens = limits.max_tokens;
   const uint64_t sent = row_pitch(limits.hidden, limits.x_bytes);
   const uint64_t returned = row_pitch(limits.hidden, limits.return_bytes);
+  const uint64_t summed = limits.relayed == 0 ? 0 : row_pitch(limits.hidden, 4);
   const struct {
     const char* what;
     uint64_t bytes, most;
   } fields[] = {
       {"other ranks' tokens", kRowCopies * (limits.ranks - 1) * tokens * sent, sm90::kReachBytes},
       {"results to sum", tokens * limits.return_slots * returned, 2 * sm90::kReachBytes},
-      {"results to reduce", limits.staging * tokens * limits.entries_per_token() * returned, 2 * sm90::kReachBytes}};
+      {"results to reduce", limits.staging * tokens * limits.entries_per_token() * returned, 2 * sm90::kReachBytes},
+      {"sums of a machine's ranks", limits.staging * tokens * summed, 2 * sm90::kReachBytes}};
   for (const auto& f : fields) {
     if (f.bytes <= f.most) continue;
     throw Error(Error::Kind::kInvalidArgument,
@@ -59,7 +61,7 @@ Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
 }
 
 uint64_t cuda_heap_bytes(const Limits& limits) {
-  return may_train_in_group(limits) ? training_heap_bytes(limits) : make_heap_layout(limits).bytes;
+  return may_train_in_group(limits) ? spread_heap_bytes(limits) : make_heap_layout(limits).bytes;
 }
 
 }  // namespace flashmoe::cuda

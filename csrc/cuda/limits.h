@@ -14,7 +14,8 @@ Limits cuda_limits(Limits limits, uint32_t multiprocessors);
 inline bool may_train_in_group(const Limits& limits) {
   return limits.ranks > 1 && limits.rdma == 0;
 }
-// Of its symmetric heap, and behind it, where layers may train among several ranks, what goes home besides rows.
+// Of its symmetric heap, and behind it, where memory is mapped among several ranks, what goes home besides rows in
+// backward passes, and what relays have.
 uint64_t cuda_heap_bytes(const Limits& limits);
 
 }  // namespace flashmoe::cuda

@@ -27,8 +27,8 @@ void read_routing(const Call& c, const DeviceMemory& workspace, const Limits& li
   read(WorkField::kWeights, weights);
 }
 
-uint64_t read_received(const Call& layer, const Device& device, const DeviceMemory& workspace, const uint8_t* own_heap,
-                       int32_t* rows) {
+RowsSent read_received(const Call& layer, const Device& device, const DeviceMemory& workspace, const uint8_t* own_heap,
+                       const DeviceMachines* machines, int32_t* rows) {
   Call c = layer;
   Control control;
   workspace.download(&control, sizeof(control),
@@ -44,7 +44,9 @@ uint64_t read_received(const Call& layer, const Device& device, const DeviceMemo
   const std::vector<uint8_t*> heaps(c.shape.ranks, heap.data());
   c.memory.heaps = heaps.data();
   host::count_rows(c, rows);
-  return host::rows_returned(c);
+  if (machines == nullptr) return {host::rows_returned(c), 0};
+  const Machines::Counts relayed = machines->counts(c.parity());
+  return {host::rows_returned(c, machines->here()) + relayed.sums_sent, relayed.rows_passed};
 }
 
 }  // namespace flashmoe::cuda

@@ -1,8 +1,7 @@
 // What a call that is over left in the device's memory, for its report.
 #pragma once
 
-#include "cuda/device.h"
-#include "flashmoe/protocol/call.h"
+#include "cuda/machines.h"
 
 namespace flashmoe::cuda {
 
@@ -11,9 +10,9 @@ namespace flashmoe::cuda {
 void read_routing(const Call& c, const DeviceMemory& workspace, const Limits& limits, uint32_t tokens, uint32_t top_k,
                   int32_t* ids, float* weights);
 
-// Adds to rows[p * El + l] the rows that rank p's tokens have with local expert l; returns how many rows went to other ranks
-// as results. layer: a call of the layer, its epoch ignored; heap: this rank's, on the device.
-uint64_t read_received(const Call& layer, const Device& device, const DeviceMemory& workspace, const uint8_t* heap,
-                       int32_t* rows);
+// Adds to rows[p * El + l] the rows that rank p's tokens have with local expert l. layer: a call of the layer, its epoch
+// ignored; heap: this rank's, on the device; machines: null where all ranks are on one.
+RowsSent read_received(const Call& layer, const Device& device, const DeviceMemory& workspace, const uint8_t* heap,
+                       const DeviceMachines* machines, int32_t* rows);
 
 }  // namespace flashmoe::cuda

@@ -2,16 +2,11 @@
 
 #include <algorithm>
 
+#include "host/hash.h"
 #include "host/text.h"
 
 namespace flashmoe::host {
 namespace {
-
-// FNV-1a: goes on from the hash `h` of earlier bytes. Ranks compare hashes of what they must agree on.
-uint64_t hash_bytes(const void* data, size_t n, uint64_t h = 0xcbf29ce484222325u) {
-  for (size_t i = 0; i < n; ++i) h = (h ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3u;
-  return h;
-}
 
 uint64_t hash_of(const CallConfig& config, const AgreedLayer& layer) {
   uint64_t h = hash_bytes(&config.placement, sizeof(config.placement));
@@ -51,6 +46,7 @@ std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, 
                 {"redispatch", mine.redispatch, theirs.redispatch},
                 {"most ranks of a machine", mine.machine_ranks, theirs.machine_ranks},
                 {"sources of a relay", mine.relayed, theirs.relayed},
+                {"which ranks share a machine (a hash of it)", mine.spread, theirs.spread},
                 {"rdma (transport)", mine.rdma, theirs.rdma}};
   for (const auto& f : fields) {
     if (f.mine != f.theirs) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "host/error.h"
+#include "host/hash.h"
 #include "host/text.h"
 
 namespace flashmoe::host {
@@ -40,12 +41,13 @@ MachineTables::MachineTables(const std::vector<uint32_t>& of, uint32_t ranks, ui
     const uint32_t p = (rank + i) % ranks;
     if (of_[p] != of_[rank] && place_[p] % own == place_[rank]) sources_.push_back(p);
   }
-  passed_.resize(sources_.size());
+  passed_.resize(2 * sources_.size());
 }
 
 void MachineTables::set(Limits& limits) const {
   limits.machine_ranks = count_ == 1 ? 0 : most_;
   limits.relayed = count_ == 1 ? 0 : relay_slots(count_, most_, fewest_);
+  limits.spread = count_ == 1 ? 0 : static_cast<uint32_t>(hash_bytes(of_.data(), of_.size() * sizeof(of_[0])));
 }
 
 Machines MachineTables::machines(const Limits& limits) {
@@ -56,9 +58,9 @@ Machines MachineTables::machines(const Limits& limits) {
           .first = first_.data(),
           .most_ranks = most_,
           .sources = sources_.data(),
-          .passed = passed_.data(),
           .source_count = static_cast<uint32_t>(sources_.size()),
-          .rows_passed = &rows_passed_,
+          .passed = passed_.data(),
+          .counts = counts_,
           .batch_bytes = batch_bytes,
           .layout = make_relay_layout(limits),
           .behind = training_heap_bytes(limits)};

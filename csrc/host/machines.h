@@ -23,8 +23,9 @@ class MachineTables {
 
  private:
   uint32_t count_ = 0, most_ = 0, fewest_ = 0;
-  uint64_t rows_passed_ = 0;
-  std::vector<uint32_t> of_, place_, ranks_, first_, sources_, passed_;
+  Machines::Counts counts_[2] = {};
+  std::vector<uint32_t> of_, place_, ranks_, first_, sources_;
+  std::vector<uint64_t> passed_;
 };
 
 }  // namespace flashmoe::host

@@ -14,7 +14,7 @@ constexpr uint32_t kConsumers = 8, kFirstLoader = 8, kSecondLoader = 9, kClerk =
 
 template <class P>
 Cluster<P>::Cluster(const Machine& machine, RankState& rank, uint32_t id)
-    : machine_(machine), rank_(rank), c_(rank.call), id_(id) {
+    : machine_(machine), rank_(rank), c_(rank.call), id_(id), relays_piece_(machine.sum_beside_tasks) {
   for (Block& block : block_) block.late.init();
 }
 
@@ -109,9 +109,10 @@ void Cluster<P>::compute() {
     rank_.busy += world.now() - s.begun;
     count(done_);
   }
+  relays_piece_ = machine_.sum_piece;
   for (uint32_t b = 0; b < sm90::kClusterBlocks; ++b) {
     for (uint32_t worker = 0; worker < kConsumers; ++worker) start_helper(b, worker);
-    start_helper(b, kService);
+    if (!block_[b].relays) start_helper(b, kService);
   }
 }
 
@@ -149,9 +150,11 @@ void Cluster<P>::retire_tasks() {
   }
 }
 
-// The loader warp of a block that tasks on intermediate rows leave free (sm90/loaders.cuh, load_tasks).
+// The loader warp of a block that tasks on intermediate rows leave free (sm90/loaders.cuh, load_tasks). Where ranks are on several
+// machines it has no registers left for sums.
 template <class P>
 void Cluster<P>::load(uint32_t b) {
+  const bool returns = c_.shape.ranks > 1 && !SpansMachines<P>;
   // A warp's sums while tasks run beside it, see Machine::sum_piece.
   SumEngine sums(rank_, id_ * sm90::kClusterBlocks + b, machine_.sum_beside_tasks);
   Returner<P, SumEngine, CursorOfWarp> returner(c_, sums, block_[b].returns);
@@ -161,7 +164,7 @@ void Cluster<P>::load(uint32_t b) {
     if (task.kind == TaskKind::kStop) break;
     await(started_, n + 1);
     count(block_[b].loaded);
-    if (is_one_of<kHome>(task.kind) && c_.shape.ranks > 1 && handed_ < n + 3) returner.step();
+    if (is_one_of<kHome>(task.kind) && returns && handed_ < n + 3) returner.step();
   }
   start_helper(b, kFirstLoader);
   help(b, kSecondLoader);
@@ -209,6 +212,11 @@ void Cluster<P>::start_helper(uint32_t b, uint32_t worker) {
   World::of_lane().start(c_.rank, lanes, Watch::kSignals, [this, b, worker] { help(b, worker); });
 }
 
+template <class P>
+void Cluster<P>::end_relay(uint32_t b) {
+  start_helper(b, kService);
+}
+
 // Whoever is through with its role. All lanes of a warp that joins.
 template <class P>
 void Cluster<P>::help(uint32_t b, uint32_t worker) {
@@ -219,7 +227,8 @@ void Cluster<P>::help(uint32_t b, uint32_t worker) {
     Joiner<Joining, JoinEngine>(c_, adder, block_[b].late).run();
     Joining::sync();
   } else if (c_.policy.joined == 0) {
-    SumEngine sums(rank_, id_ * sm90::kClusterBlocks + b, machine_.sum_piece);
+    const bool was_relay = worker == kService && block_[b].relays;
+    SumEngine sums(rank_, id_ * sm90::kClusterBlocks + b, was_relay ? relays_piece_ : machine_.sum_piece);
     Returner<P, SumEngine, CursorOfWarp>(c_, sums, block_[b].returns).run(c_);
     P::sync();
   }

@@ -19,6 +19,9 @@ class Cluster {
 
   // A block has dispatched and sent; with the second one all actors begin.
   void block_is_free();
+  // A block's last warp is a relay, and when it is through with that, maybe while tasks run, helps like others.
+  void begin_relay(uint32_t block) { block_[block].relays = true; }
+  void end_relay(uint32_t block);
 
  private:
   // Of warps that join rows, as many at a time as on a GPU.
@@ -48,6 +51,7 @@ class Cluster {
     ReturnCursors<CursorOfWarp> returns{};
     LateRows late{};
     uint64_t loaded = 0;  // tasks whose loads are begun
+    bool relays = false;
   };
 
   void lead();
@@ -70,6 +74,7 @@ class Cluster {
   RankState& rank_;
   const Call& c_;
   const uint32_t id_;
+  Time relays_piece_;  // that a relay sums takes so much at least: as long as tasks run beside it, more
   uint32_t free_blocks_ = 0;
   Block block_[sm90::kClusterBlocks];
   Slot slots_[kSlots] = {};

@@ -1,7 +1,5 @@
 #include "sim/group.h"
 
-#include <cstring>
-
 #include "sim/messages.h"
 
 namespace flashmoe::sim {
@@ -84,7 +82,11 @@ uint64_t Group::message_of_source(uint32_t from, uint32_t to, uint64_t in_heap, 
   if (folded_ ? machines_back == 0 : !peer(from, to).remote) return 0;
   uint64_t bytes = sizeof(*word);
   if (kind == SignalMap::kCalls) bytes += sizeof(CallConfig);
-  if (kind == SignalMap::kReturns) bytes += bytes_of_returns(*calls_[from].own, rank_of(to, machines_back));
+  if (kind == SignalMap::kReturns) {
+    const uint64_t in_source = (in_heap - layout_.first_source) % layout_.source_bytes;
+    const auto g = static_cast<uint32_t>((in_source - layout_.signals.end[SignalMap::kReturns - 1]) / sizeof(*word));
+    bytes += bytes_of_returns(*calls_[from].own, rank_of(to, machines_back), g);
+  }
   return bytes;
 }
 
@@ -103,16 +105,6 @@ void Group::send_message(const Message& m, Time at) {
     world_.sleep_until(leaves);
     world_.write_at(links_.arrive(m.to, m.bytes), m.word, m.value);
   });
-}
-
-Time Group::copy(uint32_t from, void* to, const void* data, uint64_t bytes, Time at) {
-  const uint64_t in_heaps = static_cast<uint64_t>(static_cast<uint8_t*>(to) - pages_.base());
-  if (in_heaps < rows_at_) {
-    std::memcpy(to, data, bytes);
-    return at;
-  }
-  const auto rank = static_cast<uint32_t>((in_heaps - rows_at_) / layout_.bytes);
-  return links_.send(from, rank, bytes, at).there;
 }
 
 }  // namespace flashmoe::sim

@@ -53,8 +53,6 @@ class Group {
 
   // A rank stores a word, which is visible later where it lies. What it signals to another machine is sent with it, a message.
   void signal(uint32_t from, uint64_t* word, uint64_t value, Time at);
-  // Copies to a heap of this machine; a row only crosses the link to its rank. Returns when all is there.
-  Time copy(uint32_t from, void* to, const void* data, uint64_t bytes, Time at);
 
  private:
   static Group* group_;

@@ -1,5 +1,7 @@
 #include "sim/messages.h"
 
+#include "flashmoe/sm90/geometry.h"
+
 namespace flashmoe::sim {
 
 uint64_t bytes_of_batch(const SpreadCall& c, uint32_t relay, uint32_t n) {
@@ -19,11 +21,17 @@ uint64_t bytes_of_batch(const SpreadCall& c, uint32_t relay, uint32_t n) {
   return bytes;
 }
 
-uint64_t bytes_of_returns(const SpreadCall& c, uint32_t p) {
+uint64_t bytes_of_returns(const SpreadCall& c, uint32_t p, uint32_t g) {
   const RelayPlace from(c, c.machines, c.rank, p);
-  uint64_t bytes = 0;
-  for (uint32_t t = 0; t < c.tokens_of(p); ++t) bytes += from.is_needed(t) ? c.memory.return_row_bytes : 0;
-  return bytes;
+  uint64_t rows = 0;
+  for (uint32_t t = 0; t < c.tokens_of(p); ++t) rows += from.is_needed(t) ? 1 : 0;
+  return rows * bytes_of_group(c, g);
+}
+
+uint32_t bytes_of_group(const Call& c, uint32_t g) {
+  const uint32_t column_bytes = sm90::kTaskFeatures * 2;
+  const uint32_t end = min_of(c.policy.group_first[g + 1] * column_bytes, c.memory.return_row_bytes);
+  return end - c.policy.group_first[g] * column_bytes;
 }
 
 }  // namespace flashmoe::sim

@@ -8,7 +8,9 @@ namespace flashmoe::sim {
 
 // Of the n-th batch of token blocks, which has been written to a relay.
 uint64_t bytes_of_batch(const SpreadCall& c, uint32_t relay, uint32_t n);
-// Of the sums that this machine returns to rank p's tokens.
-uint64_t bytes_of_returns(const SpreadCall& c, uint32_t p);
+// Of return group g of the sums that this machine returns to rank p's tokens.
+uint64_t bytes_of_returns(const SpreadCall& c, uint32_t p, uint32_t g);
+// Of return group g of a row.
+uint32_t bytes_of_group(const Call& c, uint32_t g);
 
 }  // namespace flashmoe::sim

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "flashmoe/actors/machine_sender.h"
+#include "flashmoe/protocol/machines.h"
 #include "flashmoe/protocol/one_lane.h"
 #include "flashmoe/protocol/platform.h"
 #include "sim/group.h"
@@ -166,9 +166,14 @@ struct MappedPlatform : Meetings<Lanes> {
   static constexpr bool kPeersMapped = true;
 };
 
-// The same where ranks are on several machines.
+// The same where ranks are on several machines. Relays are warps of their own, as on a GPU.
 template <uint32_t Lanes>
-struct SpreadLanes : SpreadPlatform<MappedPlatform<Lanes>> {};
+struct SpreadLanes : SpreadPlatform<MappedPlatform<Lanes>, true> {};
+
+// Of a relay, as one lane: a warp would look at 32 of a packet's tokens at a time.
+struct RelayThread : SpreadLanes<1> {
+  static uint32_t ballot(bool predicate) { return predicate; }
+};
 
 // Who builds packets, a whole team as one lane: what it takes is said of all of it (Machine::packets).
 struct UntimedPlatform : Memory, OneLane {
@@ -180,15 +185,3 @@ struct UntimedPlatform : Memory, OneLane {
 };
 
 }  // namespace flashmoe::sim
-
-namespace flashmoe {
-
-// Of a sender to a relay, and of a relay. A row is on its way at once, and what its warp releases waits until it is there.
-template <>
-inline void copy_bytes<sim::SpreadLanes<1>>(void* to, const void* from, uint64_t bytes) {
-  sim::Warp& warp = sim::World::warp();
-  const sim::Time there = sim::Group::of_lane().copy(warp.rank, to, from, bytes, sim::World::lane().at);
-  warp.written = std::max(warp.written, there);
-}
-
-}  // namespace flashmoe

@@ -27,6 +27,28 @@ class RowEngine {
   MemoryPort& memory_;
 };
 
+// The engine of a RelayWorker. A warp has four KiB of loads on their way at a time; what it stores is on the link when they are
+// here.
+class RelayEngine {
+ public:
+  explicit RelayEngine(const Call& call) : c_(call) {}
+  void pass_rows(uint32_t q, uint32_t, uint32_t, uint32_t rows) const {
+    if (rows == 0) return;
+    constexpr uint32_t kFlightBytes = 4096;
+    Group& group = Group::of_lane();
+    Lane& lane = World::lane();
+    const uint32_t bytes = c_.memory.token_row_bytes;
+    lane.at += rows * ceil_div(bytes, kFlightBytes) * group.machine().costs.load;
+    Warp& warp = World::warp();
+    warp.written = std::max(warp.written, group.send(c_.rank, q, uint64_t{rows} * bytes, lane.at).there);
+  }
+  static void begin() {}
+  static void end(Phase, uint32_t, uint32_t) {}
+
+ private:
+  const Call& c_;
+};
+
 // The machine of each rank.
 std::vector<uint32_t> machines_of(const Group& group) {
   std::vector<uint32_t> of(group.ranks());
@@ -53,9 +75,8 @@ Rank<Platform>::Rank(Group& group, const Call& call, const Limits& limits, RankP
   call_.machines.sums = call_.machines.count != 1;
   call_.machines.layout = group.relay_layout();
   call_.machines.behind = group.behind_own();
-  sending_call_ = os_call_ = call_;
+  sending_call_ = call_;
   sending_call_.machines.behind = group.behind_others();
-  os_call_.machines.source_count = 0;
   group.set_calls(rank, call_, sending_call_);
   for (uint32_t i = 0; i < call_.policy.clusters; ++i) clusters_.emplace_back(group.machine(), state_, i);
 }
@@ -95,9 +116,9 @@ void Rank<Platform>::run_os_actor() {
     mine->seen.resize(call_.shape.ranks);
   }
   auto* shared = reinterpret_cast<Shared*>(Lanes::broadcast(reinterpret_cast<uint64_t>(mine.get()), 0));
-  run_os<Lanes>(os_call_, {.subscriber = {shared->sources.data(), {nullptr, 0, 0}},
-                           .scheduler = &shared->scheduler,
-                           .seen = shared->seen.data()});
+  run_os<Lanes>(call_, {.subscriber = {shared->sources.data(), {nullptr, 0, 0}},
+                        .scheduler = &shared->scheduler,
+                        .seen = shared->seen.data()});
   Lanes::sync();
   state_.end = std::max(state_.end, group_.world().now());
 }
@@ -131,7 +152,18 @@ void Rank<Platform>::run_block(uint32_t block) {
     signal_packet<Thread>(call_, call_.rank, b, entries);
   }
   if (sends(block)) return start_senders(block);
-  clusters_[block / sm90::kClusterBlocks].block_is_free();
+  free_block(block);
+}
+
+// The block's warps take their roles: the last one, where it is neither the OS actor nor a former, is a relay, if there are any.
+template <template <uint32_t> class Platform>
+void Rank<Platform>::free_block(uint32_t block) {
+  auto& cluster = clusters_[block / sm90::kClusterBlocks];
+  if (SpansMachines<Thread> && block > formers()) {
+    cluster.begin_relay(block % sm90::kClusterBlocks);
+    group_.world().start(call_.rank, 1, Watch::kWords, [this, block] { run_relay(block); });
+  }
+  cluster.block_is_free();
 }
 
 // Builds the token block's packets; returns how many entries the own one has.
@@ -171,26 +203,17 @@ void Rank<Platform>::send_rows(uint32_t block, uint32_t warp) {
   const uint32_t senders = call_.policy.order.senders, first = warp * senders + block + senders - blocks();
   Sender<Thread, RowEngine>(sending_call_, engine).run(first, gpu::kWarps * senders, block);
   group_.world().sleep_until(World::warp().written);
-  pass_on(first, gpu::kWarps * senders);
-  if (--sending_[block] == 0) clusters_[block / sm90::kClusterBlocks].block_is_free();
+  if (--sending_[block] == 0) free_block(block);
 }
 
-// A sender behind its own sends: it is the relay of those of the rank's sources that are `first` of every `step`.
 template <template <uint32_t> class Platform>
-void Rank<Platform>::pass_on(uint32_t first, uint32_t step) {
+void Rank<Platform>::run_relay(uint32_t block) {
   if constexpr (SpansMachines<Thread>) {
-    SpreadCall call = call_;
-    call.machines.sums = false;  // whether they are here is for those who sum them to see
-    for (uint32_t i = first; i < call_.machines.source_count; i += step) {
-      call.machines.sources = call_.machines.sources + i;
-      call.machines.passed = call_.machines.passed + i;
-      call.machines.source_count = 1;
-      Relay<Thread> relay(call);
-      while (!relay.complete()) {
-        if (!relay.step()) group_.world().wait();
-      }
-      group_.world().sleep_until(World::warp().written);
-    }
+    const uint32_t before = 1 + formers();
+    RelayEngine engine(call_);
+    RelayWorker<RelayThread, RelayEngine>(call_, engine).run(block - before, blocks() - before);
+    group_.world().sleep_until(World::warp().written);
+    clusters_[block / sm90::kClusterBlocks].end_relay(block % sm90::kClusterBlocks);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "flashmoe/actors/former.h"
 #include "flashmoe/actors/os.h"
+#include "flashmoe/actors/relay.h"
 #include "flashmoe/actors/sender.h"
 #include "host/machines.h"
 #include "sim/cluster.h"
@@ -42,7 +43,8 @@ class Rank {
   uint32_t dispatch(uint32_t token_block);
   void start_senders(uint32_t block);
   void send_rows(uint32_t block, uint32_t warp);
-  void pass_on(uint32_t first, uint32_t step);
+  void free_block(uint32_t block);
+  void run_relay(uint32_t block);
   uint32_t blocks() const { return group_.machine().blocks; }
   uint32_t formers() const { return sm90::formers_of(call_.shape.ranks, call_.shape.local_experts, blocks()); }
   bool sends(uint32_t block) const;
@@ -51,9 +53,7 @@ class Rank {
   const RankProblem problem_;
   const std::vector<uint8_t*> heaps_;
   host::MachineTables tables_;
-  // What its senders have is another view of heaps (Group::behind_others); the OS actor's is without sources, since relays are
-  // warps of their own.
-  SpreadCall call_, sending_call_, os_call_;
+  SpreadCall call_, sending_call_;  // what its senders have is another view of heaps (Group::behind_others)
   RankState state_;
   std::deque<Cluster<Thread>> clusters_;
   std::vector<uint32_t> sending_;  // [block] warps that still send

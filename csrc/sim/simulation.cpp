@@ -136,8 +136,7 @@ Call call_of(const Setup& s, const Limits& limits, ReturnMode mode) {
                           .intermediate = s.layer.intermediate,
                           .top_k = s.layer.top_k};
   c.policy.order = cuda::task_order(shape, mode, limits.processors, {});
-  c.policy.groups = cuda::return_groups(c.policy.columns[kReturning], mode, limits.ranks == 1 || s.machines > 1,
-                                        c.policy.group_first);
+  c.policy.groups = cuda::return_groups(c.policy.columns[kReturning], mode, limits.ranks == 1, c.policy.group_first);
   const uint32_t block = cuda::token_block(s.tokens, s.layer.experts, s.layer.top_k, limits.processors);
   c.policy.log2_block = static_cast<uint32_t>(std::countr_zero(block));
   c.policy.joined = cuda::joins_rows(shape, s.tokens, 0) ? 1 : 0;

@@ -3,6 +3,7 @@
 
 #include "flashmoe/actors/processor.h"
 #include "flashmoe/sm90/geometry.h"
+#include "sim/messages.h"
 #include "sim/platform.h"
 
 namespace flashmoe::sim {
@@ -63,8 +64,9 @@ class SumEngine {
     uint32_t to = 0;
   };
 
-  // least: what a piece takes at least.
-  SumEngine(RankState& rank, uint32_t block, Time least) : rank_(rank), c_(rank.call), block_(block), least_(least) {}
+  // least: what a piece takes at least, as it is when the piece is begun.
+  SumEngine(RankState& rank, uint32_t block, const Time& least)
+      : rank_(rank), c_(rank.call), block_(block), least_(least) {}
 
   uint32_t processor() const { return block_; }
   uint32_t processors() const { return blocks(); }
@@ -126,11 +128,7 @@ class SumEngine {
 
  private:
   uint32_t blocks() const { return c_.policy.clusters * sm90::kClusterBlocks; }
-  uint32_t items_of_token(uint32_t g) const {
-    const uint32_t column_bytes = sm90::kTaskFeatures * 2;
-    const uint32_t end = min_of(c_.policy.group_first[g + 1] * column_bytes, c_.memory.return_row_bytes);
-    return ceil_div(end - c_.policy.group_first[g] * column_bytes, kItemBytes);
-  }
+  uint32_t items_of_token(uint32_t g) const { return ceil_div(bytes_of_group(c_, g), kItemBytes); }
   // Calls visit(token, items) for the tokens of the n-th piece of `each` of `all` items.
   template <class Visit>
   void for_each_token(uint32_t g, uint32_t n, uint32_t each, uint32_t all, Visit&& visit) const {
@@ -145,7 +143,7 @@ class SumEngine {
   RankState& rank_;
   const SpreadCall& c_;
   const uint32_t block_;
-  const Time least_;
+  const Time& least_;
 };
 
 // The engine of a Joiner.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import scipy_openblas32
@@ -39,15 +40,16 @@ def library() -> Any:
         raise errors.FlashMoEError(f"library: cannot load {_LIBRARY}: {error}") from error
 
 
-def layout_fields(engine: str, limits: dict[str, int]) -> list[dict[str, Any]]:
-    """The fields of heap and workspace that the engine makes of these limits (`flashmoe.limits.ContextSpec.limits`).
+def layout_fields(engine: str, limits: dict[str, int], machines: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """The fields of heap and workspace that the engine makes of these limits (`flashmoe.limits.ContextSpec.limits`),
+    for ranks on these machines, by rank; none: all on one.
 
     Each is a dict of name, region ("heap" or "workspace"), shape (a tuple), elem_bytes, bytes, writer and why.
     """
     fields = library().cuda_layout_fields if engine == "cuda" else library().layout_fields
     return [
         {str(key): tuple(value) if key == "shape" else _plain(value) for key, value in row.items()}
-        for row in fields(limits)
+        for row in fields(limits, list(machines))
     ]
 
 

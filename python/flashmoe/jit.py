@@ -93,6 +93,8 @@ class Variant:
     """Either of the two of a layer with `weights_on_input`. (Other kernels are the same with and without.)"""
     sliced: bool = False
     """Likewise, of a layer with a shared expert, or with experts in slices."""
+    machines: bool = False
+    """For ranks of several machines, of which each row crosses to one once."""
 
     @property
     def title(self) -> str:
@@ -103,7 +105,7 @@ class Variant:
         words += ["transposed"] * self.transposed + ["keeping"] * self.keeps
         words += ["backward"] * self.backward + ["group"] * self.group + ["weights on the input"] * self.on_input
         words += ["sliced"] * self.sliced
-        return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma)
+        return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma + ["machines"] * self.machines)
 
     @property
     def flags(self) -> list[str]:
@@ -123,6 +125,7 @@ class Variant:
             *["-DFLASHMOE_GROUP=1"] * self.group,
             *["-DFLASHMOE_ON_INPUT=1"] * self.on_input,
             *["-DFLASHMOE_SLICED=1"] * self.sliced,
+            *["-DFLASHMOE_MACHINES=1"] * self.machines,
         ]
 
 

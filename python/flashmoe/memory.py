@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from .errors import HeapError, InvalidArgument
 from .jit import TRAINED
 from .limits import ContextSpec, checked_context
 from .placement import Placement
-from .spec import ACTIVATIONS, ELEMENT_BYTES, one_of, truth
+from .spec import ACTIVATIONS, ELEMENT_BYTES, bounded, one_of, truth
 
 HOPPER_PROCESSORS = 132
 """Multiprocessors of an H100 or H200 (SXM)."""
@@ -79,6 +80,8 @@ class MemoryPlan:
     max_tokens: int
     """Tokens per rank that it is made for."""
     terms: tuple[Term, ...]
+    ranks_here: int
+    """Of them, the most that one machine has."""
 
     @property
     def heap_bytes(self) -> int:
@@ -167,10 +170,12 @@ def plan_memory(
     training: bool = False,
     activation: str = "swiglu",
     redispatch: bool = False,
+    machines: Sequence[int] = (),
 ) -> MemoryPlan:
     """The memory of a context with these arguments (see `flashmoe.Context`). ``"auto"``: of ranks that have each
     other's memory mapped. `training`: and what a call keeps for its gradients, with a router and an `activation`, and
-    what passes take besides; with `redispatch` without the rows of other ranks' tokens.
+    what passes take besides; with `redispatch` without the rows of other ranks' tokens. `machines`: that of each rank,
+    by any numbers; none: all are of one. (The CUDA engine's ranks are, but for those that tests tell otherwise.)
 
     `processors`: threads of the CPU engine, default this machine's cores shared among the ranks; multiprocessors of the
     GPU, default `HOPPER_PROCESSORS`.
@@ -198,11 +203,23 @@ def plan_memory(
         weight_dtype=weight_dtype,
         redispatch=redispatch,
     )
-    terms = [Term(**field) for field in _ffi.layout_fields(engine, made_for.limits())]
+    where = checked_machines(machines, made_for.ranks, transport)
+    terms = [Term(**field) for field in _ffi.layout_fields(engine, made_for.limits(), where)]
     if truth("training", training):
+        if engine == "cuda" and len(set(where)) > 1:
+            raise InvalidArgument("training: expected ranks of one machine with the CUDA engine, got several")
         of_engine = _training_terms_on_gpu if engine == "cuda" else _training_terms
         terms += of_engine(made_for, one_of("activation", activation, ACTIVATIONS))
-    return MemoryPlan(ranks, max_tokens, tuple(terms))
+    return MemoryPlan(ranks, max_tokens, tuple(terms), max((where.count(each) for each in where), default=ranks))
+
+
+def checked_machines(machines: Sequence[int], ranks: int, transport: str) -> tuple[int, ...]:
+    """`machines`, once there is known to be one for each rank, or none; raises `InvalidArgument`."""
+    if len(machines) not in (0, ranks):
+        raise InvalidArgument(f"machines: expected one for each of {ranks} ranks, got {len(machines)}")
+    if transport == "rdma" and len(set(machines)) > 1:
+        raise InvalidArgument(f"machines: expected one with transport 'rdma', got {len(set(machines))}")
+    return tuple(bounded("machines", machine, 0, 2**31 - 1) for machine in machines)
 
 
 def training_costs(**context: Any) -> list[TrainingCost]:
@@ -333,7 +350,7 @@ def compare_published(ranks: int) -> list[Comparison]:
 def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
     """Refuse, with `HeapError`, a plan that does not fit.
 
-    Without a `budget`: the heaps of all ranks together, if there are several, must fit into the free space of
+    Without a `budget`: the heaps of all ranks of a machine, if there are several, must fit into the free space of
     `SHARED_MEMORY`, as the CPU engine needs. With one: one rank's heap and workspace must fit into `budget` bytes.
     """
     if budget is not None:
@@ -347,10 +364,10 @@ def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
     if plan.ranks == 1:
         return  # memory of its own, taken as it is used
     free = shutil.disk_usage(SHARED_MEMORY).free
-    needed = plan.ranks * (plan.heap_bytes + CONTROL_PAGE)
+    needed = plan.ranks_here * (plan.heap_bytes + CONTROL_PAGE)
     if needed > free:
         raise HeapError(
-            f"memory: expected at most the {format_bytes(free)} free in {SHARED_MEMORY}, got {plan.ranks} "
+            f"memory: expected at most the {format_bytes(free)} free in {SHARED_MEMORY}, got {plan.ranks_here} "
             f"heaps of {format_bytes(plan.heap_bytes)}; lower tokens per rank, or enlarge {SHARED_MEMORY}"
         )
 
@@ -361,10 +378,10 @@ def check_machine(plan: MemoryPlan) -> None:
     Memory is taken as it is used, so that a context may do with less than its plan; only the worst routing uses all.
     """
     has = machine_bytes()
-    if plan.ranks * plan.total_bytes > has:
+    if plan.ranks_here * plan.total_bytes > has:
         raise HeapError(
-            f"memory: expected at most the {format_bytes(has)} that this machine has, swap included, got {plan.ranks} "
-            f"x {format_bytes(plan.total_bytes)} of heap and workspace; lower tokens per rank"
+            f"memory: expected at most the {format_bytes(has)} that this machine has, swap included, got "
+            f"{plan.ranks_here} x {format_bytes(plan.total_bytes)} of heap and workspace; lower tokens per rank"
         )
 
 

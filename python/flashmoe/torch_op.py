@@ -447,7 +447,7 @@ def _fake_kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     tensors, options = _tensors_of(given), _options_of({**_DEFAULTS, **given})
     if tensors.x.device.type != "cuda":
         return torch.empty(2, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-    if cuda_training.missing(tensors, options, False):
+    if cuda_training.missing(tensors, False):
         size, counts = 0, 0
     elif getattr(contexts.get(given["context"]), "ranks", 1) != 1:  # as many rows as it will have received
         size, counts = torch.library.get_ctx().new_dynamic_size(), len(cuda_training.ALONE)

@@ -17,6 +17,7 @@
 #include "flashmoe/actors/os.h"
 #include "flashmoe/actors/processor.h"
 #include "flashmoe/actors/put_sender.h"
+#include "flashmoe/actors/relay.h"
 #include "flashmoe/protocol/machines.h"
 #include "flashmoe/protocol/packet.h"
 #include "host/machines.h"
@@ -143,6 +144,19 @@ class AbstractEngine {
     CHECK(is_needed(token, q));
     uint64_t* row = words(c_.dispatched_row(q, c_.rank, token));
     for (uint32_t i = 0; i < c_.shape.hidden; ++i) row[i] = x_->row_word(c_.rank, token, i);
+  }
+
+  // Of a relay: the row is as p has sent it.
+  void pass_rows(uint32_t q, uint32_t p, uint32_t token, uint32_t rows) {
+    CHECK(q != c_.rank && p != c_.rank && rows <= P::kLanes);
+    if (P::lane() >= rows) return;
+    CHECK(x_->entries(p, token, q, c_.shape.top_k) != 0);
+    const uint64_t* from = words(c_.dispatched_row(c_.rank, p, token));
+    uint64_t* to = words(c_.dispatched_row(q, p, token));
+    for (uint32_t i = 0; i < c_.shape.hidden; ++i) {
+      CHECK_EQ(from[i], x_->row_word(p, token, i));
+      to[i] = from[i];
+    }
   }
 
   // Of a PutSender.
@@ -410,6 +424,7 @@ struct Helpers {
   uint32_t formers = 0;                 // 0: the OS actor forms the tiles
   uint32_t senders = 0;                 // where peers are not mapped; else the processors send
   uint32_t keepers = 0;                 // where passes train among several ranks (kTrainsInGroup)
+  uint32_t relays = 0;                  // where relays are actors of their own (kRelaysApart)
   std::vector<uint32_t> machines = {};  // of each rank, where they are on several
 };
 
@@ -422,6 +437,7 @@ class Rank {
         formers_(helpers.formers),
         senders_(helpers.senders),
         keepers_(helpers.keepers),
+        relays_(helpers.relays),
         ledger_(ledgers[rank]),
         chosen_(limits.experts),
         heaps_(heaps),
@@ -432,9 +448,10 @@ class Rank {
         seen_(limits.ranks),
         memory_(limits.processors),
         machines_(helpers.machines, limits.ranks, rank),
-        actors_(static_cast<ptrdiff_t>((1 + limits.processors * P::workers() + formers_ + senders_ + keepers_) *
-                                       P::kLanes)) {
+        actors_(static_cast<ptrdiff_t>(
+            (1 + limits.processors * P::workers() + formers_ + senders_ + keepers_ + relays_) * P::kLanes)) {
     CHECK(keepers_ == 0 || kTrainsInGroup);
+    if constexpr (SpansMachines<P>) CHECK_EQ(relays_ != 0, P::kRelaysApart);
     CHECK_EQ(senders_ == 0, P::kPeersMapped);
     CHECK_EQ(limits.rdma == 0, P::kPeersMapped);
     if (!P::kPeersMapped) {
@@ -460,7 +477,7 @@ class Rank {
   uint32_t run(const std::vector<Problem>& problems) {
     std::vector<std::thread> threads;
     succeeded_ = 0;
-    for (uint32_t actor = 0; actor <= limits_.processors + formers_ + senders_ + keepers_; ++actor) {
+    for (uint32_t actor = 0; actor <= limits_.processors + formers_ + senders_ + keepers_ + relays_; ++actor) {
       threads.emplace_back([&, actor] {
         this_rank = call.rank;
         const auto body = [&] { run_actor(actor, problems); };
@@ -508,7 +525,7 @@ class Rank {
   }
 
  private:
-  // Actor 0 is the OS actor; processors, formers, senders and keepers follow.
+  // Actor 0 is the OS actor; processors, formers, senders, keepers and relays follow.
   bool is_processor(uint32_t actor) const { return actor != 0 && actor <= limits_.processors; }
 
   void run_actor(uint32_t actor, const std::vector<Problem>& problems) {
@@ -526,6 +543,8 @@ class Rank {
                                          .scheduler = &scheduler_,
                                          .seen = seen_.data()});
         if (leader) aborted_ = !ok;
+      } else if (actor > limits_.processors + formers_ + senders_ + keepers_) {
+        relay(actor - limits_.processors - formers_ - senders_ - keepers_ - 1);
       } else if (actor > limits_.processors + formers_ + senders_) {
         keep(actor - limits_.processors - formers_ - senders_ - 1);
       } else if (actor > limits_.processors + formers_) {
@@ -562,6 +581,10 @@ class Rank {
       run_keeper<P>(call, sources_[formers_ + 1 + id].data(), id,
                     [&](uint32_t p, uint32_t token) { engines_.front().copy_received(p, token); });
     }
+  }
+
+  void relay(uint32_t id) {
+    if constexpr (SpansMachines<P>) RelayWorker<P, AbstractEngine<P>>(call, engines_.front()).run(id, relays_);
   }
 
   // Every row of other ranks was copied, once; experts' tiles have rows in canonical order, where sources come in turn.
@@ -671,7 +694,7 @@ class Rank {
   }
 
   const Limits limits_;
-  const uint32_t formers_, senders_, keepers_;
+  const uint32_t formers_, senders_, keepers_, relays_;
   Ledger& ledger_;
   std::vector<uint64_t> chosen_;  // [expert], in all calls
   uint8_t* const* heaps_;         // the group's, which the network reaches

@@ -72,12 +72,12 @@ void check_tables() {
   std::printf("%u spreads\n", checked);
 }
 
-// When a relay lets its rank leave a call: all batches passed on, all sums here, be it of a later call, which a rank without
-// experts signals as soon as the source is in it. Rank 1 of {0}, {1, 2} is rank 0's relay.
+// When a relay's OS actor may leave: all packets passed on, all sums here, be it of a later call, which a rank without experts
+// signals as soon as the source is in it. Rank 1 of {0}, {1, 2} is rank 0's relay.
 void check_completion() {
-  using P = SpreadPlatform<cpu::CpuPlatform>;
+  using P = SpreadPlatform<cpu::CpuPlatform, true>;
   Limits l = limits(3, 1);
-  const Helpers helpers{.machines = {0, 1, 1}};
+  const Helpers helpers{.relays = 1, .machines = {0, 1, 1}};
   host::MachineTables(helpers.machines, 3, 0).set(l);
   AbstractGroup<P> group(l, helpers);
   Rank<P>& rank = group.rank(1);
@@ -85,24 +85,30 @@ void check_completion() {
   for (const Problem& x : Problems(l, 7).draw(40)) {
     rank.prepare(x);
     const SpreadCall& c = rank.call;
-    const Machines& m = c.machines;
+    Relay<P> relay(c);
+    CHECK(!relay.complete());  // who has not begun may send much
     *c.call_signal(1, 0) = Signal::make(c.epoch, CallPayload::make(x.of[0].tokens, x.of[0].log2_block));
     c.call_config(1, 0)->hash = c.config.hash;
-    const uint32_t blocks = c.blocks_of(0);
-    if (!m.sums || blocks == 0) continue;
-    Relay<P> relay(c);
-    m.passed[0] = ceil_div(blocks, m.batch_blocks(1u << x.of[0].log2_block, c.memory.token_row_bytes));
-    const RelayPlace from(c, m, 1, 0);
-    for (uint32_t n = 0; n < 2 * c.policy.groups; ++n) {
-      CHECK(!relay.step() && !relay.complete());
-      *from.sum_signal(n / c.policy.groups, n % c.policy.groups) = Signal::make(c.epoch + n % 2, 0);
+    const uint32_t packets = 2 * c.blocks_of(0);
+    if (packets != 0) CHECK(!relay.complete());
+    *c.machines.packets_passed(c.parity(), 0) = packets;
+    const bool sums = c.reduced() && packets != 0;
+    CHECK_EQ(relay.complete(), !sums);
+    if (!sums) continue;
+    const RelayPlace from(c, c.machines, 1, 0);
+    for (uint32_t g = 0; g < c.policy.groups; ++g) *from.sum_signal(0, g) = Signal::make(c.epoch, 0);
+    Fault fault{.kind = FaultKind::kLocal, .actor = Actor::kOs, .awaited = 1};
+    relay.explain(fault);
+    CHECK(fault.kind == FaultKind::kReturn && fault.awaited == 2 && fault.index == 0 && fault.expected == c.epoch);
+    for (uint32_t g = 0; g < c.policy.groups; ++g) {
+      CHECK(!relay.complete());
+      *from.sum_signal(1, g) = Signal::make(c.epoch + g % 2, 0);
     }
-    CHECK(relay.step() && relay.complete());
-    for (uint32_t n = 0; n < 2 * c.policy.groups; ++n) *from.sum_signal(n / c.policy.groups, n % c.policy.groups) = 0;
+    CHECK(relay.complete());
+    for (uint32_t g = 0; g < c.policy.groups; ++g) *from.sum_signal(1, g) = Signal::make(c.epoch, 0);
     ++checked;
   }
-  CHECK(checked > 0);
-  std::printf("%u calls of a relay\n", checked);
+  CHECK(checked > 5);
 }
 
 }  // namespace
@@ -112,6 +118,9 @@ int main() {
   using namespace flashmoe;
   using namespace flashmoe::test;
   using One = SpreadPlatform<cpu::CpuPlatform>;
+  // Relays are actors of their own, as a GPU's are.
+  using Apart = SpreadPlatform<cpu::CpuPlatform, true>;
+  using WarpsApart = SpreadPlatform<WarpPlatform<4>, true>;
   check_tables();
   check_completion();
   for (const uint64_t bytes : {1u, 2000u}) {  // a block is a message; several are
@@ -124,6 +133,13 @@ int main() {
     run_calls<SpreadPlatform<WarpPlatform<4>>>("4 lanes, 2 machines", limits(3, 1), 8, 3, {.machines = {0, 1, 1}});
     run_calls<SpreadPlatform<WarpPlatform<2, 3>>>("3 warps of 2 lanes", limits(3, 1), 8, 4,
                                                   {.formers = 2, .machines = {0, 1, 0}});
+    for (const uint32_t relays : {1u, 3u}) {
+      run_calls<Apart>("1 lane, relays apart", limits(4, 2), 40, relays, {.relays = relays, .machines = {0, 1, 1, 0}});
+      run_calls<Apart>("1 lane, 3 machines, relays apart", wide(), 40, relays,
+                       {.relays = relays, .machines = {0, 1, 1, 2, 2}});
+    }
+    run_calls<WarpsApart>("4 lanes, relays apart", limits(3, 1), 8, 3,
+                          {.formers = 1, .relays = 2, .machines = {0, 1, 1}});
   }
   run_calls<SpreadPlatform<WarpPlatform<8>>>("8 lanes, 2 machines", limits(3, 1), 5, 6, {.machines = {0, 0, 1}});
 }

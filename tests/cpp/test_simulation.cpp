@@ -142,7 +142,8 @@ void test_bytes_of_machines() {
   // Words, offsets and what calls are believed to be come beside these.
   CHECK(r.sent.nic >= nic && r.sent.nic < nic + kWords);
   CHECK(r.sent.nvlink >= nvlink && r.sent.nvlink < nvlink + kWords);
-  CHECK_EQ(r.sent.messages, kOthers * (1 + 1 + kGpus));  // rows; sums; that the call has begun, to each rank
+  // Rows; sums, of four return groups (a row has as many columns of tasks); that the call has begun, to each rank.
+  CHECK_EQ(r.sent.messages, kOthers * (1 + 4 + kGpus));
 }
 
 void test_refused() {

@@ -15,6 +15,7 @@
 
 #include "cuda/driver.h"
 #include "cuda/transport/nvshmem.h"
+#include "flashmoe/protocol/machines.h"
 #include "flashmoe/sm90/geometry.h"
 #include "host/clock.h"
 
@@ -53,8 +54,8 @@ static_assert(sizeof(MapWords) <= sizeof(sm90::TensorMap));
 template <class T>
 std::string list(const T* values, size_t n) {
   std::ostringstream out;
-  for (size_t i = 0; i < n; ++i) out << (i ? ", " : "[") << uint64_t{values[i]};
-  return out.str() + "]";
+  for (size_t i = 0; i < n; ++i) out << (i ? ", " : "") << uint64_t{values[i]};
+  return "[" + out.str() + "]";
 }
 
 std::string described(const sm90::TensorMap& map) {
@@ -118,7 +119,18 @@ std::string described(const sm90::BackwardOptions& o) {
 // Functions, as cuModuleGetFunction numbers them.
 constexpr uintptr_t kMoe = 1, kFew = 2, kCount = 3, kMove = 4, kClock = 5;
 
-void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool few) {
+// Of each rank its machine and its place; who is whose relay; sums; and what the relay's counters are before a call.
+std::string described(const Machines& m, uint32_t ranks) {
+  std::ostringstream out;
+  out << "{\"of\": " << list(m.of, ranks) << ", \"place\": " << list(m.place, ranks)
+      << ", \"ranks\": " << list(m.ranks, ranks) << ", \"first\": " << list(m.first, m.count + 1)
+      << ", \"sources\": " << list(m.sources, m.source_count) << ", \"passed\": " << list(m.passed, 2 * m.source_count)
+      << ", \"counted\": " << m.counts[0].rows_passed + m.counts[1].sums_sent << ", \"sums\": " << int{m.sums}
+      << ", \"behind\": " << m.behind << "}";
+  return out.str();
+}
+
+void describe(const sm90::KernelArgs& a, const Machines* machines, const cuda::LaunchConfig& config, bool few) {
   const Call& c = a.call;
   std::ostringstream out;
   auto put = [&](const char* name, auto v) { out << "\"" << name << "\": " << uint64_t(v) << ", "; };
@@ -169,7 +181,8 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
       << ", \"shared_gate_up_scale\": " << described(a.shared_gate_up_scale)
       << ", \"shared_down_scale\": " << described(a.shared_down_scale) << ", \"backward\": " << described(a.backward)
       << ", \"group\": " << described(a.group) << ", \"shared_gate_up\": " << described(a.shared_gate_up)
-      << ", \"shared_down\": " << described(a.shared_down) << ", \"options\": " << described(a.options) << "}";
+      << ", \"shared_down\": " << described(a.shared_down) << ", \"options\": " << described(a.options)
+      << ", \"machines\": " << (machines == nullptr ? "null" : described(*machines, c.shape.ranks)) << "}";
   last_launch = out.str();
 }
 
@@ -442,7 +455,7 @@ CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFuncti
   if (kernel == kCount) return count(args.call, *static_cast<const sm90::CountedRows*>(parameters[1]));
   if (kernel == kMove) return moved(*static_cast<const sm90::MovedRows*>(parameters[1]));
   if (std::getenv("FAKE_DRIVER_QUICK") != nullptr) return 0;
-  describe(args, *config, kernel == kFew);
+  describe(args, *static_cast<const Machines* const*>(parameters[1]), *config, kernel == kFew);
   if (capture) return 0;
   Call call = args.call;
   call.epoch = ++call.control()->calls.value;

@@ -133,6 +133,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             for dtype, activation, other in OTHERS_IN_GROUP
             for which in ("keeps", "backward")
         ]
+        variants += [jit.Variant(dtype, machines=True) for dtype in DTYPES]
+        variants += [jit.Variant(machines=True, quantised=True)]
         variants += [jit.Variant(*each, rdma=True) for each in PUT]
         variants += [jit.Variant(*each, rdma=True, transposed=True) for each in PUT_TRANSPOSED]
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:

@@ -15,6 +15,7 @@ from flashmoe.report import CallReport
 from hypothesis import strategies as st
 from layers import PATIENCE, poisoned_outputs
 from problems import ACTIVATIONS, Outcome, Problem, check
+from ranks import device_of, joined
 
 
 def on_gpu(array: Any, device: str = "cuda") -> Any:
@@ -45,6 +46,17 @@ def call(context: flashmoe.Context, problem: Problem, rank: int = 0) -> tuple[np
 
 def context_of(problem: Problem, **changes: Any) -> flashmoe.Context:
     return flashmoe.Context(**problem.limits() | {"engine": "cuda", "timeout": PATIENCE} | changes)
+
+
+def in_group(rank: int, ranks: int, name: str, problem: Problem, return_mode: str) -> tuple[np.ndarray, CallReport]:
+    """One rank's call, twice: y and the report."""
+    torch.cuda.set_device(device_of(rank))
+    limits = {name: each for name, each in problem.limits().items() if name not in ("ranks", "engine")}
+    with joined(rank, ranks, name, **limits | {"return_mode": return_mode}) as context:
+        y, report = call(context, problem, rank)
+        again, _ = call(context, problem, rank)
+    np.testing.assert_array_equal(y, again)
+    return y, report
 
 
 def run_and_check(problem: Problem, *, shared_in_slices: bool = False, **changes: Any) -> np.ndarray:

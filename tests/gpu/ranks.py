@@ -252,28 +252,41 @@ def results_alone(own: Problem, rank: int, placement: flashmoe.placement.Placeme
     from a call of their own, and are added here: those of a rank in ascending k and rounded, then the ranks'."""
     if len(own.x) <= FEW_TOKENS:
         return {}
+    direct, owners, rows = rows_alone(own, rank, placement)
+    if not rows:
+        return {"direct": direct}
+    total = torch.zeros_like(rows[0])
+    for q in range(max(flashmoe.placement.owners(placement, rank)) + 1):
+        total += sum_on(q, owners, rows).to(direct.dtype).float()
+    return {"direct": direct, "reduced": total.to(direct.dtype)}
+
+
+def rows_alone(
+    own: Problem, rank: int, placement: flashmoe.placement.Placement
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """On this GPU alone: the result; for each choice the rank that has its expert, [T, K], -1 where it was dropped; and
+    for each k the rows that those choices add, float32 [T, H], or none with a shared expert."""
     with alone_on(rank, own) as single:
         direct, report = call(single, own)
         check(own, direct, report)
-        if own.shared_down is not None:
-            return {"direct": direct}
         ids = torch.from_numpy(report.topk_ids).to(own.x.device)
         weights = torch.from_numpy(report.topk_weights).to(own.x.device)
         options = {name: own.options[name] for name in EXPERT_OPTIONS if name in own.options}
         rows = []
-        for k in range(own.top_k):
+        for k in range(own.top_k if own.shared_down is None else 0):
             chosen = ids[:, k : k + 1].clamp(min=0).contiguous(), weights[:, k : k + 1].contiguous()
             one = replace(own, topk_ids=chosen[0], topk_weights=chosen[1], top_k=1, options=options)
             rows.append(call(single, one)[0].float())
-    destinations = flashmoe.placement.owners(placement, rank)
-    owners = torch.tensor([*destinations, -1], device=own.x.device)[ids.long()]
-    total = torch.zeros_like(rows[0])
-    for q in range(max(destinations) + 1):
-        part = torch.zeros_like(total)
-        for k, each in enumerate(rows):
-            part += torch.where(owners[:, k : k + 1] == q, each, 0.0)
-        total += part.to(direct.dtype).float()
-    return {"direct": direct, "reduced": total.to(direct.dtype)}
+    owners = torch.tensor([*flashmoe.placement.owners(placement, rank), -1], device=own.x.device)[ids.long()]
+    return direct, owners, rows
+
+
+def sum_on(q: int, owners: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
+    """What rank q adds to each token, float32 [T, H], in ascending k."""
+    part = torch.zeros_like(rows[0])
+    for k, each in enumerate(rows):
+        part += torch.where(owners[:, k : k + 1] == q, each, 0.0)
+    return part
 
 
 @dataclass(frozen=True)

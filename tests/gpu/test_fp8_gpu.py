@@ -14,24 +14,23 @@ import flashmoe
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from flashmoe.launch import RankPool
-from flashmoe.report import CallReport
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED
 from layers import at_random
-from problems import Outcome, Problem, check, quantised, random_problem
+from problems import Outcome, check, quantised, random_problem
 from quantised_on_gpu import (
     call,
     check_a_captured_call,
     check_that_scales_of_other_blocks_are_noticed,
     check_what_is_no_number,
     context_of,
+    in_group,
     layer_and_quantisation,
     run_and_check,
 )
-from ranks import device_of, joined, pool_of
+from ranks import pool_of
 
 pytestmark = pytest.mark.gpu
 
@@ -175,27 +174,13 @@ def pool(request):
         yield made
 
 
-def in_group(
-    rank: int, ranks: int, name: str, problem: Problem, limits: dict[str, Any]
-) -> tuple[np.ndarray, CallReport]:
-    """One rank's call, twice: y and the report."""
-    torch.cuda.set_device(device_of(rank))
-    with joined(rank, ranks, name, **limits) as context:
-        y, report = call(context, problem, rank)
-        again, _ = call(context, problem, rank)
-    np.testing.assert_array_equal(y, again)
-    return y, report
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("return_mode", ["direct", "reduced"])
 @pytest.mark.parametrize("layer", OF_GROUPS)
 def test_ranks_of_uneven_tokens(pool: RankPool, layer: str, return_mode: str):
     options = SIZES | LAYERS[layer] | {"return_mode": return_mode}
     problem = quantised(random_problem(3, TOKENS[: pool.ranks], **options))
-    limits = {name: each for name, each in problem.limits().items() if name not in ("ranks", "engine")}
-    limits["return_mode"] = return_mode
-    results = pool.call(in_group, [(problem, limits)] * pool.ranks, timeout=120.0)
+    results = pool.call(in_group, [(problem, return_mode)] * pool.ranks, timeout=120.0)
     check(problem, [Outcome(y, report) for y, report in results], tensor_cores=True)
 
 

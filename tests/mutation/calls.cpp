@@ -45,6 +45,7 @@ int main() {
     run<flashmoe::cpu::CpuPlatform>(limits(2, 3), 30, seed, {.formers = 1});
     run<PutPlatform<WarpPlatform<2>>>(limits(3, 1), 10, seed, {.senders = 2});
     run<SpreadPlatform<WarpPlatform<2>>>(limits(3, 2), 10, seed, {.machines = {0, 1, 1}});
+    run<SpreadPlatform<WarpPlatform<2>, true>>(limits(3, 1), 10, seed, {.relays = 2, .machines = {0, 1, 1}});
     auto alone = limits(1, 2);  // joined, with two experts a token
     alone.top_k = alone.return_slots = 2;
     run<WarpPlatform<2>>(alone, 10, seed, {});

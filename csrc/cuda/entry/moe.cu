@@ -12,6 +12,8 @@
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32, without the tensor cores
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)
+//   FLASHMOE_MACHINES    1: ranks are on several machines, to which rows cross once (protocol/machines.h); neither of
+//                        passes that train nor with FLASHMOE_RDMA
 #include "flashmoe/gpu/clock.cuh"
 #include "flashmoe/gpu/kept_rows.cuh"
 #include "flashmoe/sm90/few.cuh"
@@ -62,17 +64,25 @@ static_assert(!(kQuantisedBuild && kMxFp4Build));
 static_assert(FLASHMOE_TRANSPOSED == 0 || Dtype::kBytes == 2);
 static_assert(!(kKeepBuild || kIsBackward) || (!kQuantisedBuild && !kMxFp4Build));
 static_assert(!kTrainsInGroup || ((kKeepBuild || kIsBackward) && !kRdma));
+static_assert(!SpansMachines<Platform> || !(kKeepBuild || kIsBackward || kRdma));
 
 }  // namespace flashmoe::sm90
 
 #if !FLASHMOE_MXFP4
 extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
-    __launch_bounds__(flashmoe::sm90::kThreads, 1)
-        flashmoe_moe(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
+    __launch_bounds__(flashmoe::sm90::kThreads, 1) flashmoe_moe(const __grid_constant__ flashmoe::sm90::KernelArgs args
+#if FLASHMOE_MACHINES
+                                                                ,
+                                                                const flashmoe::Machines* machines
+#endif
+    ) {
   using namespace flashmoe;
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
   auto& shared = *reinterpret_cast<sm90::Shared*>(memory + sm90::kSharedOffset);
   sm90::begin_trace<FLASHMOE_TRACE != 0>(args);
+#if FLASHMOE_MACHINES
+  if (threadIdx.x == 0) shared.kernel.machines = machines;  // read behind the barriers of prepare()
+#endif
   if (!sm90::prepare<sm90::Dtype>(args, shared)) return;
   sm90::run_roles<sm90::Dtype, sm90::kActivation, sm90::kTransposed, FLASHMOE_TRACE != 0>(args, shared, memory);
 }

@@ -13,16 +13,32 @@ namespace flashmoe {
 // A packet's rows are sent in parts of so many tokens.
 inline constexpr uint32_t kPartTokens = 32;
 
-// All lanes; `bytes` and both addresses are even.
-template <class P>
-FLASHMOE_FN void copy_bytes(void* to, const void* from, uint64_t bytes) {
+// All lanes. One word a lane, not 16 bytes: packets begin at any word.
+template <class P, class Word>
+FLASHMOE_FN void copy_words(Word* to, const Word* from, uint32_t n) {
+  constexpr uint32_t kAtOnce = 2;
   if constexpr (P::kLanes == 1) {
-    std::memcpy(to, from, bytes);
+    std::memcpy(to, from, n * sizeof(Word));
     return;
   }
-  for (uint64_t i = P::lane(); i < bytes / 2; i += P::kLanes) {
-    static_cast<uint16_t*>(to)[i] = static_cast<const uint16_t*>(from)[i];
+  FLASHMOE_NO_UNROLL
+  for (uint32_t i = P::lane(); i < n; i += kAtOnce * P::kLanes) {
+    Word word[kAtOnce];
+    FLASHMOE_UNROLL
+    for (uint32_t j = 0; j < kAtOnce; ++j) {
+      if (i + j * P::kLanes < n) word[j] = from[i + j * P::kLanes];
+    }
+    FLASHMOE_UNROLL
+    for (uint32_t j = 0; j < kAtOnce; ++j) {
+      if (i + j * P::kLanes < n) to[i + j * P::kLanes] = word[j];
+    }
   }
+}
+
+template <class P>
+FLASHMOE_FN void copy_entries(Entry* to, const Entry* from, uint32_t n) {
+  static_assert(sizeof(Entry) % 4 == 0);
+  copy_words<P>(reinterpret_cast<uint32_t*>(to), reinterpret_cast<const uint32_t*>(from), n * (sizeof(Entry) / 4));
 }
 
 // Counts a part, and tells whether it is the last of so many: then the counter is zero again. One lane.
@@ -51,8 +67,8 @@ class MachineSender {
     for (uint32_t i = 0; i < m_.size(machine_); ++i) {
       const uint32_t q = m_.rank_at(machine_, i), owned = c_.owned(q);
       const uint16_t* const offsets = c_.out_offsets(q, b_);
-      copy_bytes<P>(to_.offsets(b_, i), offsets, (owned + 1) * sizeof(uint16_t));
-      copy_bytes<P>(entries, c_.out_entries(q, first_), offsets[owned] * sizeof(Entry));
+      copy_words<P>(to_.offsets(b_, i), offsets, owned + 1);
+      copy_entries<P>(entries, c_.out_entries(q, first_), offsets[owned]);
       entries += offsets[owned];
     }
   }

@@ -2,8 +2,7 @@
 // everything this rank awaits has been returned.
 //
 // One warp (the CPU engine: one thread, which where ranks are on several machines is its rank's relay, too). It never
-// computes. The rank's other actors watch whether it steps
-// (OsLiveness), and it watches the peers (GroupLiveness).
+// computes. The rank's other actors watch whether it steps (OsLiveness), and it watches the peers (GroupLiveness).
 #pragma once
 
 #include "flashmoe/actors/relay.h"
@@ -92,7 +91,7 @@ FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
         scheduler.look();
         const bool passed_on = relay.step();
         const bool arrived = subscriber.step() || passed_on;
-        Step s = scheduler.step(relay.complete());
+        Step s = scheduler.step([&] { return relay.complete(); });
         if (s == Step::kIdle && arrived) s = Step::kProgress;
         if (P::lane() == 0) {
           P::store_relaxed(&own->heartbeat, ++heartbeat, kSystem);

@@ -3,8 +3,9 @@
 // goes to the same place in the heap of every rank that needs it, then that rank's entries, offsets and counts, and behind
 // these its packet's signal. So the ranks find packets as if the source itself had written them, and the own one, too.
 //
-// A step passes on one batch of token blocks at most. It waits for nothing but the source's signals, and a source sends
-// without waiting for others: so whoever runs it gets on, and with it all that await packets.
+// Who passes on waits for nothing but the sources' signals, and a source sends without waiting for others: so it gets on,
+// and with it all that await packets. It is the OS actor, in steps of a batch of token blocks (Relay); or, where relays are
+// actors of their own (kRelaysApart), workers that share out the packets among them (RelayWorker), behind their own sends.
 //
 // A rank does not end a call before it has passed on everything (run_os), and the source not before all returns of the
 // call are here, which ranks owe until they have seen its last packet. So what is read here is not overwritten too early,
@@ -14,10 +15,87 @@
 #include "flashmoe/actors/machine_sender.h"
 #include "flashmoe/protocol/fault.h"
 #include "flashmoe/protocol/packet.h"
+#include "flashmoe/protocol/wait.h"
 
 namespace flashmoe {
 
-// For platforms whose ranks share a machine.
+// Whether source p has begun this call, and agrees on what it is: else its packets mean something else. All lanes.
+template <class P>
+FLASHMOE_FN bool agrees(const Call& c, uint32_t p) {
+  const uint64_t word = P::broadcast(P::load_acquire(c.call_signal(c.rank, p), kSystem), 0);
+  P::sync();  // what lane 0 acquired, every lane may read
+  return Signal::epoch(word) == c.epoch && c.call_config(c.rank, p)->hash == c.config.hash;
+}
+
+// Token blocks of source p, whose call signal is here, in one message.
+template <class P>
+FLASHMOE_FN uint32_t blocks_of_batch(const Call& c, uint32_t p) {
+  const uint32_t log2 = CallPayload::log2_block(Signal::payload(*c.call_signal(c.rank, p)));
+  return P::machines(c).batch_blocks(1u << log2, c.memory.token_row_bytes);
+}
+
+// Passes on source p's packet of token block b, whose batch is here, to the rank at that place of this machine. All lanes.
+// The engine supplies
+//   pass_rows(q, p, token, rows)   copies the rows of p's tokens that lanes 0 .. rows - 1 name to rank q, from where this
+//                                  rank has them (Call::dispatched_row); they are written when it returns
+template <class P, class Engine>
+FLASHMOE_FN void pass_on(const Call& c, Engine& engine, uint32_t p, uint32_t b, uint32_t place) {
+  const Machines& m = P::machines(c);
+  const RelayPlace from(c, m, c.rank, p);
+  const uint32_t q = m.rank_at(m.of[c.rank], place);
+  const uint32_t first = c.packet_first_token(p, b), tokens = c.packet_tokens(p, b);
+  // Entries of the rank at a place, as p counts: the own shared expert is none of those that it sends to.
+  const auto experts = [&](uint32_t i) {
+    const uint32_t rank = m.rank_at(m.of[c.rank], i);
+    return rank == c.rank ? c.shape.routed_local_experts() : c.owned(rank);
+  };
+  uint32_t before = 0;
+  FLASHMOE_NO_UNROLL
+  for (uint32_t i = 0; i < place; ++i) before += from.offsets(b, i)[experts(i)];
+  const uint16_t* const counts = from.counts(place, first);
+  uint32_t rows = 0;
+  FLASHMOE_NO_UNROLL
+  for (uint32_t at = 0; q != c.rank && at < tokens; at += P::kLanes) {
+    const uint32_t t = at + P::lane();
+    const uint32_t needed = P::ballot(t < tokens && counts[t] != 0), n = P::popcount(needed);
+    engine.pass_rows(q, p, first + at + P::nth_bit(needed, P::lane()), n);
+    rows += n;
+  }
+  const uint32_t owned = experts(place), entries = from.offsets(b, place)[owned];
+  if (kTrainsInGroup || c.reduced()) copy_words<P>(c.packet_counts(q, p, first), counts, tokens);
+  copy_words<P>(c.packet_offsets(q, p, b), from.offsets(b, place), owned + 1);
+  copy_entries<P>(c.packet_entries(q, p, first), from.entries(first) + before, entries);
+  P::sync();  // all lanes' writes before the signal
+  if (P::lane() != 0) return;
+  P::store_release(c.packet_signal(q, p, b), Signal::make(c.epoch, entries), kSystem);
+  P::add(&m.counts[c.parity()].rows_passed, rows);
+}
+
+// The engine of an OS actor: words, by any lanes.
+template <class P>
+class PlainRows {
+ public:
+  FLASHMOE_FN explicit PlainRows(const Call& call) : c_(call) {}
+
+  FLASHMOE_FN void pass_rows(uint32_t q, uint32_t p, uint32_t token, uint32_t rows) const {
+    for (uint32_t r = 0; r < rows; ++r) {
+      const uint32_t t = P::broadcast(token, r);
+      const uint64_t second = P::machines(c_).second_row;
+      copy(c_.dispatched_row(q, p, t), c_.dispatched_row(c_.rank, p, t));
+      if (second != 0) copy(c_.dispatched_row(q, p, t) + second, c_.dispatched_row(c_.rank, p, t) + second);
+    }
+  }
+
+ private:
+  FLASHMOE_FN void copy(uint8_t* to, const uint8_t* from) const {
+    copy_words<P>(reinterpret_cast<uint16_t*>(to), reinterpret_cast<const uint16_t*>(from),
+                  c_.memory.token_row_bytes / 2);
+  }
+
+  const Call& c_;
+};
+
+// The OS actor's part. For platforms whose ranks share a machine there is none.
 template <class P>
 class Relay {
  public:
@@ -33,137 +111,166 @@ template <class P>
 class Relay<P> {
  public:
   FLASHMOE_FN explicit Relay(const Call& call) : c_(call), m_(P::machines(call)) {
-    for (uint32_t i = P::lane(); i < m_.source_count; i += P::kLanes) m_.passed[i] = 0;
-    if (P::lane() == 0) *m_.rows_passed = 0;
+    const uint32_t next = c_.parity() ^ 1;
+    for (uint32_t i = P::lane(); i < m_.source_count; i += P::kLanes) *m_.packets_passed(next, i) = 0;
+    if (P::lane() == 0) m_.counts[next] = {};
     P::sync();
   }
 
-  // Passes on a batch, if one is here; true if there was anything new. All lanes.
+  // Passes on a batch, if one is here, unless others do that; true if there was one. All lanes.
   FLASHMOE_FN bool step() {
-    if (complete()) return false;
-    for (uint32_t n = 0; n < m_.source_count; ++n) {
-      const uint32_t i = (next_ + n) % m_.source_count;
-      if (!has_arrived(i)) continue;
-      pass_on(i);
-      next_ = i + 1;  // sources take turns
-      return true;
+    if constexpr (!P::kRelaysApart) {
+      for (uint32_t n = 0; n < m_.source_count; ++n) {
+        const uint32_t i = (next_ + n) % m_.source_count;
+        if (!has_arrived(i)) continue;
+        pass_on_batch(i);
+        next_ = i + 1;  // sources take turns
+        return true;
+      }
     }
-    const bool before = complete_;
-    complete_ = is_complete();
-    return complete_ != before;
+    return false;
   }
 
-  // All is passed on, and all that this rank is to sum for its machine is here.
-  FLASHMOE_FN bool complete() const { return complete_ || m_.source_count == 0; }
+  // Whether all is passed on, and all that this rank is to sum for its machine is here. All lanes. It looks at a few words
+  // of each source: so it is asked last, when the call is over but for this.
+  FLASHMOE_FN bool complete() {
+    while (done_ < m_.source_count && is_done(done_)) ++done_;
+    return done_ == m_.source_count;
+  }
 
-  // Of a wait that expired, what is missing, if it is a sum.
+  // Of a wait that expired, what is missing, if it is a sum. One lane.
   FLASHMOE_FN void explain(Fault& fault) const {
-    for (uint32_t i = 0; fault.kind == FaultKind::kLocal && i < m_.source_count; ++i) {
-      if (!has_heard(i)) continue;
-      uint32_t place = 0, g = 0;
-      if (has_sums(m_.sources[i], place, g)) continue;
-      const RelayPlace from(c_, m_, c_.rank, m_.sources[i]);
+    for (uint32_t i = 0; fault.kind == FaultKind::kLocal && m_.sums && i < m_.source_count; ++i) {
+      const uint32_t p = m_.sources[i];
+      if (Signal::epoch(P::load_relaxed(c_.call_signal(c_.rank, p))) != c_.epoch || c_.blocks_of(p) == 0) continue;
+      const uint32_t sums = sums_of_source();
+      uint32_t n = 0;
+      while (n < sums && Signal::epoch(P::load_relaxed(sum_signal(p, n))) >= c_.epoch) ++n;
+      if (n == sums) continue;
       fault.kind = FaultKind::kReturn;
-      fault.awaited = m_.rank_at(m_.of[c_.rank], place);
-      fault.index = g;
+      fault.awaited = m_.rank_at(m_.of[c_.rank], n / c_.policy.groups);
+      fault.index = n % c_.policy.groups;
       fault.expected = c_.epoch;
-      fault.seen = Signal::epoch(P::load_relaxed(from.sum_signal(place, g)));
+      fault.seen = Signal::epoch(P::load_relaxed(sum_signal(p, n)));
     }
   }
 
  private:
-  // Whether the i-th source has begun this call, and agrees on what it is: else its packets mean something else.
-  FLASHMOE_FN bool has_heard(uint32_t i) const {
-    const uint32_t p = m_.sources[i];
-    const uint64_t word = P::broadcast(P::load_acquire(c_.call_signal(c_.rank, p), kSystem), 0);
-    P::sync();  // what lane 0 acquired, every lane may read
-    return Signal::epoch(word) == c_.epoch && c_.call_config(c_.rank, p)->hash == c_.config.hash;
+  FLASHMOE_FN uint32_t ranks() const { return m_.size(m_.of[c_.rank]); }
+  FLASHMOE_FN uint32_t passed(uint32_t i) const {
+    return static_cast<uint32_t>(P::load_relaxed(m_.packets_passed(c_.parity(), i)));
   }
-  FLASHMOE_FN uint32_t blocks_of_batch(uint32_t p) const {
-    const uint32_t log2 = CallPayload::log2_block(Signal::payload(*c_.call_signal(c_.rank, p)));
-    return m_.batch_blocks(1u << log2, c_.memory.token_row_bytes);
-  }
-  FLASHMOE_FN uint32_t batches(uint32_t p) const { return ceil_div(c_.blocks_of(p), blocks_of_batch(p)); }
 
   FLASHMOE_FN bool has_arrived(uint32_t i) const {
-    const uint32_t p = m_.sources[i], batch = m_.passed[i];
-    if (!has_heard(i) || batch == batches(p)) return false;
-    const uint64_t* const signal = RelayPlace(c_, m_, c_.rank, p).signal(batch);
+    const uint32_t p = m_.sources[i];
+    if (!agrees<P>(c_, p)) return false;
+    const uint32_t b = passed(i) / ranks();
+    if (b == c_.blocks_of(p)) return false;
+    const uint64_t* const signal = RelayPlace(c_, m_, c_.rank, p).signal(b / blocks_of_batch<P>(c_, p));
     const bool here = Signal::epoch(P::broadcast(P::load_acquire(signal, kSystem), 0)) == c_.epoch;
     P::sync();
     return here;
   }
 
-  FLASHMOE_FN void pass_on(uint32_t i) const {
-    const uint32_t p = m_.sources[i], each = blocks_of_batch(p), first = m_.passed[i] * each;
-    for (uint32_t b = first; b < min_of(first + each, c_.blocks_of(p)); ++b) pass_on_block(p, b);
+  FLASHMOE_FN void pass_on_batch(uint32_t i) const {
+    const PlainRows<P> engine(c_);
+    const uint32_t p = m_.sources[i], first = passed(i) / ranks();
+    const uint32_t end = min_of(first + blocks_of_batch<P>(c_, p), c_.blocks_of(p));
+    for (uint32_t b = first; b < end; ++b) {
+      for (uint32_t place = 0; place < ranks(); ++place) pass_on<P>(c_, engine, p, b, place);
+    }
     P::sync();
-    if (P::lane() == 0) ++m_.passed[i];
+    if (P::lane() == 0) P::store_relaxed(m_.packets_passed(c_.parity(), i), uint64_t{end} * ranks());
     P::sync();
   }
 
-  // The packets of a block of p's, rank by rank.
-  FLASHMOE_FN void pass_on_block(uint32_t p, uint32_t b) const {
-    const RelayPlace from(c_, m_, c_.rank, p);
-    const uint32_t machine = m_.of[c_.rank], first = c_.packet_first_token(p, b);
-    const Entry* entries = from.entries(first);
-    for (uint32_t i = 0; i < m_.size(machine); ++i) {
-      const uint32_t q = m_.rank_at(machine, i);
-      // As p counts: the own shared expert is none of those that it sends to.
-      const uint32_t owned = q == c_.rank ? c_.shape.routed_local_experts() : c_.owned(q);
-      const uint16_t* const offsets = from.offsets(b, i);
-      const uint32_t count = offsets[owned];
-      pass_on_rows(p, q, from.counts(i, first), first, c_.packet_tokens(p, b));
-      copy_bytes<P>(c_.packet_offsets(q, p, b), offsets, (owned + 1) * sizeof(uint16_t));
-      copy_bytes<P>(c_.packet_entries(q, p, first), entries, count * sizeof(Entry));
-      entries += count;
-      P::sync();  // all lanes' writes before the signal
-      if (P::lane() == 0) P::store_release(c_.packet_signal(q, p, b), Signal::make(c_.epoch, count), kSystem);
-    }
+  FLASHMOE_FN bool is_done(uint32_t i) const {
+    const uint32_t p = m_.sources[i];
+    if (!agrees<P>(c_, p)) return false;
+    return P::broadcast(passed(i), 0) == c_.blocks_of(p) * ranks() && has_sums(p);
   }
 
-  FLASHMOE_FN void pass_on_rows(uint32_t p, uint32_t q, const uint16_t* counts, uint32_t first, uint32_t tokens) const {
-    if (kTrainsInGroup || c_.reduced()) {
-      copy_bytes<P>(c_.packet_counts(q, p, first), counts, tokens * sizeof(uint16_t));
-    }
-    if (q == c_.rank) return;
-    for (uint32_t t = 0; t < tokens; ++t) {
-      if (counts[t] == 0) continue;
-      uint8_t* const to = c_.dispatched_row(q, p, first + t);
-      const uint8_t* const row = c_.dispatched_row(c_.rank, p, first + t);
-      copy_bytes<P>(to, row, c_.memory.token_row_bytes);
-      if (P::lane() == 0) ++*m_.rows_passed;
-      if (m_.second_row == 0) continue;
-      copy_bytes<P>(to + m_.second_row, row + m_.second_row, c_.memory.token_row_bytes);
-    }
+  // The signals of the sums of p's tokens that ranks of this machine leave here, place by place.
+  FLASHMOE_FN uint32_t sums_of_source() const { return ranks() * c_.policy.groups; }
+  FLASHMOE_FN uint64_t* sum_signal(uint32_t p, uint32_t n) const {
+    return RelayPlace(c_, m_, c_.rank, p).sum_signal(n / c_.policy.groups, n % c_.policy.groups);
   }
-
-  // Whether all ranks of this machine have left their sums of p's tokens; else the first that has not, and the group. A later
-  // call's will do: a rank without experts signals as soon as p is in it, and p is not before this one's sum is home.
-  FLASHMOE_FN bool has_sums(uint32_t p, uint32_t& place, uint32_t& g) const {
+  // A later call's will do: a rank without experts signals as soon as p is in it, and p is not before this one's sum is home.
+  FLASHMOE_FN bool has_sums(uint32_t p) const {
     if (!m_.sums || c_.blocks_of(p) == 0) return true;
-    const RelayPlace from(c_, m_, c_.rank, p);
-    for (place = 0; place < m_.size(m_.of[c_.rank]); ++place) {
-      for (g = 0; g < c_.policy.groups; ++g) {
-        const uint64_t word = P::broadcast(P::load_relaxed(from.sum_signal(place, g)), 0);
-        if (Signal::epoch(word) < c_.epoch) return false;
-      }
+    bool all = true;
+    for (uint32_t n = P::lane(); n < sums_of_source(); n += P::kLanes) {
+      all &= Signal::epoch(P::poll(sum_signal(p, n), kSystem)) >= c_.epoch;
     }
-    return true;
-  }
-
-  FLASHMOE_FN bool is_complete() const {
-    uint32_t place, g;
-    for (uint32_t i = 0; i < m_.source_count; ++i) {
-      if (!has_heard(i) || m_.passed[i] != batches(m_.sources[i]) || !has_sums(m_.sources[i], place, g)) return false;
-    }
-    return true;
+    return P::ballot(!all) == 0;
   }
 
   const Call& c_;
   const Machines& m_;
   uint32_t next_ = 0;
-  bool complete_ = false;
+  uint32_t done_ = 0;  // sources, the first ones, of which nothing is missing
+};
+
+// One of a rank's relay workers. All functions by all lanes. The engine supplies what pass_on() asks for, and
+//   begin(), end(phase, index, column)   of a span, for reports and traces
+template <class P, class Engine>
+class RelayWorker {
+ public:
+  FLASHMOE_FN RelayWorker(const Call& call, Engine& engine) : c_(call), m_(P::machines(call)), engine_(engine) {}
+
+  // The `first`-th of so many. Sources have as many workers each, and their packets these in turn; so a source that is
+  // late holds up no other, unless there are fewer workers than sources. False if the call was aborted.
+  FLASHMOE_FN bool run(uint32_t first, uint32_t workers) {
+    const uint32_t sources = m_.source_count, each = sources == 0 ? 0 : max_of(workers / sources, 1u);
+    FLASHMOE_NO_UNROLL
+    for (uint32_t i = first; i < sources * each; i += workers) {
+      if (!pass_on_packets(i % sources, i / sources, each)) return false;
+    }
+    return true;
+  }
+
+ private:
+  // Of the i-th source, the packets first, first + step, ..., which are numbered token block by token block.
+  FLASHMOE_FN bool pass_on_packets(uint32_t i, uint32_t first, uint32_t step) {
+    const uint32_t p = m_.sources[i], ranks = m_.size(m_.of[c_.rank]);
+    if (!await([&] { return agrees<P>(c_, p); })) return false;
+    const RelayPlace from(c_, m_, c_.rank, p);
+    const uint32_t batch = blocks_of_batch<P>(c_, p);
+    FLASHMOE_NO_UNROLL
+    for (uint32_t n = first; n < c_.blocks_of(p) * ranks; n += step) {
+      const uint32_t b = n / ranks, place = n % ranks;
+      if (!await_batch(from.signal(b / batch))) return false;
+      engine_.begin();
+      pass_on<P>(c_, engine_, p, b, place);
+      if (P::lane() == 0) P::fetch_add(m_.packets_passed(c_.parity(), i), uint64_t{1});
+      engine_.end(Phase::kDispatch, b, m_.rank_at(m_.of[c_.rank], place));
+    }
+    return true;
+  }
+
+  FLASHMOE_FN bool await_batch(const uint64_t* signal) const {
+    const bool here = await([&] { return Signal::epoch(P::broadcast(P::poll(signal, kSystem), 0)) == c_.epoch; });
+    P::acquire(signal, kSystem);
+    P::sync();
+    return here;
+  }
+
+  template <class Ready>
+  FLASHMOE_FN bool await(Ready&& ready) const {
+    const WaitEnd end = wait_until<P>(
+        c_,
+        [&] {
+          if (ready()) return Step::kDone;
+          P::rest();
+          return Step::kIdle;
+        },
+        OsLiveness<P>{c_});
+    return end == WaitEnd::kDone;
+  }
+
+  const Call& c_;
+  const Machines& m_;
+  Engine& engine_;
 };
 
 }  // namespace flashmoe

@@ -49,8 +49,9 @@ class Scheduler {
   }
 
   // Publishes what the window allows; kDone once all words of the call are published and all its returns are here, if
-  // nothing else is to be done (`may_end`). All lanes, after look().
-  FLASHMOE_FN Step step(bool may_end = true) {
+  // nothing else is to be done: may_end() is asked last. All lanes, after look().
+  template <class MayEnd>
+  FLASHMOE_FN Step step(MayEnd&& may_end) {
     bool moved = drain();
     int64_t room = static_cast<int64_t>(P::broadcast(taken_, 0) + c_.policy.order.window - published_);
     bool fenced = false;
@@ -71,7 +72,7 @@ class Scheduler {
       end_tasks();
       moved = true;
     }
-    if (ended_ && sub_.returned() == c_.policy.groups && may_end) {
+    if (ended_ && sub_.returned() == c_.policy.groups && may_end()) {
       if (P::lane() == 0) P::store_release(&c_.status(c_.rank)->left, c_.epoch, kSystem);
       return Step::kDone;
     }

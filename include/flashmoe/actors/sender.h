@@ -109,28 +109,8 @@ class Sender {
 
   FLASHMOE_FN void copy_packet(uint32_t b, uint32_t q, uint32_t entries) const {
     const uint32_t first = b << c_.policy.log2_block;
-    copy_words(c_.packet_offsets(q, c_.rank, b), c_.out_offsets(q, b), c_.owned(q) + 1);
-    static_assert(sizeof(Entry) % 4 == 0);
-    copy_words(reinterpret_cast<uint32_t*>(c_.packet_entries(q, c_.rank, first)),
-               reinterpret_cast<const uint32_t*>(c_.out_entries(q, first)), entries * (sizeof(Entry) / 4));
-  }
-
-  // One word a lane, not 16 bytes: packets begin at any word.
-  template <class Word>
-  FLASHMOE_FN void copy_words(Word* to, const Word* from, uint32_t n) const {
-    constexpr uint32_t kAtOnce = 2;
-    FLASHMOE_NO_UNROLL
-    for (uint32_t i = P::lane(); i < n; i += kAtOnce * P::kLanes) {
-      Word word[kAtOnce];
-      FLASHMOE_UNROLL
-      for (uint32_t j = 0; j < kAtOnce; ++j) {
-        if (i + j * P::kLanes < n) word[j] = from[i + j * P::kLanes];
-      }
-      FLASHMOE_UNROLL
-      for (uint32_t j = 0; j < kAtOnce; ++j) {
-        if (i + j * P::kLanes < n) to[i + j * P::kLanes] = word[j];
-      }
-    }
+    copy_words<P>(c_.packet_offsets(q, c_.rank, b), c_.out_offsets(q, b), c_.owned(q) + 1);
+    copy_entries<P>(c_.packet_entries(q, c_.rank, first), c_.out_entries(q, first), entries);
   }
 
   const Call& c_;

@@ -6,9 +6,10 @@
 
 namespace flashmoe::gpu {
 
-// A row of a multiple of 16 bytes, by one warp. What it is copied from may have been written while the kernel runs.
+// A row of a multiple of 16 bytes, by one warp. kFlight: chunks of 16 bytes that a lane has on their way. What it is copied from
+// may have been written while the kernel runs.
+template <uint32_t kFlight = 8>
 __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, uint32_t bytes) {
-  constexpr uint32_t kFlight = 8;
 #pragma unroll 1
   for (uint32_t base = Platform::lane() * 16; base < bytes; base += kFlight * 512) {
     uint4 v[kFlight];

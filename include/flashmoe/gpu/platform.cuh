@@ -1,7 +1,7 @@
 // The GPU's Platform: the 32 lanes of a warp; scopes are PTX scopes. See docs/memory_model.md for every edge.
 #pragma once
 
-#include "flashmoe/protocol/platform.h"
+#include "flashmoe/protocol/call.h"
 
 // 1: the kernel of groups whose ranks reach one another by puts alone.
 #ifndef FLASHMOE_RDMA
@@ -9,6 +9,14 @@
 #endif
 #if FLASHMOE_RDMA
 #include "flashmoe/gpu/network.cuh"
+#endif
+
+// 1: the kernel of groups whose ranks are, or are told to be, on several machines.
+#ifndef FLASHMOE_MACHINES
+#define FLASHMOE_MACHINES 0
+#endif
+#if FLASHMOE_MACHINES
+#include "flashmoe/protocol/machines.h"
 #endif
 
 namespace flashmoe::gpu {
@@ -48,10 +56,24 @@ inline constexpr bool kRdma = FLASHMOE_RDMA != 0;
   }
 #define FLASHMOE_TAG(type) , type
 
+// A call as a block keeps it, for all that the kernel's actors take to be a Call.
+struct KernelCall {
+  Call call;
+#if FLASHMOE_MACHINES
+  const Machines* machines;  // in device memory: shared memory has no room for them
+#endif
+};
+
 struct Platform {
   static constexpr uint32_t kLanes = 32;
   static constexpr bool kSleeps = false;
   static constexpr bool kPeersMapped = !kRdma;
+#if FLASHMOE_MACHINES
+  static constexpr bool kRelaysApart = true;
+  static __device__ __forceinline__ const Machines& machines(const Call& c) {
+    return *reinterpret_cast<const KernelCall&>(c).machines;  // of a standard layout, whose first member c is
+  }
+#endif
 
   static __device__ __forceinline__ uint32_t lane() {
     uint32_t l;

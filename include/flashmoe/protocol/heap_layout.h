@@ -68,9 +68,9 @@ struct Limits {
   uint32_t return_slots = 0;  // return rows per token: K (direct), R (reduced), the larger where both may occur
   uint32_t capacity = 0;      // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
   uint32_t redispatch = 0;    // 1: room for rows of x that backward passes send again (gradients.h)
-  // Of groups on several machines (machines.h): the most ranks of one, and sources that one rank may be the relay of; 0, 0
-  // where all ranks are on one.
-  uint32_t machine_ranks = 0, relayed = 0;
+  // Of groups on several machines (machines.h): the most ranks of one, sources that one rank may be the relay of, and a
+  // hash of who is where; 0 where all ranks are on one.
+  uint32_t machine_ranks = 0, relayed = 0, spread = 0;
   // May differ from rank to rank: they size the workspace, which no peer addresses.
   uint32_t intermediate = 0;        // I
   uint32_t intermediate_bytes = 0;  // of an element of an intermediate row

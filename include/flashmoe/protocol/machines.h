@@ -8,6 +8,7 @@
 //
 // A Platform whose ranks may be on several machines has
 //   static const Machines& machines(const Call&);
+//   static constexpr bool kRelaysApart;   // relays are actors of their own (RelayWorker), else the OS actor passes on
 // which SpreadPlatform makes of any other. For platforms without it nothing here is compiled in.
 #pragma once
 
@@ -74,11 +75,16 @@ struct Machines {
   const uint32_t* first = nullptr;  // [M + 1] where each machine's begin in `ranks`
   uint32_t most_ranks = 1;          // of a machine
   // Sources that this rank is the relay of, from the rank behind this one on: so the machines' sums go to different homes at a
-  // time. And memory of its relay's: batches of each that are passed on.
+  // time.
   const uint32_t* sources = nullptr;
-  uint32_t* passed = nullptr;
   uint32_t source_count = 0;
-  uint64_t* rows_passed = nullptr;  // likewise: rows of the call that it has written to other ranks
+  // Memory of the rank's own, each for two calls by the parity of the epoch: while one call counts, its OS actor zeroes
+  // the next one's.
+  uint64_t* passed = nullptr;  // [2][source_count] packets of each source that are passed on
+  struct Counts {
+    uint64_t rows_passed, sums_sent;  // rows written to other ranks as a relay; sums of this machine sent home
+  };
+  Counts* counts = nullptr;  // [2], for reports
 
   // Rows of one message to a relay, at most, unless a single token block has more.
   uint64_t batch_bytes = 1;
@@ -106,6 +112,8 @@ struct Machines {
   }
   // Which rank answers for what q owes to p: with sums, q's relay, if they are on different machines.
   FLASHMOE_HD uint32_t returner(uint32_t p, uint32_t q) const { return sums && !together(p, q) ? relay(p, of[q]) : q; }
+
+  FLASHMOE_HD uint64_t* packets_passed(uint32_t parity, uint32_t i) const { return passed + parity * source_count + i; }
 };
 
 // The most sources that a rank of the smallest machine is the relay of, and hence slots.
@@ -118,8 +126,9 @@ struct SpreadCall : Call {
   Machines machines;
 };
 
-template <class P>
+template <class P, bool kApart = false>
 struct SpreadPlatform : P {
+  static constexpr bool kRelaysApart = kApart;
   static const Machines& machines(const Call& c) { return static_cast<const SpreadCall&>(c).machines; }
 };
 

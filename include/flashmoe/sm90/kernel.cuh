@@ -9,7 +9,8 @@
 //                         so during GEMM1 the second warp joins rows (actors/joiner.h) or sees to the returns
 //     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
-//                         sender (actors/put_sender.h), or where several ranks train keeper (actors/keeper.h)
+//                         sender (actors/put_sender.h), or where several ranks train keeper (actors/keeper.h), or where
+//                         ranks are on several machines relay (actors/relay.h)
 //   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/send.cuh).
 //   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
 //   (actors/returner.h, joiner.h), so that at the end all warps do. (In a backward pass with a router the last warp of each
@@ -42,6 +43,9 @@
 #include "flashmoe/sm90/dispatch.cuh"
 #include "flashmoe/sm90/loaders.cuh"
 #include "flashmoe/sm90/send.cuh"
+#if FLASHMOE_MACHINES
+#include "flashmoe/sm90/passing_on.cuh"
+#endif
 #if FLASHMOE_RDMA
 #include "flashmoe/sm90/puts.cuh"
 #endif
@@ -70,11 +74,11 @@ inline constexpr uint32_t kConsumerRegisters =
 template <class Dtype>
 __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
   const auto* from = reinterpret_cast<const uint32_t*>(&args.call);
-  auto* to = reinterpret_cast<uint32_t*>(&s.call);
+  auto* to = reinterpret_cast<uint32_t*>(&s.kernel.call);
   for (uint32_t i = threadIdx.x; i < sizeof(Call) / 4; i += kThreads) to[i] = from[i];
   __syncthreads();
   if (threadIdx.x == 0) {
-    s.call.epoch = Platform::load_relaxed(&args.call.control()->calls.value) + 1;
+    s.kernel.call.epoch = Platform::load_relaxed(&args.call.control()->calls.value) + 1;
     s.returns.combines = 0;
     s.returns.reduce.init();
     s.returns.combine.init();
@@ -89,7 +93,7 @@ __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
     fence_barrier_init();
   }
   cluster_sync();
-  return s.call.epoch != 0;  // see leave()
+  return s.kernel.call.epoch != 0;  // see leave()
 }
 
 // All threads of the blocks that send; `memory`: the stages.
@@ -143,7 +147,11 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
   } else if (const uint32_t n = blockIdx.x - 1 - formers; n < c.policy.keepers) {
     keep_received(args, c, s.former_sources, n);
 #endif
-#if FLASHMOE_RDMA
+#if FLASHMOE_MACHINES
+  } else {
+    RelayEngine<Trace> engine(c, trace);
+    RelayWorker<Platform, RelayEngine<Trace>>(c, engine).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers);
+#elif FLASHMOE_RDMA
   } else {
     PutEngine<Dtype, Trace> engine(args, c, trace);
     PutSender<Platform, PutEngine<Dtype, Trace>>(c, engine).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers,
@@ -154,7 +162,7 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
 
 template <class Dtype, Activation kActivation, bool kTransposed, bool kTrace>
 __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uint8_t* memory) {
-  const Call& c = s.call;
+  const Call& c = s.kernel.call;
   const Tracer<kTrace, kThreads> trace{args, s.trace_events, s.trace_starts};
   trace.begin();
   uint32_t thread = threadIdx.x, warp = thread / 32;
@@ -185,8 +193,9 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     sum_biases<Dtype>(args, c);
   }
   if (c.policy.joined == 0) {
-    SumEngine<Dtype, Tracer<kTrace, 32>> sums(c, args.out, each_warp);
-    Returner<Platform, SumEngine<Dtype, Tracer<kTrace, 32>>, CursorOfWarp> returner(c, sums, s.returns);
+    using Sums = SumEngine<Dtype, Tracer<kTrace, 32>, SpansMachines<Platform>>;
+    Sums sums(c, args.out, each_warp);
+    Returner<Platform, Sums, CursorOfWarp> returner(c, sums, s.returns);
     if constexpr (kIsBackward) {
       combine_and_route<Dtype>(args, c, returner);
     } else {

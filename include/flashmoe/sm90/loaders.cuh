@@ -84,6 +84,10 @@ __device__ __forceinline__ void return_weights(const KernelArgs& args, const Cal
   }
 }
 
+// Whether loaders take a piece of the returns between two tasks. Where ranks may be on several machines that takes more
+// registers than they have left, and is for other warps.
+inline constexpr bool kLoadersReturn = !kIsBackward && !SpansMachines<Platform>;
+
 // Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Tasks on intermediate rows
 // (GEMM1), which the copy engine loads, leave the second warp free: it finds and joins late rows of tasks that the
 // consumers have stored, or, with several ranks, does a piece of the returns.
@@ -180,7 +184,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       }
     });
     if (!loads_intermediate) return_weights<Dtype>(args, c, slot);
-    const bool free = !kIsBackward && !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
+    const bool free = kLoadersReturn && !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
     tasks.put_done(n);
     // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.
     if (free && !tasks.is_full(n + 2)) returns.step();

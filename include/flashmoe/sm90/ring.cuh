@@ -133,7 +133,7 @@ template <>
 struct Scales<false> {};
 
 struct Shared {
-  Call call;  // the kernel's, with the epoch that device memory counts
+  KernelCall kernel;  // its call is the kernel's, with the epoch that device memory counts
   uint64_t gate_barriers[2 * kMostGateStages], stage_barriers[2 * kStages];
   uint64_t send_barriers[kWarps][RowCopies::kBarriers];
   TaskRing ring;

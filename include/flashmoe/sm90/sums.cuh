@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashmoe/actors/returner.h"
+#include "flashmoe/gpu/machine_sums.cuh"
 #include "flashmoe/gpu/sum.cuh"
 #include "flashmoe/sm90/geometry.h"
 
@@ -13,7 +14,7 @@ class SumEngine {
   using P = Platform;
 
  public:
-  using Piece = SumPiece;
+  using Piece = std::conditional_t<SpansMachines<P>, MachinePiece, SumPiece>;
 
   __device__ __forceinline__ SumEngine(const Call& call, uint8_t* out, const Trace& trace)
       : c_(call), out_(out), trace_(trace) {}
@@ -37,21 +38,57 @@ class SumEngine {
     return min_of(max_of(ceil_div(items, gridDim.x * kWarps * 2), 1u), kMost);
   }
 
-  __device__ __forceinline__ SumPiece reduce_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each,
-                                                   uint32_t all) const {
-    SumPiece piece(reduce_span(p, g), n, each, all);
+  __device__ __forceinline__ Piece reduce_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
+    const SumSpan span = reduce_span(p, g);
+    Piece piece(span, n, each, all);
     if (piece.exists) {
       const uint32_t rows = *c_.packet_counts(c_.rank, p, piece.token);
       piece.used = rows == 32 ? 0xffffffffu : (1u << rows) - 1;
     }
+#if FLASHMOE_MACHINES
+    const Machines& m = P::machines(c_);
+    if (m.sums && !m.together(p, c_.rank)) {
+      const uint32_t column = piece.from - piece.token * (span.token_bytes / 16);
+      piece.wide = MachinePiece::kSum;
+      piece.out = sums_of(m.relay(p, m.of[c_.rank]), p, m.place[c_.rank], g);
+      piece.to = piece.token * sum_chunks() + column * kWiden;
+    }
+#endif
     return piece;
   }
-  __device__ __forceinline__ SumPiece combine_piece(uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
-    SumPiece piece(combine_span(g), n, each, all);
+#if FLASHMOE_MACHINES
+  // Of the sums that the ranks of this machine have left here, of source p's tokens.
+  __device__ __forceinline__ Piece machine_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each,
+                                                 uint32_t all) const {
+    const Machines& m = P::machines(c_);
+    const SumSpan span = reduce_span(p, g);
+    Piece piece(span, n, each, all);
+    const RelayPlace from(c_, m, c_.rank, p);
+    const uint32_t column = piece.to - piece.token * (span.out_bytes / 16);
+    piece.wide = MachinePiece::kRows;
+    piece.rows = sums_of(c_.rank, p, 0, g);
+    piece.from = piece.token * sum_chunks() + column * kWiden;
+    piece.slot_chunks = static_cast<uint32_t>(m.layout.stride[static_cast<uint32_t>(RelayField::kSums)][1] / 16);
+    FLASHMOE_NO_UNROLL
+    for (uint32_t i = 0; i < m.size(m.of[c_.rank]); ++i) {
+      if (piece.exists && *from.counts(i, piece.token) != 0) piece.used |= 1u << i;
+    }
+    const uint32_t tokens = P::popcount(P::ballot(g == 0 && column == 0 && piece.used != 0));
+    if (P::lane() == 0) P::add(&m.counts[c_.parity()].sums_sent, tokens);
+    return piece;
+  }
+#endif
+  __device__ __forceinline__ Piece combine_piece(uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
+    Piece piece(combine_span(g), n, each, all);
     if (piece.exists) piece.used = used_slots(piece.token);
     return piece;
   }
-  __device__ __forceinline__ void sum(const SumPiece& piece) const { ItemSums<Dtype, kBrief>(piece).run(); }
+  __device__ __forceinline__ void sum(const Piece& piece) const {
+#if FLASHMOE_MACHINES
+    if (piece.wide != MachinePiece::kNone) return WideSums<Dtype>(piece).run();
+#endif
+    ItemSums<Dtype, kBrief>(piece).run();
+  }
 
   __device__ __forceinline__ void begin() const { trace_.begin(); }
   __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {
@@ -99,6 +136,22 @@ class SumEngine {
             .writes_all = true};
   }
 
+#if FLASHMOE_MACHINES
+  // Bytes of a sum in fp32, for each of y's type.
+  static constexpr uint32_t kWiden = 4 / Dtype::kBytes;
+
+  // The sums of p's tokens that the rank at a place leaves with its relay: the first token's, at this lane's first chunk.
+  __device__ __forceinline__ uint8_t* sums_of(uint32_t relay, uint32_t p, uint32_t place, uint32_t g) const {
+    const RelayPlace at(c_, P::machines(c_), relay, p);
+    return reinterpret_cast<uint8_t*>(at.sum(place, 0) + c_.policy.group_first[g] * kReturnColumns) +
+           P::lane() * (16 * kWiden);
+  }
+  // From one token's to the next one's, in units of 16 bytes.
+  __device__ __forceinline__ uint32_t sum_chunks() const {
+    return static_cast<uint32_t>(P::machines(c_).layout.stride[static_cast<uint32_t>(RelayField::kSums)][2] / 16);
+  }
+#endif
+
   // Bit s: slot s of the token's return rows holds something.
   __device__ __forceinline__ uint32_t used_slots(uint32_t token) const {
     // (A backward pass has the drops of the forward's capacity.)
@@ -107,8 +160,15 @@ class SumEngine {
     const uint32_t slots = c_.reduced() ? c_.shape.ranks : c_.shape.top_k;
     uint32_t used = 0;
 #pragma unroll 4
-    for (uint32_t s = 0; s < slots; ++s) used |= is_returned(c_, token, s) ? 1u << s : 0;
+    for (uint32_t s = 0; s < slots; ++s) used |= holds(token, s) ? 1u << s : 0;
     return used;
+  }
+
+  __device__ __forceinline__ bool holds(uint32_t token, uint32_t slot) const {
+#if FLASHMOE_MACHINES
+    if (c_.reduced()) return is_returned(c_, P::machines(c_), token, slot);
+#endif
+    return is_returned(c_, token, slot);
   }
 
   const Call& c_;

@@ -10,7 +10,7 @@ from .. import memory, models
 from ..errors import HeapError, InvalidArgument
 from ..limits import engine_return_mode
 from ..placement import roomy
-from ..spec import ACTIVATIONS
+from ..spec import ACTIVATIONS, bounded
 from . import options
 from .console import console, print_error
 from .render import show_comparisons, show_memory_plan, show_training_costs
@@ -26,6 +26,7 @@ def command(
     shared_intermediate: Annotated[int, typer.Option(help="Intermediate size Is of a shared expert; 0: none.")] = 0,
     engine: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     ranks: options.Ranks = 4,
+    machines: Annotated[int, typer.Option(help="Machines on which these are, about as many on each.")] = 1,
     copies: Annotated[
         int, typer.Option(help="Copies of experts besides the E, as flashmoe balance places them; weights not counted.")
     ] = 0,
@@ -90,6 +91,7 @@ def command(
         "weight_dtype": weight_dtype,
         "placement": roomy(sizes["experts"], ranks, copies) if copies else None,
         "activation": activation,
+        "machines": _machines_of(ranks, machines),
     }
     plan = memory.plan_memory(**asked, training=training, redispatch=redispatch)
     further = {"copies": copies, "shared_intermediate": shared_intermediate}
@@ -113,6 +115,14 @@ def command(
         return 1
     console.print("fits", style="bold green")
     return 0
+
+
+def _machines_of(ranks: int, machines: int) -> list[int]:
+    """The machine of each rank, where so many have about as many ranks each."""
+    if machines == 1:
+        return []
+    bounded("machines", machines, 1, ranks)
+    return [rank * machines // ranks for rank in range(ranks)]
 
 
 def _refuse_all_but(context: typer.Context, *names: str) -> None:

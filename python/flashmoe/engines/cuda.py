@@ -18,7 +18,7 @@ import numpy as np
 from .. import _ffi, jit, nvshmem
 from .. import placement as placements
 from ..arguments import Options, Tensors, check, redispatches
-from ..errors import HeapError, InvalidArgument
+from ..errors import GroupError, HeapError, InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import CallReport, expert_load
 from ..scales import SCALE_OF
@@ -48,6 +48,9 @@ _OF_TOKENS = ("x", "topk_weights")
 """Whose gradients are never added to what is there."""
 _ABSENT = DeviceOperand(0, (), "", 0, 0)
 _INFERENCE, _FORWARD, _BACKWARD = range(3)  # cuda::Pass
+machines: tuple[int, ...] = ()
+"""For tests: the machines of which the ranks of a group are taken to be, by rank; none: all of one, as they are. Calls
+of layers without gradients then go as between machines (docs/protocol.md), by memory that is mapped."""
 _DRIFT_SECONDS = 0.01  # longer than between most calls and their reading
 _REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
 
@@ -92,6 +95,11 @@ class CudaEngine(Engine):
         free = asked.layer.return_mode == "auto" and asked.layer.slices == 1 and asked.transport != "rdma"
         if free and mode is not None:
             made_for = replace(asked, layer=replace(asked.layer, return_mode=mode))
+        self.machines = machines if asked.ranks > 1 else ()
+        self.spread = len(set(self.machines)) > 1
+        """Whether ranks are taken to be of several machines."""
+        if self.spread and asked.transport == "rdma":
+            raise InvalidArgument(f"machines: expected one with transport 'rdma', got {machines}")
         library = _ffi.library()
         nvshmem_path = nvshmem.library() if asked.ranks > 1 else ""
 
@@ -99,9 +107,12 @@ class CudaEngine(Engine):
 
         def create(made_for: ContextSpec, name: str) -> Callable[[], int] | None:
             limits = made_for.limits()
-            return library.cuda_create(limits, order, who.rank, name, nvshmem_path, ordinal, who.timeout_ns)
+            how = nvshmem_path, ordinal, who.timeout_ns, list(self.machines)
+            return library.cuda_create(limits, order, who.rank, name, *how)
 
         owner = create(made_for, who.name)
+        if owner is None and self.spread:
+            raise GroupError(f"machines: expected memory that all ranks have mapped with {machines}, got other")
         if owner is None:  # on every rank: some memory is not mapped
             made_for = replace(asked, transport="rdma")
             _check_quantised(made_for.layer, made_for.ranks, made_for.transport)
@@ -129,7 +140,7 @@ class CudaEngine(Engine):
 
         x, asked = tensors.x, tensors.router_logits
         alone = torch.empty(0, dtype=torch.int64)
-        if cuda_training.missing(tensors, self.rdma) is not None:
+        if cuda_training.missing(tensors, self.rdma, self.spread) is not None:
             return self._call(tensors, options, False, None), x.new_empty(0, dtype=torch.uint8), alone
         if self.room.ranks != 1:
             return self._call_and_keep_in_group(tensors, options)
@@ -186,7 +197,7 @@ class CudaEngine(Engine):
         import torch
 
         tensors = Tensors(**{name: given.get(name) for name in Tensors._fields})._replace(router_logits=None)
-        if (without := cuda_training.missing(tensors, self.rdma)) is not None:
+        if (without := cuda_training.missing(tensors, self.rdma, self.spread)) is not None:
             raise NotImplementedError(
                 f"flashmoe.moe: FlashMoE has no backward pass of {without} on a GPU; call the layer under "
                 "torch.no_grad(), or detach its input and freeze its weights"
@@ -385,6 +396,7 @@ class CudaEngine(Engine):
             group=pass_ != _INFERENCE and self.room.ranks != 1,
             on_input=pass_ != _INFERENCE and layer.weights_on_input,
             sliced=pass_ != _INFERENCE and (layer.shared != 0 or layer.slices != 1),
+            machines=self.spread,
         )
         number = _ffi.library().cuda_add_layer(
             self.checked_handle(),
@@ -428,10 +440,10 @@ class CudaEngine(Engine):
         library, handle = _ffi.library(), self.checked_handle()
         library.cuda_read_routing(handle, as_view(ids), as_view(weights))
         if room.ranks == 1:
-            load, returned = expert_load([ids], layer.experts), 0
+            load, returned, passed_on = expert_load([ids], layer.experts), 0, 0
         else:
             received = np.zeros((room.ranks, prepared.local), np.int32)
-            returned = library.cuda_read_received(handle, prepared.number, as_view(received))
+            returned, passed_on = library.cuda_read_received(handle, prepared.number, as_view(received))
             load = received.sum(axis=0)
         ended = Ended(
             layer=layer,
@@ -443,6 +455,8 @@ class CudaEngine(Engine):
             topk_weights=weights,
             load=np.append(load, [tokens] * shared),
             returned=returned,
+            passed_on=passed_on,
+            machines=self.machines or (0,) * room.ranks,
             block_tokens=library.cuda_token_block(
                 tokens, layer.parts + shared, layer.choices + shared, self.processors
             ),

@@ -39,6 +39,10 @@ class Ended:
     """[E], or [El] of this rank's experts, and behind them the shared expert: rows that each computed."""
     returned: int
     """Rows that went to other ranks as results."""
+    passed_on: int
+    """Rows of other machines' tokens that it has sent on to ranks of its own."""
+    machines: tuple[int, ...]
+    """Of each rank."""
     block_tokens: int
     """Tokens of a token block."""
     tile_rows: int
@@ -60,6 +64,10 @@ def counted(call: Ended) -> CallReport:
     counts = {"gate": blocks, "gemm0": sliced * columns0, "gemm1": tiles * columns1, "reduce": 0, "combine": blocks}
     owners = np.array([*call.owners, call.rank])[ids]  # a dropped pair, -1, goes nowhere
     others = [q for q in range(call.ranks) if q != call.rank]
+    here = call.machines[call.rank]
+    # A row goes to each rank of the own machine that needs it, and once to each other machine.
+    went_to = [[q] for q in others if call.machines[q] == here]
+    went_to += [[q for q in others if call.machines[q] == m] for m in set(call.machines) - {here}]
     return CallReport(
         tokens=len(ids),
         return_mode=layer.return_mode,
@@ -73,7 +81,7 @@ def counted(call: Ended) -> CallReport:
             call.owners,
             call.rank,
             layer,
-            rows=sum(int((owners == q).any(axis=1).sum()) for q in others),
+            rows=sum(int(np.isin(owners, there).any(axis=1).sum()) for there in went_to) + call.passed_on,
             returned=call.returned,
             pairs=int((owners != call.rank).sum()),
             packets=blocks * len(others),

@@ -14,11 +14,13 @@ MOST_KEPT = 1 << 36
 """Bytes that a call keeps at most: the backward pass numbers 16 of them at a time, in 32 bits."""
 
 
-def missing(tensors: Tensors, rdma: bool) -> str | None:
+def missing(tensors: Tensors, rdma: bool, spread: bool = False) -> str | None:
     """What of a call there are no gradients of on a GPU, in words; None: there are. `rdma`: ranks reach one another by
-    puts alone."""
+    puts alone; `spread`: they are taken to be of several machines."""
     if rdma:
         return "ranks whose memory is not mapped"
+    if spread:
+        return "ranks of several machines"
     if tensors.gate_up_scale is not None or dtype_name(tensors.x) not in jit.TRAINED:
         return f"x of {dtype_name(tensors.x)} with weights of {dtype_name(tensors.gate_up_proj)}"
     return None

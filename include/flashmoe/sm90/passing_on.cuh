@@ -1,0 +1,36 @@
+// How a warp copies rows for a RelayWorker (actors/relay.h): by loads and stores, beside the tasks that its block computes in the
+// stages.
+#pragma once
+
+#include "flashmoe/actors/relay.h"
+#include "flashmoe/gpu/copy_row.cuh"
+#include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/sm90/geometry.h"
+
+namespace flashmoe::sm90 {
+
+template <class Trace>
+class RelayEngine {
+  using P = Platform;
+
+ public:
+  __device__ __forceinline__ RelayEngine(const Call& call, const Trace& trace) : c_(call), trace_(trace) {}
+
+  __device__ __forceinline__ void pass_rows(uint32_t q, uint32_t p, uint32_t token, uint32_t rows) const {
+    FLASHMOE_NO_UNROLL
+    for (uint32_t r = 0; r < rows; ++r) {
+      const uint32_t t = P::broadcast(token, r);
+      copy_row(c_.dispatched_row(q, p, t), c_.dispatched_row(c_.rank, p, t), c_.memory.token_row_bytes);
+    }
+  }
+  __device__ __forceinline__ void begin() const { trace_.begin(); }
+  __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {
+    trace_.end(phase, index, column);
+  }
+
+ private:
+  const Call& c_;
+  const Trace& trace_;
+};
+
+}  // namespace flashmoe::sm90
