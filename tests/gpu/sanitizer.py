@@ -26,6 +26,8 @@ LIMIT = 1800
 GLOBAL_MEMORY = ("memcheck", "initcheck")
 """The tools that look at global memory, where a context's second call finds what its first has left behind. The others
 look at shared memory, which no launch leaves to the next: they are shown one call."""
+RELEASING = ("fp8", "backward")
+"""What racecheck looks at in a build of its own: threads load from the stages, not the tensor cores for all of them."""
 PARTS = [(kind, 1) for kind in (*KINDS, *OTHERS)] + [(way, 2) for way in WAYS]
 every_part = pytest.mark.parametrize(
     "part, ranks", PARTS, ids=[f"{part}-{'alone' if n == 1 else f'{n}ranks'}" for part, n in PARTS]
@@ -45,7 +47,7 @@ def sanitizer() -> str | None:
 
 @functools.cache
 def releasing() -> dict[str, str]:
-    """Variables for kernels whose warps release stages as racecheck knows it (include/flashmoe/sm90/pipeline.cuh)."""
+    """Variables for kernels whose threads release stages as racecheck knows it (include/flashmoe/sm90/pipeline.cuh)."""
     cache = tempfile.mkdtemp(prefix="flashmoe-racecheck-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     return {"NVCC_APPEND_FLAGS": "-DFLASHMOE_RACECHECK=1", "FLASHMOE_CACHE": cache}
@@ -66,7 +68,7 @@ def sanitize(tool: str, part: str, ranks: int) -> None:
     command += [sys.executable, str(SCRIPT), part, "2" if tool in GLOBAL_MEMORY else "1"]
     # Without PyTorch's cache, an access beyond a tensor is one beyond its allocation.
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool in GLOBAL_MEMORY else {}
-    environment = {**os.environ, **uncached, **(releasing() if (tool, part) == ("racecheck", "fp8") else {})}
+    environment = {**os.environ, **uncached, **(releasing() if tool == "racecheck" and part in RELEASING else {})}
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
         of_group = [] if ranks == 1 else [str(rank), str(ranks), f"sanitized-{os.getpid()}"]

@@ -121,8 +121,9 @@ static_assert(Gate<kSmallGate>::Ring::kCount == 8 && Gate<kMiddleGate>::Ring::kC
 static_assert(Gate<kBoxFeatures>::Ring::kCount == 6);
 static_assert(GateInPasses::Ring::kCount == 4);
 
-// nvcc -DFLASHMOE_RACECHECK=1: each thread releases what it has read itself, also where a warp's loads are known to be over and one
-// lane says so, relaxed. The tool takes no arrival for other threads' reads, and nothing relaxed for an order.
+// nvcc -DFLASHMOE_RACECHECK=1: each thread releases what it has read itself, also where a barrier of the warp or of the warpgroup
+// is behind all of their loads and one thread says so, relaxed. The tool takes no arrival for other threads' reads, and nothing
+// relaxed for an order.
 #ifndef FLASHMOE_RACECHECK
 #define FLASHMOE_RACECHECK 0
 #endif
@@ -145,9 +146,10 @@ inline constexpr bool kReleasedByWarps = kLoadedByWarps<Dtype> && FLASHMOE_RACEC
 // Arrivals of a consumer warpgroup at an empty barrier: one, where the tensor cores read for all of its threads.
 // Without them each thread arrives for what it has read itself, as above.
 template <class Dtype>
-inline constexpr uint32_t kReleases = kReleasedByWarps<Dtype>                         ? kWarpgroup / 32
-                                      : Dtype::kTensorCores && !kLoadedByWarps<Dtype> ? 1
-                                                                                      : kWarpgroup;
+inline constexpr uint32_t kReleases =
+    kReleasedByWarps<Dtype>                                                    ? kWarpgroup / 32
+    : Dtype::kTensorCores && !kLoadedByWarps<Dtype> && FLASHMOE_RACECHECK == 0 ? 1
+                                                                               : kWarpgroup;
 
 // By all threads of a consumer warpgroup, when they do not read the stage any more.
 template <class Dtype, class Stage>
