@@ -57,10 +57,6 @@ __device__ __forceinline__ void store_columns(uint8_t* all, uint64_t first, cons
   store_global16(all + first * Dtype::kBytes, {word[0], word[1], word[2], word[3]});
 }
 
-}  // namespace detail
-
-namespace detail {
-
 // Local experts that may have biases: a shared one has none.
 __device__ __forceinline__ uint32_t biased_experts(const Call& c) {
   return kSlicedBuild ? c.shape.routed_local_experts() : c.shape.local_experts;
