@@ -39,11 +39,17 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
 
 
+@pytest.fixture
+def cubin(tmp_path):
+    """A compiled kernel's file."""
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(b"a kernel")
+    return file
+
+
 @pytest.fixture(autouse=True)
-def device(monkeypatch, tmp_path):
+def device(monkeypatch, tmp_path, cubin):
     """What the host side asks PyTorch and nvcc for, and a driver in its first state."""
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(b"a kernel")
     compiled = []
     monkeypatch.setattr(cuda, "current_stream", lambda device: 77)
     monkeypatch.setattr(jit, "kernel", lambda variant: compiled.append(variant) or cubin)

@@ -1,4 +1,5 @@
-"""Several ranks, each a process with a GPU of its own as fake_gpu.py has it, and nvshmem.cpp in place of NVIDIA's NVSHMEM."""
+"""Several ranks, each a process with a GPU of its own as fake_gpu.py has it, on nvshmem.cpp in place of NVIDIA's
+NVSHMEM."""
 
 from __future__ import annotations
 
@@ -30,6 +31,14 @@ def fake_world():
                 segment.unlink()
 
 
+def on_ranks(function, each, environment=()):
+    """What `function(rank, ranks, name, environment, *arguments)` returns on each rank of a group, which are as many as
+    there are tuples of arguments; its environment says which world NVSHMEM's ranks share."""
+    with fake_world() as world, RankPool(len(each)) as pool:
+        environment = {"FAKE_NVSHMEM_WORLD": world, **dict(environment)}
+        return pool.call(function, [(environment, *arguments) for arguments in each], timeout=90)
+
+
 def pretend(device, cubin, environment):
     """In a rank's process: a GPU, whose number `device` holds, NVSHMEM and kernels. Returns what is compiled."""
     os.environ.update(environment)
@@ -52,7 +61,7 @@ class Joined(NamedTuple):
     device_bytes: int
 
 
-def join(rank, ranks, name, groups, devices, environment=()):
+def join(rank, ranks, name, environment, groups, devices=(0, 1, 2, 3)):
     """Joins groups of these sizes one after the other; of each, what was said, or a `Joined`."""
     os.environ.update(environment)
     nvshmem_files.library = lambda: os.environ.get("FAKE_NVSHMEM_PATH", "libnvshmem_host.so.3")
@@ -79,9 +88,8 @@ def join(rank, ranks, name, groups, devices, environment=()):
 
 
 def joined(ranks, *groups, devices=(0, 1, 2, 3), environment=()):
-    with fake_world() as world, RankPool(ranks) as pool:
-        settings = {"FAKE_NVSHMEM_WORLD": world, **dict(environment)}
-        return pool.call(join, [(groups, devices, settings)] * ranks, timeout=90)
+    """Of each rank, what it was told of the groups that it joined."""
+    return on_ranks(join, [(groups, devices)] * ranks, environment)
 
 
 class Put(NamedTuple):
@@ -100,7 +108,7 @@ class Put(NamedTuple):
     launch: dict
 
 
-def put(rank, ranks, name, changes, cubin, environment):
+def put(rank, ranks, name, environment, changes, cubin):
     """A call in a new group; what was said, or a `Put`."""
     compiled = pretend([rank], cubin, environment)
     nvshmem = ctypes.CDLL("libnvshmem_host.so.3")
@@ -125,8 +133,5 @@ def put(rank, ranks, name, changes, cubin, environment):
 
 def put_by(ranks, *changes, cubin, environment=()):
     """Of each rank; `changes`: of all ranks, or one for each."""
-    cubin.write_bytes(b"a kernel")
-    with fake_world() as world, RankPool(ranks) as pool:
-        settings = {"FAKE_NVSHMEM_WORLD": world, **dict(environment)}
-        each = changes if len(changes) == ranks else changes * ranks
-        return pool.call(put, [(mine, cubin, settings) for mine in each], timeout=90)
+    each = changes if len(changes) == ranks else changes * ranks
+    return on_ranks(put, [(mine, cubin) for mine in each], environment)

@@ -9,21 +9,17 @@ import flashmoe
 import pytest
 import torch
 from fake_gpu import SIZES, E, H, I, K, OnGpu, driver, launched, on_gpu
-from fake_group import fake_world, pretend
+from fake_group import on_ranks, pretend
 from flashmoe import jit
 from flashmoe.arguments import Options, Tensors
-from flashmoe.launch import RankPool
 from flashmoe.placement import hybrid
 
 
 @pytest.mark.parametrize("redispatch", [False, True])
-def test_ranks_that_train(tmp_path, redispatch):
+def test_ranks_that_train(cubin, redispatch):
     """What each of two ranks keeps, where its rows are moved, and what their backward passes are told; `redispatch`: to
     send x again, of which nothing is kept."""
-    (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
-    with fake_world() as world, RankPool(2) as pool:
-        each = (tmp_path / "kernel.cubin", {"FAKE_NVSHMEM_WORLD": world}, redispatch)
-        found = pool.call(train_on_rank, [each] * 2, timeout=90)
+    found = on_ranks(train_on_rank, [(cubin, redispatch)] * 2)
     tokens = [100, 37]
     columns = 2 * I
     experts = [{(t + k) % E for k in range(K)} for t in range(max(tokens))]
@@ -58,7 +54,7 @@ def test_ranks_that_train(tmp_path, redispatch):
     assert first[3]["config"] != first[6]["config"]
 
 
-def train_on_rank(rank, ranks, name, cubin, environment, redispatch):
+def train_on_rank(rank, ranks, name, environment, cubin, redispatch):
     """Of a call that keeps and its backward pass: the kernels, sizes, what the kernels are told."""
     compiled = pretend([rank], cubin, environment)
     tokens = (100, 37)[rank]
@@ -81,12 +77,9 @@ def train_on_rank(rank, ranks, name, cubin, environment, redispatch):
         return compiled, counted.tolist(), kept.numel(), forward, move, kept.data_ptr(), launched()
 
 
-def test_ranks_that_train_a_shared_expert_and_slices(tmp_path):
+def test_ranks_that_train_a_shared_expert_and_slices(cubin):
     """Where rows of the shared expert's two slices are numbered, behind those of the routed experts' slices."""
-    (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
-    with fake_world() as world, RankPool(2) as pool:
-        found = pool.call(train_in_slices, [(tmp_path / "kernel.cubin", {"FAKE_NVSHMEM_WORLD": world})] * 2, timeout=90)
-    for compiled, counted, size, backward, ids_at, tokens in found:
+    for compiled, counted, size, backward, ids_at, tokens in on_ranks(train_in_slices, [(cubin,)] * 2):
         how = {"group": True, "sliced": True}
         assert compiled == [jit.Variant(keeps=True, **how), jit.Variant(backward=True, **how)]
         assert size - ids_at == 8 * tokens * (2 * K + 1)
@@ -96,7 +89,7 @@ def test_ranks_that_train_a_shared_expert_and_slices(tmp_path):
         assert backward["intermediate_rows"]["dims"] == [I, (tiles + -(-tokens // 256)) * 256]
 
 
-def train_in_slices(rank, ranks, name, cubin, environment):
+def train_in_slices(rank, ranks, name, environment, cubin):
     """As train_on_rank(), of experts in two slices of I / 2 and a shared expert of two."""
     compiled = pretend([rank], cubin, environment)
     tokens = (100, 300)[rank]

@@ -9,9 +9,8 @@ import signal
 import flashmoe
 import pytest
 from fake_gpu import SIZES, driver
-from fake_group import Joined, fake_world, join, joined
+from fake_group import Joined, join, joined, on_ranks
 from flashmoe import nvshmem as nvshmem_files
-from flashmoe.launch import RankPool
 
 
 def test_a_rank_without_memory_is_named_at_once():
@@ -23,9 +22,9 @@ def test_a_rank_without_memory_is_named_at_once():
         assert re.fullmatch(expected, told[0]) and isinstance(told[1], Joined)
 
 
-def close_while_joining(rank, ranks, name, world):
+def close_while_joining(rank, ranks, name, environment):
     """Joins two groups; while rank 0 waits for the second, a signal handler of its closes the first. Its last words."""
-    os.environ["FAKE_NVSHMEM_WORLD"] = world
+    os.environ.update(environment)
     nvshmem_files.library = lambda: "libnvshmem_host.so.3"
     settings = {**SIZES, "engine": "cuda", "rank": rank, "ranks": ranks, "device": rank, "timeout": 20.0}
     first = flashmoe.Context(name=f"{name}-1", **settings)
@@ -46,8 +45,7 @@ def close_while_joining(rank, ranks, name, world):
 
 def test_a_context_is_closed_while_another_joins():
     """By what an interrupted wait runs: a handler, or a collection of garbage."""
-    with fake_world() as world, RankPool(2) as pool:
-        assert pool.call(close_while_joining, [(world,)] * 2, timeout=60) == [(True, [True]), (False, [])]
+    assert on_ranks(close_while_joining, [()] * 2) == [(True, [True]), (False, [])]
 
 
 def test_ranks_join_and_take_the_same_memory_again():
@@ -78,8 +76,7 @@ def test_a_rank_alone_needs_no_nvshmem():
 
 
 def test_ranks_that_want_other_sizes():
-    with RankPool(2) as pool:
-        (first,), (second,) = pool.call(join, [(({"top_k": 2 + rank},), (0, 1)) for rank in range(2)], timeout=90)
+    (first,), (second,) = on_ranks(join, [([{"top_k": 2 + rank}],) for rank in range(2)])
     assert "top_k: rank 0 has 2, rank 1 has 3" in first and "top_k: rank 1 has 3, rank 0 has 2" in second
 
 
@@ -97,22 +94,20 @@ def test_without_nvshmem():
         )
 
 
-def join_with_libraries(rank, ranks, name, world, libraries):
-    return join(rank, ranks, name, [{"timeout": 0}], (0, 1), {"FAKE_NVSHMEM_WORLD": world, **libraries})
+def join_with_libraries(rank, ranks, name, environment, libraries):
+    return join(rank, ranks, name, {**environment, **libraries}, [{"timeout": 0}])
 
 
 def test_one_rank_without_nvshmem_is_named_at_once():
     path = "/nowhere/libnvshmem_host.so.3"
-    with fake_world() as world, RankPool(2) as pool:
-        libraries = {}, {"FAKE_NVSHMEM_PATH": path}
-        (there,), (missing,) = pool.call(join_with_libraries, [(world, each) for each in libraries], timeout=90)
+    (there,), (missing,) = on_ranks(join_with_libraries, [({},), ({"FAKE_NVSHMEM_PATH": path},)])
     own = f"nvshmem: expected the library {path}, which a group of several GPUs needs"
     assert missing.startswith(f"FlashMoEError: {own}")
     assert re.match(rf"GroupError: group '.*': rank 1 did not join: {own}", there)
 
 
-def join_with_an_engine_of_its_own(rank, ranks, name, world):
-    os.environ["FAKE_NVSHMEM_WORLD"] = world
+def join_with_an_engine_of_its_own(rank, ranks, name, environment):
+    os.environ.update(environment)
     nvshmem_files.library = lambda: "libnvshmem_host.so.3"
     engine = {"engine": "cpu", "processors": 1} if rank == 0 else {"engine": "cuda", "device": 1}
     try:
@@ -122,9 +117,8 @@ def join_with_an_engine_of_its_own(rank, ranks, name, world):
 
 
 def test_ranks_of_different_engines():
-    with fake_world() as world, RankPool(2) as pool:
-        for told in pool.call(join_with_an_engine_of_its_own, [(world,)] * 2, timeout=90):
-            assert re.match(r"GroupError: group '.*' disagrees on engine or version, .*: rank \d has \d+, rank", told)
+    for told in on_ranks(join_with_an_engine_of_its_own, [()] * 2):
+        assert re.match(r"GroupError: group '.*' disagrees on engine or version, .*: rank \d has \d+, rank", told)
 
 
 def test_nvshmem_that_hangs():

@@ -10,8 +10,8 @@ from flashmoe.memory import plan_memory
 
 
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
-def test_ranks_that_are_told_to_be_of_several_machines(tmp_path, mode):
-    spread, cubin = (0, 0, 1), tmp_path / "kernel.cubin"
+def test_ranks_that_are_told_to_be_of_several_machines(cubin, mode):
+    spread = (0, 0, 1)
     plan = plan_memory(engine="cuda", ranks=3, machines=spread, return_mode=mode, **SIZES)
     plain = plan_memory(engine="cuda", ranks=3, return_mode=mode, **SIZES)
     assert plan.heap_bytes > plain.heap_bytes and plan.workspace_bytes == plain.workspace_bytes
@@ -35,8 +35,8 @@ def test_ranks_that_are_told_to_be_of_several_machines(tmp_path, mode):
         assert seen.variants == [jit.Variant("bfloat16", "swiglu")] and seen.launch["machines"] is None
 
 
-def test_machines_that_cannot_be(tmp_path):
-    cubin, reduced = tmp_path / "kernel.cubin", {"return_mode": "reduced"}
+def test_machines_that_cannot_be(cubin):
+    reduced = {"return_mode": "reduced"}
     first, *_ = put_by(3, *({"machines": each} for each in ((0, 0, 1), (0, 1, 1), (0, 1, 1))), cubin=cubin)
     assert first.startswith("GroupError: ") and "which ranks share a machine" in first
     for told in put_by(2, {**reduced, "machines": (0, 1), "transport": "rdma"}, cubin=cubin):

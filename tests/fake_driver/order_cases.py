@@ -27,9 +27,9 @@ ALWAYS_HELD = 2**32 - 1
         (2048, 2048, [ALWAYS_HELD, 66, 1, 1, 16]),
     ],
 )
-def test_order_of_several_ranks(tmp_path, hidden, inner, order):
+def test_order_of_several_ranks(cubin, hidden, inner, order):
     changes = {"hidden": hidden, "intermediate": inner, "return_mode": "direct"}
-    for seen in put_by(2, changes, cubin=tmp_path / "kernel.cubin"):
+    for seen in put_by(2, changes, cubin=cubin):
         names = ("gemm1_lag", "window", "gemm1_lists", "own_first", "senders")
         assert [seen.launch[name] for name in names] == order
 

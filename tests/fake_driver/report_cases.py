@@ -8,9 +8,8 @@ import flashmoe
 import numpy as np
 import pytest
 from fake_gpu import SIZES, E, H, I, K, arguments, launched, on_gpu
-from fake_group import fake_world, pretend
+from fake_group import on_ranks, pretend
 from flashmoe import jit
-from flashmoe.launch import RankPool
 from flashmoe.placement import local_experts, owners
 from flashmoe.trace import PHASES
 
@@ -73,9 +72,10 @@ def test_recorded_calls(ctx, device):
     assert ctx.trace(lambda: None) == []
 
 
-def account(rank, ranks, name, settings, calls, placement, folder, environment):
+def account(rank, ranks, name, environment, settings, calls, placement, cubin):
     """Reports of calls of so many tokens (by call, by rank), each read when all ranks have made it."""
-    pretend([rank], folder / "kernel.cubin", environment)
+    pretend([rank], cubin, environment)
+    folder = cubin.parent
     held = len(local_experts(placement, rank))
     local = {"gate_up_proj": on_gpu(held, 2 * I, H), "down_proj": on_gpu(held, H, I), "placement": placement}
     reports = []
@@ -94,13 +94,10 @@ def account(rank, ranks, name, settings, calls, placement, folder, environment):
 @pytest.mark.parametrize(
     "placement", [[0] * 6 + [1] * 5 + [2] * 5, [2, 0, 0, 1] * 4, [0, 1] * 8, [[2, 1], 0, [1, 0, 2], 2] * 4]
 )
-def test_reports_of_several_ranks(tmp_path, mode, placement):
+def test_reports_of_several_ranks(cubin, mode, placement):
     calls = [(2500, 1300, 901), (0, 40, 4096), (64, 64, 64)]
     settings = {"timeout": 20.0, **SIZES, "placement": placement, "return_mode": mode}
-    (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
-    with fake_world() as world, RankPool(3) as pool:
-        each = (settings, calls, placement, tmp_path, {"FAKE_NVSHMEM_WORLD": world})
-        told = pool.call(account, [each] * 3, timeout=90)
+    told = on_ranks(account, [(settings, calls, placement, cubin)] * 3)
     owners_for = [np.array(owners(placement, p)) for p in range(3)]
     for i, tokens in enumerate(calls):
         ids = [(np.arange(n)[:, None] + np.arange(K)) % E for n in tokens]  # as the fake driver routes

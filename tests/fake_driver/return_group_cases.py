@@ -5,9 +5,8 @@ from __future__ import annotations
 import flashmoe
 import numpy as np
 from fake_gpu import SIZES, E, I, K, launched, on_gpu
-from fake_group import fake_world, pretend
+from fake_group import on_ranks, pretend
 from flashmoe import _ffi
-from flashmoe.launch import RankPool
 
 
 def test_return_groups():
@@ -33,22 +32,15 @@ def test_a_rank_alone_has_one_return_group():
             assert launched()["groups"] == [0, 8]
 
 
-def test_one_return_group_by_puts(tmp_path):
+def test_one_return_group_by_puts(cubin):
     sizes = {"max_tokens": 64, "return_mode": "reduced"}
     for transport, several in (("auto", True), ("rdma", False)):
-        wide = {**sizes, "transport": transport}
-        (seen, _) = wide_groups(wide, tmp_path / "kernel.cubin")
+        seen, _ = on_ranks(groups_of, [({**sizes, "transport": transport}, cubin)] * 2)
         assert (len(seen) > 2) == several
 
 
-def wide_groups(changes, cubin):
-    """The return groups of a call of many columns, on each of two ranks."""
-    cubin.write_bytes(b"a kernel")
-    with fake_world() as world, RankPool(2) as pool:
-        return pool.call(groups_of, [(changes, cubin, {"FAKE_NVSHMEM_WORLD": world})] * 2, timeout=90)
-
-
-def groups_of(rank, ranks, name, changes, cubin, environment):
+def groups_of(rank, ranks, name, environment, changes, cubin):
+    """The return groups of a call of many columns."""
     pretend([rank], cubin, environment)
     settings = {"timeout": 20.0, **SIZES, **changes, "hidden": 2048}
     with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:

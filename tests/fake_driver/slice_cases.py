@@ -5,20 +5,16 @@ from __future__ import annotations
 import flashmoe
 import pytest
 from fake_gpu import SIZES, E, H, I, K, arguments, launched, on_gpu
-from fake_group import fake_world, pretend
-from flashmoe.launch import RankPool
+from fake_group import on_ranks, pretend
 from flashmoe.placement import hybrid
 
 
-def test_slices_are_experts_behind_the_gate(tmp_path):
+def test_slices_are_experts_behind_the_gate(cubin):
     """What the kernel is told of a layer of 16 experts in slices of two ranks, and what it refuses of others."""
-    (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
-    with fake_world() as world, RankPool(2) as pool:
-        each = (tmp_path / "kernel.cubin", {"FAKE_NVSHMEM_WORLD": world})
-        for told, mode in pool.call(sliced_launch, [each] * 2, timeout=90):
-            assert (told["experts"], told["top_k"], told["local_experts"]) == (2 * E, 2 * K, E)
-            assert (told["intermediate"], told["return_mode"], mode) == (I // 2, 1, "reduced")
-            assert told["router"] == told["router_of_experts"]
+    for told, mode in on_ranks(sliced_launch, [(cubin,)] * 2):
+        assert (told["experts"], told["top_k"], told["local_experts"]) == (2 * E, 2 * K, E)
+        assert (told["intermediate"], told["return_mode"], mode) == (I // 2, 1, "reduced")
+        assert told["router"] == told["router_of_experts"]
     for changes, message in (
         ({"top_k": 9, "slices": 4}, "slices: expected at most 3 with K=9, got 4"),
         ({"experts": 600}, "slices: expected at most 1 with E=600, got 2"),
@@ -28,7 +24,7 @@ def test_slices_are_experts_behind_the_gate(tmp_path):
             flashmoe.Context(engine="cuda", rank=0, ranks=2, name="sliced", **SIZES | {"slices": 2} | changes)
 
 
-def sliced_launch(rank, ranks, name, cubin, environment):
+def sliced_launch(rank, ranks, name, environment, cubin):
     """What the kernel is told of a call with slices, and of the router of a call without; the context's mode."""
     pretend([rank], cubin, environment)
     settings = {"timeout": 20.0, **SIZES, "slices": 2}
