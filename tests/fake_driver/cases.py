@@ -27,7 +27,7 @@ from flashmoe import nvshmem as nvshmem_files
 from flashmoe.arguments import Options, Tensors
 from flashmoe.cli import bench, run, workload
 from flashmoe.cli import device as cli_device
-from flashmoe.engines import base, cuda
+from flashmoe.engines import base, cuda, cuda_training
 from flashmoe.launch import RankFailed, RankPool
 from flashmoe.memory import PUBLISHED, plan_memory
 from flashmoe.placement import hybrid, local_experts, owners
@@ -44,7 +44,7 @@ FORKED.set_forkserver_preload(["torch", "pytest", "tvm_ffi", "flashmoe.cli"])
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_last_launch.restype = ctypes.c_char_p
-driver.fake_last_move.restype = ctypes.c_char_p
+driver.fake_last_move.restype = driver.fake_log.restype = ctypes.c_char_p
 driver.fake_allocations.restype = driver.fake_allocated_bytes.restype = ctypes.c_size_t
 driver.fake_memory.argtypes = [ctypes.c_size_t]
 driver.fake_fault.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint64]
@@ -1559,6 +1559,24 @@ def train_in_slices(rank, ranks, name, cubin, environment):
         return compiled, counted.tolist(), kept.numel(), seen, at, tokens
 
 
+def rows_of_halves(tokens, rank):
+    """Of two ranks that have half of the experts each and so many tokens, routed as the fake driver does: the rows of this
+    one's experts, and those that it receives."""
+    experts = [{(t + k) % E for k in range(K)} for t in range(max(tokens))]
+    own = set(range(rank * E // 2, (rank + 1) * E // 2))
+    rows = sum(len(experts[t] & own) for count in tokens for t in range(count))
+    return rows, sum(bool(experts[t] & own) for t in range(tokens[1 - rank]))
+
+
+def kept_by_halves(room):
+    """Where such a rank has, in what it keeps in this room, x, the numbers of received rows, experts' first rows, ids."""
+    rows, received, pitch = room
+    at_x = 2 * 2 * I * rows
+    at_numbers = at_x + 2 * H * received
+    at_first = -(-(at_numbers + 4 * 2 * pitch) // 16) * 16
+    return at_x, at_numbers, at_first, -(-(at_first + 4 * (E // 2 + 1)) // 16) * 16
+
+
 @pytest.mark.parametrize("redispatch", [False, True])
 def test_ranks_that_train(tmp_path, redispatch):
     """What each of two ranks keeps, where its rows are moved, and what their backward passes are told; `redispatch`: to
@@ -1568,25 +1586,20 @@ def test_ranks_that_train(tmp_path, redispatch):
         each = (tmp_path / "kernel.cubin", {"FAKE_NVSHMEM_WORLD": world}, redispatch)
         found = pool.call(train_on_rank, [each] * 2, timeout=90)
     tokens = [100, 37]
-    columns = 2 * I
-    experts = [{(t + k) % E for k in range(K)} for t in range(max(tokens))]
     for rank, (compiled, counted, size, forward, move, kept, backward) in enumerate(found):
-        own = set(range(rank * E // 2, (rank + 1) * E // 2))
-        rows = sum(len(experts[t] & own) for count in tokens for t in range(count))
-        received = sum(bool(experts[t] & own) for t in range(tokens[1 - rank]))
-        assert counted == [rows, received, max(tokens), 1]
+        rows, received = rows_of_halves(tokens, rank)
+        room = [rows, received * (not redispatch), max(tokens)]
+        assert counted == [rows, received, 1, *room]
         assert compiled == [jit.Variant(keeps=True, group=True), jit.Variant(backward=True, group=True)]
-        at_x = 2 * columns * rows
-        at_numbers = at_x + 2 * H * received * (not redispatch)
-        at_first = -(-(at_numbers + 4 * 2 * max(tokens)) // 16) * 16
-        at_ids = -(-(at_first + 4 * (E // 2 + 1)) // 16) * 16
-        assert move == [kept, 0 if redispatch else kept + at_x, kept + at_numbers, kept + at_first, max(tokens)]
+        at_x, at_numbers, at_first, at_ids = kept_by_halves(room)
+        tiles = rows // 256 + min(E // 2, rows)
+        at = [kept, 0 if redispatch else kept + at_x, kept + at_numbers, kept + at_first]
+        assert move == [*at, *room, 132 + tiles]
         assert size == at_ids + 8 * tokens[rank] * K
         assert backward["keepers"] > 0 and forward["keepers"] == (0 if redispatch else backward["keepers"])
         assert (forward["config_groups"] >> 30, backward["config_groups"] >> 30) == (0, 3 if redispatch else 2)
         of, group = backward["backward"], backward["group"]
         assert (of["kept"], of["kept_ids"]) == (kept, kept + at_ids)
-        tiles = rows // 256 + min(E // 2, rows)
         at_received = of["weighted"] + tiles * 256 * 2 * I
         at_gather = at_received + 2 * H * received * (1 + redispatch)
         x = at_received + 2 * H * received if redispatch else kept + at_x
@@ -1599,6 +1612,97 @@ def test_ranks_that_train(tmp_path, redispatch):
     first, second = found
     assert first[3]["config"] == second[3]["config"] and first[6]["config"] == second[6]["config"]
     assert first[3]["config"] != first[6]["config"]
+
+
+STAYS, MOVES_AGAIN = "call count record move wait ", "call count record move wait move "
+IN_TURN = [
+    ((100, 37), MOVES_AGAIN),  # nothing to go by
+    ((100, 37), STAYS),
+    ((102, 38), STAYS),
+    ((93, 36), STAYS),
+    ((600, 300), MOVES_AGAIN),
+    ((600, 300), STAYS),
+    ((560, 290), STAYS),
+    ((40, 20), MOVES_AGAIN),
+    ((40, 20), STAYS),
+    ((0, 0), MOVES_AGAIN),
+    ((0, 0), STAYS),
+    ((1, 0), MOVES_AGAIN),
+    ((100, 37), MOVES_AGAIN),
+]
+"""Calls of a layer: tokens by rank, and what the host does."""
+
+
+@pytest.mark.parametrize("redispatch", [False, True])
+def test_what_is_kept_has_room_before_it_is_counted(tmp_path, redispatch):
+    """Rows are moved, and the host waits for nothing but their number, where they need about what they have needed; else
+    they are moved once more. Of two layers each has room of its own."""
+    (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
+    calls = [each for tokens, _ in IN_TURN for each in ((0, tokens), (1, (250, 410)))]
+    with fake_world() as world, RankPool(2) as pool:
+        each = (tmp_path / "kernel.cubin", {"FAKE_NVSHMEM_WORLD": world}, calls, redispatch)
+        found = pool.call(keep_in_turn, [each] * 2, timeout=90)
+    for rank, of_rank in enumerate(found):
+        rooms = [[0, 0, 0], [0, 0, 0]]
+        expected = [log for _, first in IN_TURN for log in (first, STAYS)]
+        expected[1] = MOVES_AGAIN
+        for n, ((layer, tokens), done, log) in enumerate(zip(calls, of_rank, expected, strict=True)):
+            rows, received = rows_of_halves(tokens, rank)
+            needed = [rows, received * (not redispatch), max(tokens)]
+            if log == MOVES_AGAIN:
+                rooms[layer] = [count + count // 16 for count in needed]
+            room = rooms[layer] if log == STAYS else needed
+            assert done.log == log, (n, tokens, rank)
+            assert done.counted == [rows, received, n + 1, *room]
+            at_x, at_numbers, at_first, at_ids = kept_by_halves(room)
+            size = at_ids + 8 * tokens[rank] * K
+            assert done.bytes == size <= 1.25 * (kept_by_halves(needed)[-1] + 8 * tokens[rank] * K)
+            assert done.move == [0, -done.kept if redispatch else at_x, at_numbers, at_first, *room, done.move[-1]]
+            assert done.move[-1] == 132 + room[0] // 256 + min(E // 2, room[0])
+            if log == STAYS and tokens[rank] != 0:  # the call itself has written its routing there
+                assert done.ids_at == at_ids
+            assert done.ids == [[(t + k) % E for k in range(K)] for t in range(tokens[rank])]
+            assert done.weights == [[1.0, 0.5, np.float32(1 / 3), 0.25]] * tokens[rank]
+
+
+class Kept(NamedTuple):
+    """Of a call that keeps; places are relative to what is kept."""
+
+    counted: list[int]
+    bytes: int
+    kept: int
+    """Where it is."""
+    move: list[int]
+    """The last launch that moves rows."""
+    ids_at: int
+    """Where the call was told to leave its experts."""
+    log: str
+    ids: list[list[int]]
+    weights: list[list[float]]
+
+
+def keep_in_turn(rank, ranks, name, cubin, environment, calls, redispatch):
+    """Of calls of two layers, by their layer and tokens of all ranks, what each keeps."""
+    pretend([rank], cubin, environment)
+    who = {"device": rank, "rank": rank, "ranks": ranks, "name": name, "redispatch": redispatch}
+    found = []
+    with flashmoe.Context(engine="cuda", timeout=20.0, **who, **SIZES) as made:
+        layers = [(on_gpu(E // ranks, 2 * I, H), on_gpu(E // ranks, H, I)) for _ in range(2)]
+        options = Options(placement=made.placement)
+        for layer, of_all in calls:
+            tokens = of_all[rank]
+            routing = on_gpu(tokens, K, dtype=torch.int32), on_gpu(tokens, K, dtype=torch.float32)
+            gate_up, down = layers[layer]
+            tensors = Tensors(on_gpu(tokens, H), gate_up, down)._replace(topk_ids=routing[0], topk_weights=routing[1])
+            driver.fake_log()
+            _, kept, counted = made._engine.call_and_keep(tensors, options)
+            log, at = driver.fake_log().decode(), kept.data_ptr()
+            move, ids_at = json.loads(driver.fake_last_move()), launched()["kept_ids"]
+            ids, weights = cuda_training.kept_routing(kept, kept.numel(), tokens, K)
+            places = [each - at for each in move[:4]] + move[4:]
+            read = ids.tolist(), weights.tolist()
+            found.append(Kept(counted.tolist(), kept.numel(), at, places, ids_at - at, log, *read))
+    return found
 
 
 def train_on_rank(rank, ranks, name, cubin, environment, redispatch):
