@@ -1560,8 +1560,8 @@ def train_in_slices(rank, ranks, name, cubin, environment):
 
 
 def rows_of_halves(tokens, rank):
-    """Of two ranks that have half of the experts each and so many tokens, routed as the fake driver does: the rows of this
-    one's experts, and those that it receives."""
+    """Of two ranks that have half of the experts each and so many tokens, routed as the fake driver does: the rows of
+    this one's experts, and those that it receives."""
     experts = [{(t + k) % E for k in range(K)} for t in range(max(tokens))]
     own = set(range(rank * E // 2, (rank + 1) * E // 2))
     rows = sum(len(experts[t] & own) for count in tokens for t in range(count))
@@ -1569,7 +1569,7 @@ def rows_of_halves(tokens, rank):
 
 
 def kept_by_halves(room):
-    """Where such a rank has, in what it keeps in this room, x, the numbers of received rows, experts' first rows, ids."""
+    """Where such a rank has, in what it keeps with this room, x, numbers of received rows, experts' first rows, ids."""
     rows, received, pitch = room
     at_x = 2 * 2 * I * rows
     at_numbers = at_x + 2 * H * received
@@ -1635,8 +1635,8 @@ IN_TURN = [
 
 @pytest.mark.parametrize("redispatch", [False, True])
 def test_what_is_kept_has_room_before_it_is_counted(tmp_path, redispatch):
-    """Rows are moved, and the host waits for nothing but their number, where they need about what they have needed; else
-    they are moved once more. Of two layers each has room of its own."""
+    """Where rows need about what they have needed, they are moved, and the host waits for their number alone; else they
+    are moved once more. Of two layers each has room of its own."""
     (tmp_path / "kernel.cubin").write_bytes(b"a kernel")
     calls = [each for tokens, _ in IN_TURN for each in ((0, tokens), (1, (250, 410)))]
     with fake_world() as world, RankPool(2) as pool:
