@@ -294,7 +294,7 @@ GroupKeptLayout Plan::kept_layout(uint64_t tokens, const gpu::KeptRoom& room) co
 }
 
 bool Plan::suits(uint64_t tokens, const gpu::KeptRoom& room, const gpu::KeptRoom& needed) const {
-  // A fifth more is kept rather than moved once more: that takes the device twice as long, and the host another launch.
+  // Up to a fifth more is kept for as long as the graph lives, rather than that all is moved once more.
   return room.has(needed) && 5 * kept_layout(tokens, room).bytes <= 6 * kept_layout(tokens, needed).bytes;
 }
 
@@ -313,8 +313,7 @@ PassLayout Plan::pass_layout(uint64_t tokens, const KeptRows& rows) const {
           alone};
 }
 
-// A sixteenth more: calls of a layer differ by a few per cent. While this suits it is not made to fit, so that what PyTorch
-// allocates is of one size.
+// A sixteenth more, since a layer's calls differ a little. While that suits it stays, so that all they allocate is of one size.
 void Plan::expect(const gpu::KeptRoom& needed) {
   const auto more = [](uint32_t count) { return count + count / 16; };
   expected_room = {more(needed.rows), more(needed.received), more(needed.pitch)};

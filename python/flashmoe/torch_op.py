@@ -282,8 +282,8 @@ def _write_gradients(
 
 
 class _Kept(torch.autograd.Function):
-    """`moe_kept` past PyTorch's way to an operator, which takes the host a millisecond: on a group of GPUs one for which
-    the device would wait, since the host reads how many rows there are (docs/measured.md)."""
+    """`moe_kept` past PyTorch's way to an operator, which takes the host a millisecond: on a group of GPUs the device
+    would wait for it, since the host reads how many rows there are (docs/measured.md)."""
 
     @staticmethod
     def forward(ctx: Any, number: int, options: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:

@@ -162,8 +162,8 @@ class CudaEngine(Engine):
     def _call_and_keep_in_group(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
         """The same among several ranks. The call leaves its rows where there is room for as many as there may be. What
         is kept has room for as many as calls of the layer have had, and a few more: so they are moved there before the
-        host knows how many there are, which it reads, waiting for the device, while they move. If they do not fit, as at
-        a layer's first call, or would fit in much less, they are then moved to memory for what they need."""
+        host knows how many there are, which it reads, waiting for the device, while they move. If they do not fit, as
+        at a layer's first call, or would fit in much less, they are then moved to memory for what they need."""
         import torch
 
         x, asked, library = tensors.x, tensors.router_logits, _ffi.library()
