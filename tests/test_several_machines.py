@@ -185,10 +185,10 @@ def test_joining_ends_with_a_named_error(network: MakeNetwork):
     for error in errors_of_joining(net, [0, 1], attempts(0, 2, of=3)):
         assert isinstance(error, PeerTimeout) and "rank 1 did not join within 2 s" in str(error)
     # A rank that joins twice.
-    for error in errors_of_joining(net, [0, 1, 1], attempts(0, 1, 1, of=3, timeout=30.0)):
+    for error in errors_of_joining(net, [0, 1, 1], attempts(0, 1, 1, of=3, timeout=90.0)):
         assert isinstance(error, GroupError) and "already has a rank 1" in str(error) and "host2" in str(error)
     # Ranks that disagree on how many they are, and on the return mode's memory.
-    disagreeing = [*attempts(0, of=2, timeout=30.0), *attempts(1, of=3, timeout=30.0)]
+    disagreeing = [*attempts(0, of=2, timeout=90.0), *attempts(1, of=3, timeout=90.0)]
     for error in errors_of_joining(net, [0, 1], disagreeing):
         assert isinstance(error, GroupError)
         assert "disagrees on ranks: rank 0 has 2, rank 1 on host host2 has 3" in str(error)

@@ -5,8 +5,6 @@
 #include <sanitizer/asan_interface.h>
 #endif
 
-#include <new>
-
 #if !defined(__x86_64__) && !defined(__aarch64__)
 #error "csrc/sim/fibre.cpp: no switch of fibres for this processor; x86-64 and AArch64 have one"
 #endif
@@ -88,21 +86,15 @@ void forget([[maybe_unused]] uint8_t* memory, [[maybe_unused]] size_t bytes) {
 }  // namespace
 
 Stacks::~Stacks() {
-  for (uint8_t* slab : slabs_) {
-    forget(slab, kSlabStacks * kBytes);
-    munmap(slab, kSlabStacks * kBytes);
-  }
+  for (const host::Mapping& slab : slabs_) forget(slab.base(), kSlabStacks * kBytes);
 }
 
 uint8_t* Stacks::take() {
   if (free_.empty()) {
-    void* const slab =
-        mmap(nullptr, kSlabStacks * kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (slab == MAP_FAILED) throw std::bad_alloc();
-    slabs_.push_back(static_cast<uint8_t*>(slab));
-    madvise(slab, kSlabStacks * kBytes,
-            MADV_HUGEPAGE);  // a switch would miss the TLB else; where it is refused, it does
-    for (size_t i = kSlabStacks; i-- != 0;) free_.push_back(slabs_.back() + i * kBytes);
+    uint8_t* const slab = slabs_.emplace_back(-1, kSlabStacks * kBytes).base();
+    // A switch would miss the TLB else; where it is refused, it does.
+    madvise(slab, kSlabStacks * kBytes, MADV_HUGEPAGE);
+    for (size_t i = kSlabStacks; i-- != 0;) free_.push_back(slab + i * kBytes);
   }
   uint8_t* const stack = free_.back();
   free_.pop_back();

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "host/mapping.h"
+
 namespace flashmoe::sim {
 
 // A stack pointer, while its owner does not run.
@@ -43,7 +45,8 @@ class Stacks {
   static Fibre begin(uint8_t* stack, void (*enter)());
 
  private:
-  std::vector<uint8_t*> slabs_, free_;
+  std::vector<host::Mapping> slabs_;
+  std::vector<uint8_t*> free_;
 };
 
 }  // namespace flashmoe::sim

@@ -27,12 +27,12 @@ Group::Group(const Machine& machine, const Limits& limits, uint32_t machines, bo
       work_stride_(align_up(touched_work(limits), kPage)),
       work_at_(layout_.bytes * simulated_),
       rows_at_(work_at_ + work_stride_ * simulated_),
-      pages_(rows_at_),
+      memory_(-1, rows_at_),
       links_(machine, simulated_),
       calls_(simulated_) {
   layout_.heap.offset[static_cast<uint32_t>(HeapField::kRows)] = rows_at_;
   layout_.heap.offset[static_cast<uint32_t>(HeapField::kReturnRows)] = rows_at_;
-  layout_.signals.base = pages_.base();
+  layout_.signals.base = memory_.base();
   layout_.signals.ranks = simulated_;
   world_.set_signals(layout_.signals);
   group_ = this;
@@ -53,13 +53,13 @@ std::vector<uint8_t*> Group::heaps_of(uint32_t rank) const {
   for (uint32_t q = 0; q < ranks_; ++q) {
     const Peer p = peer(rank, q);
     const uint64_t behind = folded_ && p.remote ? ranks_ - q / gpus_ * gpus_ : 0;
-    heaps[q] = pages_.base() + p.rank * layout_.bytes + behind * layout_.source_bytes;
+    heaps[q] = memory_.base() + p.rank * layout_.bytes + behind * layout_.source_bytes;
   }
   return heaps;
 }
 
 void Group::signal(uint32_t from, uint64_t* word, uint64_t value, Time at) {
-  const uint64_t in_heaps = static_cast<uint64_t>(reinterpret_cast<const uint8_t*>(word) - pages_.base());
+  const uint64_t in_heaps = static_cast<uint64_t>(reinterpret_cast<const uint8_t*>(word) - memory_.base());
   if (in_heaps >= work_at_) return world_.write_at(at + machine_.costs.store, word, value);
   const auto to = static_cast<uint32_t>(in_heaps / layout_.bytes);
   const uint64_t in_heap = in_heaps % layout_.bytes;

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "host/mapping.h"
 #include "sim/heaps.h"
 #include "sim/links.h"
 
@@ -29,7 +30,7 @@ class Group {
   const Machine& machine() const { return machine_; }
   Links& links() { return links_; }
   World& world() { return world_; }
-  uint8_t* work(uint32_t rank) const { return pages_.base() + work_at_ + rank * work_stride_; }
+  uint8_t* work(uint32_t rank) const { return memory_.base() + work_at_ + rank * work_stride_; }
   // [ranks] of a simulated rank: every rank's heap as it addresses it.
   std::vector<uint8_t*> heaps_of(uint32_t rank) const;
 
@@ -76,7 +77,7 @@ class Group {
   const bool folded_;
   SourceLayout layout_;
   const uint64_t work_stride_, work_at_, rows_at_;
-  Pages pages_;
+  const host::Mapping memory_;  // heaps, then workspaces
   World world_;
   Links links_;
   struct Calls {

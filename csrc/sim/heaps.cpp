@@ -1,22 +1,9 @@
 #include "sim/heaps.h"
 
-#include <sys/mman.h>
-
+#include <algorithm>
 #include <bit>
-#include <new>
 
 namespace flashmoe::sim {
-
-Pages::Pages(uint64_t bytes) : bytes_(bytes) {
-  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (at == MAP_FAILED) throw std::bad_alloc();
-  base_ = static_cast<uint8_t*>(at);
-}
-
-Pages::~Pages() {
-  munmap(base_, bytes_);
-}
-
 namespace {
 
 constexpr uint64_t kPage = 4096, kAlign = 64;

@@ -7,20 +7,6 @@
 
 namespace flashmoe::sim {
 
-// Zeroed memory of which pages are there when they are touched.
-class Pages {
- public:
-  explicit Pages(uint64_t bytes);
-  ~Pages();
-  Pages(const Pages&) = delete;
-  Pages& operator=(const Pages&) = delete;
-  uint8_t* base() const { return base_; }
-
- private:
-  uint64_t bytes_;
-  uint8_t* base_;
-};
-
 // All that one source writes lies together, source by source; behind that, what a relay has of each source, whose slots are as
 // far apart as the sources of two machines: so the same distance leads from machine to machine in both.
 //

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -129,6 +129,22 @@ def random_layer(
         activation=shape.activation,
     )
     return layer, states
+
+
+def tensors_of(
+    rank: int, layer: MoELayer | SeededLayer, x: np.ndarray, settings: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A rank's tokens and its layer's tensors, by their names in `flashmoe.moe`, where the engine of a context with
+    these settings takes them: arrays, or tensors on the rank's GPU; and the settings, which then name that GPU.
+
+    Raises `HeapError` as `put_on` does.
+    """
+    arrays = {"x": x, **layer.tensors()}
+    if settings["engine"] != "cuda":
+        return arrays, settings
+    settings = {"device": rank, **settings}
+    on_gpu = put_on(settings["device"], list(arrays.values()))
+    return dict(zip(arrays, on_gpu, strict=True)), settings
 
 
 def put_on(device: int, arrays: Sequence[np.ndarray | SeededWeights]) -> list[torch.Tensor]:

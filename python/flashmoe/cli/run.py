@@ -158,10 +158,7 @@ def call_on_rank(
     [T_p, H] and report."""
     from .. import Context, moe  # loads the engine's library, which only the ranks need
 
-    tensors = {"x": x, **layer.tensors()}
-    if settings["engine"] == "cuda":
-        on_device = device.put_on(rank, list(tensors.values()))
-        tensors, settings = dict(zip(tensors, on_device, strict=True)), {**settings, "device": rank}
+    tensors, settings = device.tensors_of(rank, layer, x, settings)
     with Context(rank=rank, ranks=ranks, name=name, **settings) as context:
         # A GPU's first traced call loads a kernel, and some ranks are sooner through with that and with reading the
         # trace than others. The second call waits for nothing on the host, so that all enter the third together.

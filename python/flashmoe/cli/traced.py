@@ -104,9 +104,8 @@ def trace_on_rank(
     """In a rank's process: calls with its own experts, traced and untraced in turn."""
     from .. import Context, moe  # loads the engine's library, which only the ranks need
 
-    on_gpu = settings["engine"] == "cuda"
-    settings = {**settings, "device": settings.get("device", rank)} if on_gpu else settings
-    tensors = _tensors({"x": x, **layer.tensors()}, layer, settings, backward)
+    tensors, settings = device.tensors_of(rank, layer, x, settings)
+    tensors = _prepared(tensors, layer, settings, backward)
     with Context(rank=rank, ranks=ranks, name=name, **settings) as context:
 
         def forward() -> Any:
@@ -121,7 +120,7 @@ def trace_on_rank(
         for warm_up in (forward, step) if backward else (forward,):
             warm_up()
             context.trace(warm_up)
-        clock = _GpuClock() if on_gpu else _HostClock()
+        clock = _GpuClock() if settings["engine"] == "cuda" else _HostClock()
         untraced_ms, traced_ms = [], []
         for _ in range(pairs):
             # Behind a call like it, which all ranks end together, and which hides the launch.
@@ -139,22 +138,19 @@ def trace_on_rank(
         return Traced(traces, traced_ms, untraced_ms, clock.device())
 
 
-def _tensors(
-    arrays: dict[str, Any], layer: MoELayer | device.SeededLayer, settings: dict[str, Any], backward: bool
+def _prepared(
+    tensors: dict[str, Any], layer: MoELayer | device.SeededLayer, settings: dict[str, Any], backward: bool
 ) -> dict[str, Any]:
-    """The arguments of a call, where its engine takes them; with gradients, if that is asked for."""
+    """The arguments of a call: weights that were made on a GPU have the type that is asked for, and all have gradients,
+    if that is."""
     if settings["engine"] == "cuda":
-        tensors = dict(zip(arrays, device.put_on(settings["device"], list(arrays.values())), strict=True))
         if settings["weight_dtype"] == FP8 and not isinstance(layer, MoELayer):
             halves = halves_of(layer.activation, False)
             for name, of_name in SCALE_OF.items():
-                if name not in tensors:
-                    continue
-                tensors[name], tensors[of_name] = device.in_fp8(tensors[name], parts_of(name, halves))
+                if name in tensors:
+                    tensors[name], tensors[of_name] = device.in_fp8(tensors[name], parts_of(name, halves))
     elif backward:
-        tensors = {name: device.as_tensor(array) for name, array in arrays.items()}
-    else:
-        return arrays
+        tensors = {name: device.as_tensor(array) for name, array in tensors.items()}
     if backward:
         for name, tensor in tensors.items():
             tensor.requires_grad_(name != "choice_bias")

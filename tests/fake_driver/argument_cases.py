@@ -1,0 +1,46 @@
+"""Arguments that are refused before anything is launched."""
+
+from __future__ import annotations
+
+import flashmoe
+import numpy as np
+import pytest
+import torch
+from fake_gpu import E, H, K, arguments, given, on_gpu, sparse
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: arguments(x=torch.zeros(9, H, dtype=torch.bfloat16)), "x: expected a tensor of cuda:0, .* got cpu"),
+        (lambda: arguments(x=np.zeros((9, H), np.float32)), "x: expected .* a PyTorch one, got ndarray"),
+        (lambda: arguments(down_proj=None), "down_proj: expected .* got NoneType"),
+        (lambda: arguments(router=on_gpu(E, H, dtype=torch.float16)), "router: expected bfloat16, the type of x"),
+        (lambda: arguments(x=on_gpu(9, H + 1)[:, 1:]), "x: expected rows that begin at multiples of 16 bytes"),
+        (lambda: arguments(x=on_gpu(H, 16).T), "x: expected rows without gaps"),
+        (lambda: arguments(router=on_gpu(E, 2 * H)[:, ::2]), "router: expected rows without gaps"),
+        (
+            lambda: arguments(x=torch._neg_view(on_gpu(16, H))),
+            "x: expected values in memory, got a view that negates them",
+        ),
+        (lambda: arguments(x=sparse(16, H)), "x: expected a dense tensor, got one of layout torch.sparse_coo"),
+        (lambda: arguments(router=sparse(E, H)), "router: expected a dense tensor, got one of layout"),
+        (lambda: arguments(router_bias=on_gpu(2 * E)[::2]), "router_bias: expected a contiguous tensor"),
+        (lambda: arguments(router=None), "topk_ids: expected a tensor"),
+        (lambda: arguments(activation="tanh"), "activation: expected one of"),
+        (lambda: arguments(activation=["relu"]), "activation: expected one of"),
+        (lambda: arguments(return_mode="reduced"), "return_mode: expected 'direct', the context's"),
+        (lambda: arguments(capacity_factor=-1), "capacity_factor: expected"),
+        (lambda: given(topk_ids=on_gpu(100, K, dtype=torch.int16)), "topk_ids: expected .* int32 or int64"),
+        (lambda: given(topk_weights=on_gpu(99, K, dtype=torch.float32)), "topk_weights: expected"),
+        (
+            lambda: arguments(gate_up_proj=on_gpu(E, 108, H), down_proj=on_gpu(E, H, 54)),
+            r"down_proj: expected I a multiple of 8 \(16-byte rows for the copy engine\), got 54",
+        ),
+    ],
+)
+def test_refused_before_the_launch(ctx, make, message):
+    with pytest.raises(flashmoe.InvalidArgument, match=message):
+        flashmoe.moe(ctx, **make())
+    with pytest.raises(flashmoe.InvalidArgument, match=message):  # it is not remembered as a layer
+        flashmoe.moe(ctx, **make())

@@ -1,0 +1,96 @@
+"""A GPU that there is not, on driver.cpp in place of NVIDIA's driver: what calls are made of, in host memory that only
+says that it is not, and what the last launch was told. A plugin of pytest's, for the fixtures of all cases."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+
+import flashmoe
+import pytest
+import torch
+from flashmoe import jit, launch
+from flashmoe.engines import cuda
+
+E, K, H, I = 16, 4, 256, 64
+SIZES = {"max_tokens": 4096, "hidden": H, "intermediate": I, "experts": E, "top_k": K}
+
+# NVSHMEM's state is a process's, so each group has processes of its own. A server that has imported what takes long
+# forks them: a second and a half of each rank's time.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["torch", "pytest", "tvm_ffi", "flashmoe.cli"])
+
+driver = ctypes.CDLL("libcuda.so.1")
+driver.fake_last_launch.restype = ctypes.c_char_p
+driver.fake_last_move.restype = driver.fake_log.restype = ctypes.c_char_p
+driver.fake_allocations.restype = driver.fake_allocated_bytes.restype = ctypes.c_size_t
+driver.fake_memory.argtypes = [ctypes.c_size_t]
+driver.fake_fault.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint64]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that claims to be on the GPU."""
+
+    device = property(lambda self: torch.device("cuda", 0))
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def cubin(tmp_path):
+    """A compiled kernel's file."""
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(b"a kernel")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch, tmp_path, cubin):
+    """What the host side asks PyTorch and nvcc for, and a driver in its first state."""
+    compiled = []
+    monkeypatch.setattr(cuda, "current_stream", lambda device: 77)
+    monkeypatch.setattr(jit, "kernel", lambda variant: compiled.append(variant) or cubin)
+    monkeypatch.setattr(launch, "_SPAWN", FORKED)
+    monkeypatch.setenv("FLASHMOE_PROFILES", str(tmp_path / "profiles.json"))
+    yield compiled
+    driver.fake_capture(0)
+    driver.fake_memory(1 << 40)
+    driver.fake_compute_capability(9)
+
+
+@pytest.fixture
+def ctx():
+    with flashmoe.Context(engine="cuda", **SIZES) as context:
+        yield context
+
+
+def arguments(tokens: int = 100, dtype: torch.dtype = torch.bfloat16, **changes) -> dict:
+    made = {
+        "x": on_gpu(tokens, H, dtype=dtype),
+        "gate_up_proj": on_gpu(E, 2 * I, H, dtype=dtype),
+        "down_proj": on_gpu(E, H, I, dtype=dtype),
+        "router": on_gpu(E, H, dtype=dtype),
+        "top_k": K,
+    }
+    return {**made, **changes}
+
+
+def given(tokens: int = 100, ids: torch.dtype = torch.int32, **changes) -> dict:
+    routing = {"topk_ids": on_gpu(tokens, K, dtype=ids), "topk_weights": on_gpu(tokens, K, dtype=torch.float32)}
+    return {**arguments(tokens), "router": None, "top_k": None, **routing, **changes}
+
+
+def sparse(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16).to_sparse()
+
+
+def launched() -> dict:
+    return json.loads(driver.fake_last_launch())
+
+
+def prepared(ctx: flashmoe.Context) -> dict:
+    """The layers that are known to the library."""
+    return ctx._engine.layers

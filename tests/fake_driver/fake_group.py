@@ -1,0 +1,155 @@
+"""Several ranks, each a process with a GPU of its own as fake_gpu.py has it, on nvshmem.cpp in place of NVIDIA's
+NVSHMEM."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import flashmoe
+import torch
+from fake_gpu import SIZES, E, H, I, K, OnGpu, arguments, driver, launched, on_gpu
+from flashmoe import jit
+from flashmoe import nvshmem as nvshmem_files
+from flashmoe.engines import cuda
+from flashmoe.launch import RankPool
+
+
+@contextlib.contextmanager
+def fake_world():
+    """The name of what a fake NVSHMEM's ranks share."""
+    with tempfile.NamedTemporaryFile(prefix="world") as unique:
+        world = Path(unique.name).name
+        try:
+            yield world
+        finally:
+            for segment in Path("/dev/shm").glob(f"{world}-*"):  # the ranks were killed
+                segment.unlink()
+
+
+def on_ranks(function, each, environment=()):
+    """What `function(rank, ranks, name, environment, *arguments)` returns on each rank of a group, which are as many as
+    there are tuples of arguments; its environment says which world NVSHMEM's ranks share."""
+    with fake_world() as world, RankPool(len(each)) as pool:
+        environment = {"FAKE_NVSHMEM_WORLD": world, **dict(environment)}
+        return pool.call(function, [(environment, *arguments) for arguments in each], timeout=90)
+
+
+def pretend(device, cubin, environment):
+    """In a rank's process: a GPU, whose number `device` holds, NVSHMEM and kernels. Returns what is compiled."""
+    os.environ.update(environment)
+    compiled = []
+    nvshmem_files.library = lambda: "libnvshmem_host.so.3"
+    cuda.current_stream = lambda device: 77
+    jit.kernel = lambda variant: compiled.append(variant) or cubin
+    OnGpu.device = property(lambda self: torch.device("cuda", *device))
+    return compiled
+
+
+def rows_of_halves(tokens, rank):
+    """Of two ranks that have half of the experts each and so many tokens, routed as the fake driver does: the rows of
+    this one's experts, and those that it receives."""
+    experts = [{(t + k) % E for k in range(K)} for t in range(max(tokens))]
+    own = set(range(rank * E // 2, (rank + 1) * E // 2))
+    rows = sum(len(experts[t] & own) for count in tokens for t in range(count))
+    return rows, sum(bool(experts[t] & own) for t in range(tokens[1 - rank]))
+
+
+def kept_by_halves(room):
+    """Where such a rank has, in what it keeps with this room, x, numbers of received rows, experts' first rows, ids."""
+    rows, received, pitch = room
+    at_x = 2 * 2 * I * rows
+    at_numbers = at_x + 2 * H * received
+    at_first = -(-(at_numbers + 4 * 2 * pitch) // 16) * 16
+    return at_x, at_numbers, at_first, -(-(at_first + 4 * (E // 2 + 1)) // 16) * 16
+
+
+class Joined(NamedTuple):
+    """What a rank of a group has."""
+
+    heap_bytes: int
+    workspace_bytes: int
+    symmetric_blocks: int
+    """Of NVSHMEM, in the process."""
+    symmetric_bytes: int
+    device_bytes: int
+
+
+def join(rank, ranks, name, environment, groups, devices=(0, 1, 2, 3)):
+    """Joins groups of these sizes one after the other; of each, what was said, or a `Joined`."""
+    os.environ.update(environment)
+    nvshmem_files.library = lambda: os.environ.get("FAKE_NVSHMEM_PATH", "libnvshmem_host.so.3")
+    told = []
+    for i, changes in enumerate(groups):
+        settings = {"timeout": 20.0, **SIZES, **changes}
+        size, number = settings.pop("ranks", ranks), rank
+        if settings.pop("swapped", False):
+            number = ranks - 1 - rank
+        driver.fake_memory(1000 if settings.pop("without_memory", None) == rank else 1 << 40)
+        if size == 1:
+            number = 0
+        try:
+            with flashmoe.Context(
+                engine="cuda", device=devices[rank], rank=number, ranks=size, name=f"{name}-{i}", **settings
+            ) as made:
+                nvshmem = ctypes.CDLL("libnvshmem_host.so.3")
+                nvshmem.fake_nvshmem_allocated_bytes.restype = ctypes.c_size_t
+                asked = nvshmem.fake_nvshmem_allocations(), nvshmem.fake_nvshmem_allocated_bytes()
+                told.append(Joined(made.heap_bytes, made.workspace_bytes, *asked, driver.fake_allocated_bytes()))
+        except flashmoe.FlashMoEError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def joined(ranks, *groups, devices=(0, 1, 2, 3), environment=()):
+    """Of each rank, what it was told of the groups that it joined."""
+    return on_ranks(join, [(groups, devices)] * ranks, environment)
+
+
+class Put(NamedTuple):
+    """What a rank of a group that puts has, and a call of it."""
+
+    transport: str
+    return_mode: str
+    heap_bytes: int
+    workspace_bytes: int
+    registered_bytes: int
+    modules: int
+    """That NVSHMEM knows of, after a call."""
+    left: tuple[int, int]
+    """Bytes registered and modules known, once the context is closed."""
+    variants: list
+    launch: dict
+
+
+def put(rank, ranks, name, environment, changes, cubin):
+    """A call in a new group; what was said, or a `Put`."""
+    compiled = pretend([rank], cubin, environment)
+    nvshmem = ctypes.CDLL("libnvshmem_host.so.3")
+    nvshmem.fake_nvshmem_registered_bytes.restype = ctypes.c_size_t
+
+    def counted():
+        return nvshmem.fake_nvshmem_registered_bytes(), nvshmem.fake_nvshmem_modules()
+
+    try:
+        settings = {"timeout": 20.0, **SIZES, **changes}
+        cuda.machines = settings.pop("machines", ())
+        hidden, inner = settings["hidden"], settings["intermediate"]
+        with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
+            held = len(made.local_experts())
+            local = {"gate_up_proj": on_gpu(held, 2 * inner, hidden), "down_proj": on_gpu(held, hidden, inner)}
+            flashmoe.moe(made, **arguments(100, x=on_gpu(100, hidden), router=on_gpu(E, hidden), **local))
+            seen = made.transport, made.return_mode, made.heap_bytes, made.workspace_bytes, *counted()
+        return Put(*seen, counted(), compiled, launched())
+    except flashmoe.FlashMoEError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def put_by(ranks, *changes, cubin, environment=()):
+    """Of each rank; `changes`: of all ranks, or one for each."""
+    each = changes if len(changes) == ranks else changes * ranks
+    return on_ranks(put, [(mine, cubin) for mine in each], environment)
