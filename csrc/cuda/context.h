@@ -54,6 +54,9 @@ class Context {
   KeptRows count_rows(int64_t layer, uint64_t memory, DriverStream stream);
   void move_rows(int64_t layer, uint64_t memory, uint64_t kept, const KeptRows& rows, DriverStream stream);
 
+  // Whether calls of such a layer, of Pass::kInference, are those of the kernel of a few tokens for a rank of a group.
+  bool few_in_group(const LayerSpec& spec) const;
+
   // Waits for the device, then throws what a call ran into, if one did. Refused while `stream` is being captured.
   void synchronize(DriverStream stream);
 

@@ -1406,10 +1406,11 @@ def put(rank, ranks, name, changes, cubin, environment):
         settings = {"timeout": 20.0, **SIZES, **changes}
         cuda.machines = settings.pop("machines", ())
         hidden, inner = settings["hidden"], settings["intermediate"]
+        tokens, how = settings.pop("tokens", 100), settings.pop("how", {})
         with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
             held = len(made.local_experts())
             local = {"gate_up_proj": on_gpu(held, 2 * inner, hidden), "down_proj": on_gpu(held, hidden, inner)}
-            flashmoe.moe(made, **arguments(100, x=on_gpu(100, hidden), router=on_gpu(E, hidden), **local))
+            flashmoe.moe(made, **arguments(tokens, x=on_gpu(tokens, hidden), router=on_gpu(E, hidden), **local), **how)
             seen = made.transport, made.return_mode, made.heap_bytes, made.workspace_bytes, *counted()
         return Put(*seen, counted(), compiled, launched())
     except flashmoe.FlashMoEError as error:
@@ -1677,6 +1678,39 @@ def test_where_memory_is_mapped_nothing_is_put(tmp_path):
     for seen in put_by(2, {}, cubin=tmp_path / "kernel.cubin"):
         assert (seen.transport, seen.registered_bytes, seen.modules) == ("mapped", 0, 0)
         assert seen.variants == [jit.Variant("bfloat16", "swiglu")] and seen.launch["mapped"] == 2
+
+
+FEW = {"max_tokens": 21, "return_mode": "direct", "tokens": 20}
+"""Of three ranks: 252 rows in all, 15.75 an expert."""
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 21])
+def test_few_tokens_of_several_ranks(tmp_path, tokens):
+    """All calls of a context of so few tokens, also of a rank without, are another kernel's."""
+    sizes = {name: FEW[name] for name in ("max_tokens", "return_mode")}
+    plan = plan_memory(engine="cuda", ranks=3, **{**SIZES, **sizes})
+    for seen in put_by(3, {**FEW, "tokens": tokens}, cubin=tmp_path / "kernel.cubin"):
+        assert seen.variants == [jit.Variant("bfloat16", "swiglu", few_group=True)]
+        names = ("few", "geometry", "cooperative", "tokens", "mapped", "block", "groups")
+        assert [seen.launch[name] for name in names] == [1, 1, 1, tokens, 3, 8, [0, 1]]
+        assert seen.launch["token_rows"] is None  # its gate takes no tensor map
+        assert (seen.heap_bytes, seen.workspace_bytes) == (plan.heap_bytes, plan.workspace_bytes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_tokens": 22},
+        {"return_mode": "reduced"},
+        {"transport": "rdma", "return_mode": "reduced"},
+        {"machines": (0, 0, 1)},
+        {"how": {"capacity_factor": 2.0}},
+    ],
+    ids=str,
+)
+def test_what_the_general_kernel_takes_of_few_tokens(tmp_path, changes):
+    for seen in put_by(3, {**FEW, **changes}, cubin=tmp_path / "kernel.cubin"):
+        assert not seen.variants[0].few_group and (seen.launch["few"], seen.launch["geometry"]) == (0, 1)
 
 
 def test_memory_that_one_rank_cannot_map(tmp_path):
