@@ -160,7 +160,8 @@ class Network:
         found = []
         for host in self.hosts:
             found += [f"{host.name} has process {pid}" for pid in host.processes() if pid != host.pid]
-            found += [f"{host.name} has {path.name}" for path in Path(f"/proc/{host.pid}/root/dev/shm").iterdir()]
+            shared_memory = Path("/proc", str(host.pid), "root", "dev", "shm")  # as the host sees it
+            found += [f"{host.name} has {path.name}" for path in shared_memory.iterdir()]
             found += [f"{host.name} has a socket: {line}" for line in host.sockets()]
         return found
 

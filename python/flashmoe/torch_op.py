@@ -5,7 +5,8 @@ for these: since an operator takes tensors and plain values, the context is the 
 placement what `flashmoe.placement.flat` makes of it (ranks, where no expert has copies); there is no ``trace``; and
 instead of ``load`` and ``router_logits`` there is a second operator, ``moe_observed``, which returns what they get.
 (PyTorch has neither effects nor gradients for operators that write to an argument.) Where gradients are recorded, it is
-a third one, ``moe_kept``, which also returns what they need (docs/training.md).
+a third one, ``moe_kept``, which also returns what they need (docs/training.md), or, if PyTorch looks at calls for these
+alone, no operator but a `torch.autograd.Function`.
 
 The operator neither changes an input nor returns a view of one. Still it is declared to have an effect: the
 ranks must make the same calls in the same order, so that a compiler may neither drop a call whose result this
@@ -124,10 +125,14 @@ def _moe_observed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     the router's logits [T, E], or [0, 0] if they are not asked for."""
     bound = _OBSERVED.bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
+    return _observed(bound.arguments)
+
+
+def _observed(given: Mapping[str, Any], keep: bool = False) -> tuple[Any, Tensor, Tensor]:
+    """What `_run` returns of the call, and what its load grows by and its logits."""
     load, logits = _observations(given)
     asked = {"load": load if given["load_size"] else None, "router_logits": logits if given["with_logits"] else None}
-    return _run(given, **asked), load, logits
+    return _run(given, **asked, keep=keep), load, logits
 
 
 def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -227,9 +232,7 @@ def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 def _kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `_moe_kept` returns."""
-    load, logits = _observations(given)
-    asked = {"load": load if given["load_size"] else None, "router_logits": logits if given["with_logits"] else None}
-    y, kept, counted = _run(given, keep=True, **asked)
+    (y, kept, counted), load, logits = _observed(given, keep=True)
     return y, load, logits, kept, counted
 
 

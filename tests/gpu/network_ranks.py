@@ -3,10 +3,9 @@ and are told that they are of several machines."""
 
 from __future__ import annotations
 
-import functools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from flashmoe.engines import cuda
 from flashmoe.report import CallReport
 from layers import Problem, call, capture, check, random_problem
 from quantised_on_gpu import in_group
-from ranks import FEW_TOKENS, device_of, share_of, with_experts
+from ranks import FEW_TOKENS, device_of, share_of, starting_anew, with_experts
 
 LIMITS = {
     "max_tokens": 600,
@@ -33,8 +32,6 @@ LIMITS = {
     "shared_intermediate": 512,
 }
 """Of the contexts that stay from test to test."""
-
-_kept: dict[tuple[tuple[int, ...], str], flashmoe.Context] = {}
 
 
 class Spread:
@@ -62,28 +59,13 @@ def told_to_be(machines: Sequence[int]) -> Iterator[None]:
 
 def context_on(rank: int, ranks: int, name: str, machines: Sequence[int], mode: str) -> flashmoe.Context:
     """The one that this process keeps for the spread and return mode."""
-    key = tuple(machines), mode
-    context = _kept.get(key)
-    if context is None or context.closed:
+    of_spread = f"{''.join(map(str, machines))}-{mode}"
+
+    def make() -> flashmoe.Context:
         with told_to_be(machines):
-            of_spread = f"{name}-{''.join(map(str, machines))}-{mode}"
-            context = _kept[key] = on_rank.joined(rank, ranks, of_spread, return_mode=mode, **LIMITS)
-    return context
+            return on_rank.joined(rank, ranks, f"{name}-{of_spread}", return_mode=mode, **LIMITS)
 
-
-def starting_anew(fn: Callable) -> Callable:
-    """`fn` on contexts that do not outlive a failure: then no rank's do."""
-
-    @functools.wraps(fn)
-    def wrapped(*arguments: Any) -> Any:
-        try:
-            return fn(*arguments)
-        except BaseException:
-            while _kept:
-                _kept.popitem()[1].close()
-            raise
-
-    return wrapped
+    return on_rank.kept_context(of_spread, make)
 
 
 def two_levels(

@@ -103,16 +103,21 @@ def alone_on(rank: int, problem: Problem) -> flashmoe.Context:
     return context_of(problem, device=device_of(rank), processors=processors())
 
 
-def shared_context(rank: int, ranks: int, name: str, way: str) -> flashmoe.Context:
-    """The context of this way that this process keeps from test to test."""
-    context = _shared.get(way)
+def kept_context(key: str, make: Callable[[], flashmoe.Context]) -> flashmoe.Context:
+    """The context of this name that this process keeps from test to test; where there is none, it is made."""
+    context = _shared.get(key)
     if context is None or context.closed:
-        context = _shared[way] = joined(rank, ranks, f"{name}-{way}", **WAYS[way])
+        context = _shared[key] = make()
     return context
 
 
+def shared_context(rank: int, ranks: int, name: str, way: str) -> flashmoe.Context:
+    """The one of this way."""
+    return kept_context(way, lambda: joined(rank, ranks, f"{name}-{way}", **WAYS[way]))
+
+
 def starting_anew(fn: Callable) -> Callable:
-    """`fn` on the shared context, which does not outlive a failure: then no rank's does."""
+    """`fn` on contexts that are kept, which do not outlive a failure: then no rank's do."""
 
     @functools.wraps(fn)
     def wrapped(*arguments: Any) -> Any:
