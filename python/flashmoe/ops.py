@@ -81,10 +81,11 @@ def moe(
     with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
     depend on timing, and with ``"direct"`` not on R either.
 
-    With PyTorch tensors the CPU engine has gradients (docs/training.md), by backward passes that all ranks make in one
-    order. On the CUDA engine and of quantised weights they raise `NotImplementedError`, as do forward-mode derivatives.
-    Where PyTorch compiles, traces or transforms calls, or records gradients, and for tensors without values, a call
-    without `trace` is one operator, such as ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
+    With PyTorch tensors there are gradients (docs/training.md), by backward passes that all ranks make in one order. Of
+    quantised weights, and on GPUs with transport ``"rdma"``, they raise `NotImplementedError`, as do forward-mode
+    derivatives.
+    Where PyTorch compiles, traces or transforms calls, and for tensors without values, a call without `trace` is one
+    operator, such as ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
 
     Raises
     ------
