@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, _ffi, ucx
 from flashmoe.meeting import StoreMeeting
+from flashmoe.rendezvous import AddressMeeting
 from hosts import Network, network
 from processes import MARGIN, await_condition, processes
 from spread_ranks import (
@@ -170,6 +172,32 @@ def errors_of_joining(net: Network, spread: Sequence[int], arguments: Sequence[t
     return errors
 
 
+def test_a_rank_that_comes_behind_the_end_of_its_meeting_hears_why(monkeypatch):
+    """Rank 0, too, which listens before it comes itself."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    over, told = threading.Event(), []
+    connect = AddressMeeting._connect
+
+    def connect_later(meeting: AddressMeeting, where: tuple[str, int]) -> Any:
+        assert meeting.rank != 0 or over.wait(MARGIN)
+        return connect(meeting, where)
+
+    def meet(rank: int, ranks: int) -> None:
+        with pytest.raises(GroupError) as refused:
+            AddressMeeting(address, "g", rank, ranks, 3 * MARGIN, SECRET.encode())
+        told.append(str(refused.value))
+
+    monkeypatch.setattr(AddressMeeting, "_connect", connect_later)
+    first = threading.Thread(target=meet, args=(0, 2))
+    first.start()
+    meet(1, 3)
+    over.set()
+    first.join(MARGIN)
+    assert not first.is_alive()
+    assert len(told) == 2 and told[0] == told[1] and "disagrees on ranks: rank 0 has 2, rank 1" in told[0]
+
+
 def test_joining_ends_with_a_named_error(network: MakeNetwork):
     net = network(2)
     where = f"{net.address(0)}:{PORT}"
@@ -185,10 +213,10 @@ def test_joining_ends_with_a_named_error(network: MakeNetwork):
     for error in errors_of_joining(net, [0, 1], attempts(0, 2, of=3)):
         assert isinstance(error, PeerTimeout) and "rank 1 did not join within 2 s" in str(error)
     # A rank that joins twice.
-    for error in errors_of_joining(net, [0, 1, 1], attempts(0, 1, 1, of=3, timeout=90.0)):
+    for error in errors_of_joining(net, [0, 1, 1], attempts(0, 1, 1, of=3, timeout=30.0)):
         assert isinstance(error, GroupError) and "already has a rank 1" in str(error) and "host2" in str(error)
     # Ranks that disagree on how many they are, and on the return mode's memory.
-    disagreeing = [*attempts(0, of=2, timeout=90.0), *attempts(1, of=3, timeout=90.0)]
+    disagreeing = [*attempts(0, of=2, timeout=30.0), *attempts(1, of=3, timeout=30.0)]
     for error in errors_of_joining(net, [0, 1], disagreeing):
         assert isinstance(error, GroupError)
         assert "disagrees on ranks: rank 0 has 2, rank 1 on host host2 has 3" in str(error)

@@ -81,9 +81,8 @@ def moe(
     with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
     depend on timing, and with ``"direct"`` not on R either.
 
-    With PyTorch tensors there are gradients (docs/training.md), by backward passes that all ranks make in one order. Of
-    quantised weights, and on GPUs with transport ``"rdma"``, they raise `NotImplementedError`, as do forward-mode
-    derivatives.
+    With PyTorch tensors there are gradients (docs/training.md), by backward passes that all ranks make in one order: of
+    quantised weights and with transport ``"rdma"`` a `NotImplementedError`, as forward-mode derivatives are.
     Where PyTorch compiles, traces or transforms calls, and for tensors without values, a call without `trace` is one
     operator, such as ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
 

@@ -249,6 +249,7 @@ class _Listener:
         self._ranks: dict[int, _Guest] = {}
         self._rounds: dict[str, dict[int, Any]] = {}
         self._notes: list[str] = []  # of who was refused
+        self._failed: dict[str, Any] | None = None  # what the meeting ended with first
         self._over = threading.Event()
         self.local: str | None = None
         """The address of this host by which a rank of another has come."""
@@ -354,6 +355,10 @@ class _Listener:
             self._say(guest, {"other": self._meeting.group})
             guest.ends = True
             return
+        if self._failed is not None:  # rank 0, too, may come behind one that ends the meeting
+            self._say(guest, self._failed)
+            guest.ends = True
+            return
         if ranks != self._meeting.ranks or not 0 <= rank < ranks:
             return self._fail(
                 GroupError.__name__,
@@ -373,9 +378,11 @@ class _Listener:
         self._say(guest, {"welcome": rank})
 
     def _fail(self, kind: str, text: str, guest: _Guest | None = None) -> None:
-        """Ends the meeting for all; `guest`: one that is no rank of it."""
+        """Ends the meeting for all, those too that are still to come; `guest`: one that is no rank of it."""
+        said = {"failed": {"kind": kind, "text": text}}
+        self._failed = self._failed or said
         for each in [*self._ranks.values(), *([guest] if guest else [])]:
-            self._say(each, {"failed": {"kind": kind, "text": text}})
+            self._say(each, said)
         if guest is not None:
             guest.ends = True
 
