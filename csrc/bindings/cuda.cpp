@@ -140,8 +140,10 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
     f("kept", g.kept);
     f("rows", g.rows.rows);
     f("received", g.rows.received);
-    f("pitch", g.rows.pitch);
     f("call", g.rows.call);
+    f("room_rows", g.rows.room.rows);
+    f("room_received", g.rows.room.received);
+    f("pitch", g.rows.room.pitch);
     f("x", g.x);
     f("x_row_bytes", g.x_row_bytes);
     f("memory", g.memory);
@@ -167,15 +169,15 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
   });
 }
 
-// The fields of KeptRows, in their order; of a rank alone none are looked at.
-KeptRows rows_of(const ffi::Array<int64_t>& rows) {
-  const auto at = [&](int64_t i) { return static_cast<uint64_t>(rows[i]); };
-  return {at(0), at(1), at(2), at(3)};
+// The fields of gpu::KeptRoom, in their order; of a rank alone none are looked at.
+gpu::KeptRoom room_of(const ffi::Array<int64_t>& room) {
+  const auto at = [&](int64_t i) { return static_cast<uint32_t>(room[i]); };
+  return {at(0), at(1), at(2)};
 }
 
-int64_t kept_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> rows) {
+int64_t kept_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> room) {
   return guarded([&] {
-    return static_cast<int64_t>(context(handle)->kept_bytes(layer, static_cast<uint32_t>(tokens), rows_of(rows)));
+    return static_cast<int64_t>(context(handle)->kept_bytes(layer, static_cast<uint32_t>(tokens), room_of(room)));
   });
 }
 
@@ -185,9 +187,11 @@ int64_t kept_token_bytes(int64_t rows, int64_t choices, int64_t row_bytes) {
   return static_cast<int64_t>(KeptLayout(count(rows), count(choices), count(row_bytes)).bytes);
 }
 
-int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> rows) {
+// rows, received: of KeptRows; of a rank alone not looked at.
+int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens, int64_t rows, int64_t received) {
   return guarded([&] {
-    return static_cast<int64_t>(context(handle)->pass_bytes(layer, static_cast<uint32_t>(tokens), rows_of(rows)));
+    const KeptRows counted{static_cast<uint64_t>(rows), static_cast<uint64_t>(received)};
+    return static_cast<int64_t>(context(handle)->pass_bytes(layer, static_cast<uint32_t>(tokens), counted));
   });
 }
 
@@ -196,18 +200,31 @@ int64_t call_bytes(int64_t handle, int64_t layer, int64_t stream) {
   return guarded([&] { return static_cast<int64_t>(context(handle)->call_bytes(layer, stream_of(stream))); });
 }
 
-ffi::Array<int64_t> count_rows(int64_t handle, int64_t layer, int64_t stream, int64_t memory) {
+ffi::Array<int64_t> expected_room(int64_t handle, int64_t layer) {
   return guarded([&] {
-    const KeptRows rows = context(handle)->count_rows(layer, static_cast<uint64_t>(memory), stream_of(stream));
-    const auto as_given = [](uint64_t value) { return static_cast<int64_t>(value); };
-    return ffi::Array<int64_t>{as_given(rows.rows), as_given(rows.received), as_given(rows.pitch), as_given(rows.call)};
+    const gpu::KeptRoom room = context(handle)->expected_room(layer);
+    return ffi::Array<int64_t>{room.rows, room.received, room.pitch};
   });
 }
 
-void move_rows(int64_t handle, int64_t layer, int64_t stream, int64_t memory, int64_t kept, ffi::Array<int64_t> rows) {
+void count_rows(int64_t handle, int64_t layer, int64_t stream, int64_t memory) {
+  guarded([&] { context(handle)->count_rows(layer, static_cast<uint64_t>(memory), stream_of(stream)); });
+}
+
+void move_rows(int64_t handle, int64_t layer, int64_t stream, int64_t memory, int64_t kept, ffi::Array<int64_t> room) {
   guarded([&] {
-    context(handle)->move_rows(layer, static_cast<uint64_t>(memory), static_cast<uint64_t>(kept), rows_of(rows),
+    context(handle)->move_rows(layer, static_cast<uint64_t>(memory), static_cast<uint64_t>(kept), room_of(room),
                                stream_of(stream));
+  });
+}
+
+// The fields of KeptRows, those of its room last.
+ffi::Array<int64_t> read_counts(int64_t handle, int64_t layer, ffi::Array<int64_t> room) {
+  return guarded([&] {
+    const KeptRows rows = context(handle)->read_counts(layer, room_of(room));
+    const auto as_given = [](uint64_t value) { return static_cast<int64_t>(value); };
+    return ffi::Array<int64_t>{as_given(rows.rows), as_given(rows.received), as_given(rows.call),
+                               rows.room.rows,      rows.room.received,      rows.room.pitch};
   });
 }
 
@@ -221,10 +238,10 @@ Map training_bytes(Map layer, Map map) {
     const uint64_t tokens = limits.max_tokens, experts = limits.max_local_experts + shared_experts(spec.shared);
     const uint64_t rows_kept = tokens * rows_of_token(spec), choices = uint64_t{spec.top_k} * spec.slices;
     const bool alone = limits.ranks == 1, redispatch = !alone && limits.redispatch != 0;
-    const KeptRows rows{rows_kept, tokens * min_of<uint64_t>(choices, limits.ranks - 1), tokens, 0};
+    const uint64_t received = tokens * min_of<uint64_t>(choices, limits.ranks - 1);
     Map out;
     const auto set = [&](const char* name, uint64_t bytes) { out.Set(name, static_cast<int64_t>(bytes)); };
-    const PassLayout pass(spec, tokens, rows_kept, experts, rows.received, redispatch, alone);
+    const PassLayout pass(spec, tokens, rows_kept, experts, received, redispatch, alone);
     set("tile_rows", pass.plain);
     set("pass_tokens", pass.gather - pass.received);
     set("gather", pass.parts - pass.gather);
@@ -235,7 +252,9 @@ Map training_bytes(Map layer, Map map) {
       set("kept_routing", kept.bytes - kept.ids);
       return out;
     }
-    const GroupKeptLayout kept(spec, tokens, limits.ranks, experts, rows, redispatch);
+    const auto count = [](uint64_t n) { return static_cast<uint32_t>(n); };
+    const gpu::KeptRoom room{count(rows_kept), redispatch ? 0 : count(received), count(tokens)};
+    const GroupKeptLayout kept(spec, tokens, limits.ranks, experts, room);
     set("kept_rows", kept.received);
     set("kept_tokens", kept.numbers - kept.received);
     set("kept_numbers", kept.ids - kept.numbers);
@@ -322,8 +341,10 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_bytes, flashmoe::cuda::kept_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_token_bytes, flashmoe::cuda::kept_token_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_pass_bytes, flashmoe::cuda::pass_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call_bytes, flashmoe::cuda::call_bytes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_expected_room, flashmoe::cuda::expected_room)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_count_rows, flashmoe::cuda::count_rows)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_move_rows, flashmoe::cuda::move_rows)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_counts, flashmoe::cuda::read_counts)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_training_bytes, flashmoe::cuda::training_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_synchronize, flashmoe::cuda::synchronize)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_read_routing, flashmoe::cuda::read_routing)

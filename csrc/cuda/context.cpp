@@ -32,7 +32,8 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
     : device_(ordinal),
       common_{.limits = cuda_limits(limits, device_.processors()), .call = {}, .asked = order},
       fault_page_(device_),
-      counts_page_(device_) {
+      counts_page_(device_),
+      counted_(device_) {
   common_.fault = fault_page_.mapped<HostFault>();
   common_.call = common_call(who, common_.limits, timeout_ns);
   take_memory(who);
@@ -178,10 +179,10 @@ void Context::launch(Plan& plan, DriverStream stream) {
   plan.kernels.launch(plan.args, machines_ ? machines_->on_device() : nullptr, plan.few(), processors(), stream);
 }
 
-uint64_t Context::kept_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows) {
+uint64_t Context::kept_bytes(int64_t layer, uint32_t tokens, const gpu::KeptRoom& room) {
   const std::lock_guard lock(mutex_);
   const Plan& plan = plan_of(layer);
-  return common_.limits.ranks == 1 ? KeptLayout(plan.spec, tokens).bytes : plan.kept_layout(tokens, rows).bytes;
+  return common_.limits.ranks == 1 ? KeptLayout(plan.spec, tokens).bytes : plan.kept_layout(tokens, room).bytes;
 }
 
 uint64_t Context::pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows) {
@@ -198,6 +199,11 @@ uint64_t Context::call_bytes(int64_t layer, DriverStream stream) {
   return plan_of(layer).call_layout(common_).bytes;
 }
 
+gpu::KeptRoom Context::expected_room(int64_t layer) {
+  const std::lock_guard lock(mutex_);
+  return plan_of(layer).expected_room;
+}
+
 gpu::CountedRows Context::counted_rows(const Plan& plan, uint64_t memory) const {
   const GroupCallLayout layout = plan.call_layout(common_);
   const auto words = [&](uint64_t offset) { return reinterpret_cast<uint32_t*>(memory + offset); };
@@ -205,41 +211,49 @@ gpu::CountedRows Context::counted_rows(const Plan& plan, uint64_t memory) const 
           words(layout.rows), words(layout.numbers)};
 }
 
-KeptRows Context::count_rows(int64_t layer, uint64_t memory, DriverStream stream) {
+void Context::count_rows(int64_t layer, uint64_t memory, DriverStream stream) {
   const std::lock_guard lock(mutex_);
   const Device::Use use(device_);
   Plan& plan = plan_of(layer);
   plan.kernels.launch_count(plan.args, counted_rows(plan, memory), stream);
-  check(driver().cuStreamSynchronize(stream), "work on the device failed");
-  check_health();
-  static_assert(gpu::kMaxRanks * sizeof(gpu::RankRows) <= MappedPage::kBytes);
-  KeptRows all;
-  all.call = calls_;
-  for (uint32_t p = 0; p < common_.limits.ranks; ++p) {
-    const gpu::RankRows& of_rank = counts_page_.host<gpu::RankRows>()[p];
-    all.rows += of_rank.rows, all.received += of_rank.received;
-    all.pitch = max_of(all.pitch, uint64_t{of_rank.tokens});
-  }
-  return all;
+  counted_.record(stream);
 }
 
-void Context::move_rows(int64_t layer, uint64_t memory, uint64_t kept, const KeptRows& rows, DriverStream stream) {
+void Context::move_rows(int64_t layer, uint64_t memory, uint64_t kept, const gpu::KeptRoom& room, DriverStream stream) {
   const std::lock_guard lock(mutex_);
   const Device::Use use(device_);
   Plan& plan = plan_of(layer);
   const auto& shape = plan.args.call.shape;
-  const GroupKeptLayout layout = plan.kept_layout(shape.tokens, rows);
+  const GroupKeptLayout layout = plan.kept_layout(shape.tokens, room);
   const auto words = [&](uint64_t offset) { return reinterpret_cast<uint32_t*>(kept + offset); };
   const gpu::MovedRows to{counted_rows(plan, memory),
                           reinterpret_cast<uint8_t*>(kept),
                           plan.redispatch ? nullptr : reinterpret_cast<uint8_t*>(kept + layout.received),
                           words(layout.numbers),
                           words(layout.first_row),
-                          static_cast<uint32_t>(rows.pitch),
+                          room,
                           processors()};
   const uint64_t experts = shape.local_experts + later_slices(plan.spec);  // as its tiles are moved
-  const uint64_t tiles = rows.rows / sm90::kTileTokens + min_of(experts, rows.rows);
+  const uint64_t tiles = room.rows / sm90::kTileTokens + min_of(experts, uint64_t{room.rows});
   plan.kernels.launch_move(plan.args, to, static_cast<uint32_t>(tiles), stream);
+}
+
+KeptRows Context::read_counts(int64_t layer, const gpu::KeptRoom& room) {
+  const std::lock_guard lock(mutex_);
+  const Device::Use use(device_);
+  counted_.wait();
+  check_health();
+  static_assert(gpu::kMaxRanks * sizeof(gpu::RankRows) <= MappedPage::kBytes);
+  gpu::RankRows all{};
+  for (uint32_t p = 0; p < common_.limits.ranks; ++p) {
+    const gpu::RankRows& of_rank = counts_page_.host<gpu::RankRows>()[p];
+    all = {max_of(all.tokens, of_rank.tokens), all.received + of_rank.received, all.rows + of_rank.rows};
+  }
+  Plan& plan = plan_of(layer);
+  const gpu::KeptRoom needed{all.rows, plan.redispatch ? 0 : all.received, all.tokens};
+  const bool stays = plan.suits(plan.args.call.shape.tokens, room, needed);
+  if (!stays) plan.expect(needed);
+  return {all.rows, all.received, calls_, stays ? room : needed};
 }
 
 void Context::synchronize(DriverStream stream) {

@@ -41,18 +41,22 @@ class Context {
   // The same of a backward pass, of at least one token.
   void backward(int64_t layer, const TokenSpec& tokens, const GradientSpec& gradients, DriverStream stream);
 
-  // Bytes that a call of so many tokens keeps, of a layer of Pass::kForward; and that a call of Pass::kBackward needs. rows:
-  // among several ranks.
-  uint64_t kept_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows);
+  // Bytes that a call of so many tokens keeps, of a layer of Pass::kForward; and that a call of Pass::kBackward needs. room,
+  // rows: among several ranks.
+  uint64_t kept_bytes(int64_t layer, uint32_t tokens, const gpu::KeptRoom& room);
   uint64_t pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows);
 
   // Of a layer of Pass::kForward, among several ranks. Bytes of memory where its calls have their rows (refused while
-  // `stream` is being captured); how many rows the last call has left there, `memory`, for which the host waits for the
-  // stream, and throws what the call ran into; and moves them from there to `kept`, memory of kept_bytes, but for the
-  // routing, which is the caller's.
+  // `stream` is being captured); and the room that is expected to suit the next call: none for the first.
   uint64_t call_bytes(int64_t layer, DriverStream stream);
-  KeptRows count_rows(int64_t layer, uint64_t memory, DriverStream stream);
-  void move_rows(int64_t layer, uint64_t memory, uint64_t kept, const KeptRows& rows, DriverStream stream);
+  gpu::KeptRoom expected_room(int64_t layer);
+  // Behind a call, which has left its rows in `memory`: launches what counts them; and what moves them to `kept`, memory of
+  // kept_bytes for this room, but for the routing, which is the caller's, or does nothing if they need more.
+  void count_rows(int64_t layer, uint64_t memory, DriverStream stream);
+  void move_rows(int64_t layer, uint64_t memory, uint64_t kept, const gpu::KeptRoom& room, DriverStream stream);
+  // Waits until they are counted, not moved, and throws what the call ran into. The room is this one, if they have been moved
+  // there and should stay; else what they need, to which they are to be moved.
+  KeptRows read_counts(int64_t layer, const gpu::KeptRoom& room);
 
   // Waits for the device, then throws what a call ran into, if one did. Refused while `stream` is being captured.
   void synchronize(DriverStream stream);
@@ -92,6 +96,7 @@ class Context {
   const Nvshmem* puts_ = nullptr;               // not null where peers are reached by puts alone
   std::unique_ptr<Registration> registration_;  // of the workspace, which puts then read
   MappedPage fault_page_, counts_page_;
+  Event counted_;  // what is told in counts_page_ is there
   bool broken_ = false;
   std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;
   // By holders, and whether there is a shared expert. Never shrinks: captured graphs have pointers to the tables.

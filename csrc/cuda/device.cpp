@@ -137,6 +137,24 @@ MappedPage::~MappedPage() {
   driver().cuMemFreeHost(host_);
 }
 
+Event::Event(const Device& device) : device_(device) {
+  const Device::Use use(device);
+  check(driver().cuEventCreate(&event_, kEventDisableTiming), "cannot create an event");
+}
+
+Event::~Event() {
+  const Device::Use use(device_);
+  driver().cuEventDestroy_v2(event_);
+}
+
+void Event::record(DriverStream stream) const {
+  check(driver().cuEventRecord(event_, stream), "cannot record an event");
+}
+
+void Event::wait() const {
+  check(driver().cuEventSynchronize(event_), "work on the device failed");
+}
+
 Module::Module(const Device& device, const std::string& cubin)
     : device_(device), doing_(concat("cannot load the kernel ", cubin)) {
   std::ifstream file(cubin, std::ios::binary);

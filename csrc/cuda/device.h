@@ -106,6 +106,22 @@ class MappedPage {
   DevicePtr mapped_ = 0;
 };
 
+// A point in a stream, for which the host can wait without what is behind it. The device's context is current.
+class Event {
+ public:
+  explicit Event(const Device& device);
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void record(DriverStream stream) const;
+  void wait() const;  // for the last one recorded
+
+ private:
+  const Device& device_;
+  DriverEvent event_ = nullptr;
+};
+
 // The kernels of one cubin.
 class Module {
  public:

@@ -20,6 +20,7 @@ using DriverContext = struct CUctx_st*;
 using DriverModule = struct CUmod_st*;
 using DriverFunction = struct CUfunc_st*;
 using DriverStream = struct CUstream_st*;
+using DriverEvent = struct CUevent_st*;
 
 inline constexpr CudaResult kCudaSuccess = 0;
 inline constexpr CudaResult kCudaOutOfMemory = 2;
@@ -31,6 +32,7 @@ enum DeviceAttribute : int {
 };
 inline constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 inline constexpr unsigned kHostAllocPortable = 1, kHostAllocMapped = 2;
+inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr int kCaptureNone = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
 
 enum TensorMapType : int { kMapUInt8 = 0, kMapFloat16 = 6, kMapFloat32 = 7, kMapBFloat16 = 9 };
@@ -72,6 +74,10 @@ struct LaunchConfig {  // CUlaunchConfig
   X(cuCtxPopCurrent_v2, (DriverContext*))                                                           \
   X(cuCtxSynchronize, ())                                                                           \
   X(cuStreamSynchronize, (DriverStream))                                                            \
+  X(cuEventCreate, (DriverEvent*, unsigned flags))                                                  \
+  X(cuEventRecord, (DriverEvent, DriverStream))                                                     \
+  X(cuEventSynchronize, (DriverEvent))                                                              \
+  X(cuEventDestroy_v2, (DriverEvent))                                                               \
   X(cuMemAlloc_v2, (DevicePtr*, size_t bytes))                                                      \
   X(cuMemFree_v2, (DevicePtr))                                                                      \
   X(cuMemGetInfo_v2, (size_t* free, size_t* total))                                                 \

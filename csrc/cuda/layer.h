@@ -38,11 +38,12 @@ struct Layer {
   std::string cubin;        // file of the kernel compiled for the spec's types and activation, and traced
 };
 
-// How many rows a call among several ranks has kept, and which call of its context it was: all ranks count the same.
+// How many rows a call among several ranks has kept, where there is room for perhaps more; and which call of its context it
+// was: all ranks count the same.
 struct KeptRows {
-  uint64_t rows = 0, received = 0;  // of experts; of other ranks' tokens
-  uint64_t pitch = 0;               // the most tokens that a rank had
+  uint64_t rows = 0, received = 0;  // of experts; of other ranks' tokens, also where these are dispatched again
   uint64_t call = 0;
+  gpu::KeptRoom room{};
 };
 
 // Bytes of a row's pre-activations.
@@ -72,17 +73,17 @@ struct KeptLayout {
       : KeptLayout(tokens * rows_of_token(spec), tokens * choices_of_token(spec), kept_row_bytes(spec)) {}
 };
 
-// The same among several ranks: pre-activations first (MovedRows), the routing of the rank's own tokens last.
-// redispatch: and no received rows.
+// The same among several ranks, by the room that there is: pre-activations first (MovedRows), the routing of the rank's own
+// tokens, whose number is known, last.
 struct GroupKeptLayout {
   uint64_t received, numbers, first_row, ids, weights, bytes;
 
-  GroupKeptLayout(const LayerSpec& spec, uint64_t tokens, uint64_t ranks, uint64_t local_experts, const KeptRows& kept,
-                  bool redispatch) {
+  GroupKeptLayout(const LayerSpec& spec, uint64_t tokens, uint64_t ranks, uint64_t local_experts,
+                  const gpu::KeptRoom& room) {
     constexpr uint64_t kAlign = 16;
-    received = kept.rows * kept_row_bytes(spec);
-    numbers = received + (redispatch ? 0 : kept.received * spec.token_row_bytes());
-    first_row = align_up(numbers + ranks * kept.pitch * sizeof(uint32_t), kAlign);
+    received = room.rows * kept_row_bytes(spec);
+    numbers = received + room.received * spec.token_row_bytes();
+    first_row = align_up(numbers + ranks * room.pitch * sizeof(uint32_t), kAlign);
     ids = align_up(first_row + (local_experts + later_slices(spec) + 1) * sizeof(uint32_t), kAlign);
     weights = ids + tokens * choices_of_token(spec) * sizeof(int32_t);
     bytes = weights + tokens * choices_of_token(spec) * sizeof(float);

@@ -289,8 +289,13 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   }
 }
 
-GroupKeptLayout Plan::kept_layout(uint64_t tokens, const KeptRows& rows) const {
-  return {spec, tokens, args.call.shape.ranks, args.call.shape.local_experts, rows, redispatch};
+GroupKeptLayout Plan::kept_layout(uint64_t tokens, const gpu::KeptRoom& room) const {
+  return {spec, tokens, args.call.shape.ranks, args.call.shape.local_experts, room};
+}
+
+bool Plan::suits(uint64_t tokens, const gpu::KeptRoom& room, const gpu::KeptRoom& needed) const {
+  // Up to a fifth more is kept for as long as the graph lives, rather than that all is moved once more.
+  return room.has(needed) && 5 * kept_layout(tokens, room).bytes <= 6 * kept_layout(tokens, needed).bytes;
 }
 
 GroupCallLayout Plan::call_layout(const Common& common) const {
@@ -306,6 +311,12 @@ PassLayout Plan::pass_layout(uint64_t tokens, const KeptRows& rows) const {
           rows.received,
           redispatch,
           alone};
+}
+
+// A sixteenth more, since a layer's calls differ a little. While that suits it stays, so that all they allocate is of one size.
+void Plan::expect(const gpu::KeptRoom& needed) {
+  const auto more = [](uint32_t count) { return count + count / 16; };
+  expected_room = {more(needed.rows), more(needed.received), more(needed.pitch)};
 }
 
 // Where a call leaves what it keeps.
@@ -336,13 +347,13 @@ PassLayout Plan::set_rows(const GradientSpec& g) {
                           reinterpret_cast<float*>(g.kept + kept.weights)};
     return layout;
   }
-  const GroupKeptLayout kept = kept_layout(tokens, g.rows);
+  const GroupKeptLayout kept = kept_layout(tokens, g.rows.room);
   args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids),
                         reinterpret_cast<float*>(g.kept + kept.weights)};
   sm90::GroupArgs& own = args.group;
   own.received = at(g.memory + layout.received);
   own.numbers = reinterpret_cast<const uint32_t*>(g.kept + kept.numbers);
-  own.pitch = static_cast<uint32_t>(g.rows.pitch);
+  own.pitch = g.rows.room.pitch;
   own.rows = static_cast<uint32_t>(g.rows.rows);
   own.received_rows = static_cast<uint32_t>(g.rows.received);
   own.x = at(redispatch ? g.memory + layout.x : g.kept + kept.received);

@@ -31,10 +31,14 @@ struct Plan {
   Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& kernels, uint8_t* trace);
   void set_tokens(const Common& common, const TokenSpec& tokens);
   // Of passes that train among several ranks: where a call of so many tokens has what it keeps, and until it is over.
-  GroupKeptLayout kept_layout(uint64_t tokens, const KeptRows& rows) const;
+  GroupKeptLayout kept_layout(uint64_t tokens, const gpu::KeptRoom& room) const;
   GroupCallLayout call_layout(const Common& common) const;
   // Of passes that train: where a backward pass has its memory.
   PassLayout pass_layout(uint64_t tokens, const KeptRows& rows) const;
+  // Whether a call of so many tokens, which has needed so much, keeps it in this room: if it has that, and not much more.
+  bool suits(uint64_t tokens, const gpu::KeptRoom& room, const gpu::KeptRoom& needed) const;
+  // That calls may need about as much.
+  void expect(const gpu::KeptRoom& needed);
   // Of Pass::kBackward, behind set_tokens(). Encodes the tensor maps of rows.
   void set_gradients(const GradientSpec& g);
   // Whether it is a pass that trains among several ranks.
@@ -49,6 +53,7 @@ struct Plan {
   const Pass pass;
   const bool redispatch;  // see Layer
   const host::Holders placement;
+  gpu::KeptRoom expected_room{};  // for the next call that keeps among several ranks; none before the first
 
  private:
   void set_kept(const Common& common, const TokenSpec& t);

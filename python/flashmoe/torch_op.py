@@ -285,15 +285,15 @@ def _write_gradients(
 
 
 class _Kept(torch.autograd.Function):
-    """`moe_kept` past PyTorch's way to an operator, which takes the host a millisecond: on a group of GPUs one of which
-    the device waits for a half, since the host reads how many rows there are (docs/measured.md)."""
+    """`moe_kept` past PyTorch's way to an operator, which takes the host a millisecond: on a group of GPUs the device
+    would wait for it, since the host reads how many rows there are (docs/measured.md)."""
 
     @staticmethod
     def forward(ctx: Any, number: int, options: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         given = options | dict(zip(Tensors._fields, tensors, strict=False)) | {"context": number}
-        y, load, logits, kept, counted = _kept(given)
         inputs = {_FIRST_TENSOR + place: each for place, each in enumerate(tensors) if each is not None}
         places = {position: position - _FIRST_TENSOR for position in inputs}
+        y, load, logits, kept, counted = _kept(given)
         _save(ctx, number, {name: options[name] for name in _OPTIONS}, (kept, counted), inputs, places)
         ctx.parameters = _with_main_grad(inputs, places) if options["main_grad"] else {}
         ctx.mark_non_differentiable(load)

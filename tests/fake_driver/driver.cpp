@@ -12,6 +12,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "cuda/driver.h"
 #include "cuda/transport/nvshmem.h"
@@ -35,6 +36,7 @@ bool capture = false;
 Fault next_fault;
 std::string last_launch = "{}";
 std::string last_move;
+std::string events;  // what was launched, recorded and waited for since it was asked for
 std::map<DevicePtr, size_t> blocks;
 
 // What a stream that is being captured forbids.
@@ -186,12 +188,17 @@ void describe(const sm90::KernelArgs& a, const Machines* machines, const cuda::L
   last_launch = out.str();
 }
 
-// Token t chooses experts t, t + 1, ... modulo E, with weights 1, 1/2, ...
-void route(const Call& c) {
+// Token t chooses experts t, t + 1, ... modulo E, with weights 1, 1/2, ...; a call that keeps keeps them, too.
+void route(const Call& c, const sm90::KeptOutputs& kept) {
   for (uint32_t t = 0; t < c.shape.tokens; ++t) {
     for (uint32_t k = 0; k < c.shape.top_k; ++k) {
-      c.routing(t)[k] = static_cast<int32_t>((t + k) % c.shape.experts);
-      c.weights(t)[k] = 1.0f / static_cast<float>(k + 1);
+      const auto expert = static_cast<int32_t>((t + k) % c.shape.experts);
+      const float weight = 1.0f / static_cast<float>(k + 1);
+      c.routing(t)[k] = expert;
+      c.weights(t)[k] = weight;
+      if (kept.ids == nullptr) continue;
+      kept.ids[t * c.shape.top_k + k] = expert;
+      kept.weights[t * c.shape.top_k + k] = weight;
     }
   }
 }
@@ -254,10 +261,16 @@ CudaResult count(const Call& of_layer, const sm90::CountedRows& to) {
 }
 
 // And where the one that moves them is told to bring them.
-CudaResult moved(const sm90::MovedRows& to) {
-  const uint64_t words[] = {reinterpret_cast<uint64_t>(to.pre_activations), reinterpret_cast<uint64_t>(to.received),
-                            reinterpret_cast<uint64_t>(to.numbers), reinterpret_cast<uint64_t>(to.first_row), to.pitch};
-  last_move = list(words, 5);
+CudaResult moved(const sm90::MovedRows& to, uint32_t grid) {
+  const uint64_t words[] = {reinterpret_cast<uint64_t>(to.pre_activations),
+                            reinterpret_cast<uint64_t>(to.received),
+                            reinterpret_cast<uint64_t>(to.numbers),
+                            reinterpret_cast<uint64_t>(to.first_row),
+                            to.room.rows,
+                            to.room.received,
+                            to.room.pitch,
+                            grid};
+  last_move = list(words, 8);
   return 0;
 }
 
@@ -291,6 +304,11 @@ const char* fake_last_launch() {
 }
 const char* fake_last_move() {
   return last_move.c_str();
+}
+const char* fake_log() {
+  static std::string told;
+  told = std::exchange(events, {});
+  return told.c_str();
 }
 void fake_capture(int on) {
   capture = on != 0;
@@ -369,6 +387,21 @@ CudaResult cuCtxSynchronize() {
 }
 CudaResult cuStreamSynchronize(cuda::DriverStream) {
   return unless_capturing();
+}
+CudaResult cuEventCreate(cuda::DriverEvent* event, unsigned) {
+  *event = reinterpret_cast<cuda::DriverEvent>(1);
+  return unless_capturing();
+}
+CudaResult cuEventRecord(cuda::DriverEvent, cuda::DriverStream) {
+  events += "record ";
+  return 0;
+}
+CudaResult cuEventSynchronize(cuda::DriverEvent) {
+  events += "wait ";
+  return unless_capturing();
+}
+CudaResult cuEventDestroy_v2(cuda::DriverEvent) {
+  return 0;
 }
 CudaResult cuMemAlloc_v2(DevicePtr* address, size_t bytes) {
   if (capture) return kCaptureUnsupported;
@@ -452,14 +485,15 @@ CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFuncti
   const auto kernel = reinterpret_cast<uintptr_t>(function);
   if (kernel == kClock) return tell_the_time(*static_cast<gpu::ClockPage**>(parameters[0]), parameters);
   const auto& args = *static_cast<const sm90::KernelArgs*>(parameters[0]);
+  events += kernel == kCount ? "count " : kernel == kMove ? "move " : "call ";
   if (kernel == kCount) return count(args.call, *static_cast<const sm90::CountedRows*>(parameters[1]));
-  if (kernel == kMove) return moved(*static_cast<const sm90::MovedRows*>(parameters[1]));
+  if (kernel == kMove) return moved(*static_cast<const sm90::MovedRows*>(parameters[1]), config->grid_x);
   if (std::getenv("FAKE_DRIVER_QUICK") != nullptr) return 0;
   describe(args, *static_cast<const Machines* const*>(parameters[1]), *config, kernel == kFew);
   if (capture) return 0;
   Call call = args.call;
   call.epoch = ++call.control()->calls.value;
-  route(call);
+  route(call, args.keep);
   if (call.shape.ranks > 1) send(call);
   record(args.trace, config->grid_x);
   if (next_fault.kind != FaultKind::kNone) {

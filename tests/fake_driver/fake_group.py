@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import flashmoe
 import torch
-from fake_gpu import SIZES, E, OnGpu, arguments, driver, launched, on_gpu
+from fake_gpu import SIZES, E, H, I, K, OnGpu, arguments, driver, launched, on_gpu
 from flashmoe import jit
 from flashmoe import nvshmem as nvshmem_files
 from flashmoe.engines import cuda
@@ -48,6 +48,24 @@ def pretend(device, cubin, environment):
     jit.kernel = lambda variant: compiled.append(variant) or cubin
     OnGpu.device = property(lambda self: torch.device("cuda", *device))
     return compiled
+
+
+def rows_of_halves(tokens, rank):
+    """Of two ranks that have half of the experts each and so many tokens, routed as the fake driver does: the rows of
+    this one's experts, and those that it receives."""
+    experts = [{(t + k) % E for k in range(K)} for t in range(max(tokens))]
+    own = set(range(rank * E // 2, (rank + 1) * E // 2))
+    rows = sum(len(experts[t] & own) for count in tokens for t in range(count))
+    return rows, sum(bool(experts[t] & own) for t in range(tokens[1 - rank]))
+
+
+def kept_by_halves(room):
+    """Where such a rank has, in what it keeps with this room, x, numbers of received rows, experts' first rows, ids."""
+    rows, received, pitch = room
+    at_x = 2 * 2 * I * rows
+    at_numbers = at_x + 2 * H * received
+    at_first = -(-(at_numbers + 4 * 2 * pitch) // 16) * 16
+    return at_x, at_numbers, at_first, -(-(at_first + 4 * (E // 2 + 1)) // 16) * 16
 
 
 class Joined(NamedTuple):

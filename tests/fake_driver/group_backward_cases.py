@@ -9,7 +9,7 @@ import flashmoe
 import pytest
 import torch
 from fake_gpu import SIZES, E, H, I, K, OnGpu, driver, launched, on_gpu
-from fake_group import on_ranks, pretend
+from fake_group import kept_by_halves, on_ranks, pretend, rows_of_halves
 from flashmoe import jit
 from flashmoe.arguments import Options, Tensors
 from flashmoe.placement import hybrid
@@ -21,25 +21,20 @@ def test_ranks_that_train(cubin, redispatch):
     send x again, of which nothing is kept."""
     found = on_ranks(train_on_rank, [(cubin, redispatch)] * 2)
     tokens = [100, 37]
-    columns = 2 * I
-    experts = [{(t + k) % E for k in range(K)} for t in range(max(tokens))]
     for rank, (compiled, counted, size, forward, move, kept, backward) in enumerate(found):
-        own = set(range(rank * E // 2, (rank + 1) * E // 2))
-        rows = sum(len(experts[t] & own) for count in tokens for t in range(count))
-        received = sum(bool(experts[t] & own) for t in range(tokens[1 - rank]))
-        assert counted == [rows, received, max(tokens), 1]
+        rows, received = rows_of_halves(tokens, rank)
+        room = [rows, received * (not redispatch), max(tokens)]
+        assert counted == [rows, received, 1, *room]
         assert compiled == [jit.Variant(keeps=True, group=True), jit.Variant(backward=True, group=True)]
-        at_x = 2 * columns * rows
-        at_numbers = at_x + 2 * H * received * (not redispatch)
-        at_first = -(-(at_numbers + 4 * 2 * max(tokens)) // 16) * 16
-        at_ids = -(-(at_first + 4 * (E // 2 + 1)) // 16) * 16
-        assert move == [kept, 0 if redispatch else kept + at_x, kept + at_numbers, kept + at_first, max(tokens)]
+        at_x, at_numbers, at_first, at_ids = kept_by_halves(room)
+        tiles = rows // 256 + min(E // 2, rows)
+        at = [kept, 0 if redispatch else kept + at_x, kept + at_numbers, kept + at_first]
+        assert move == [*at, *room, 132 + tiles]
         assert size == at_ids + 8 * tokens[rank] * K
         assert backward["keepers"] > 0 and forward["keepers"] == (0 if redispatch else backward["keepers"])
         assert (forward["config_groups"] >> 30, backward["config_groups"] >> 30) == (0, 3 if redispatch else 2)
         of, group = backward["backward"], backward["group"]
         assert (of["kept"], of["kept_ids"]) == (kept, kept + at_ids)
-        tiles = rows // 256 + min(E // 2, rows)
         at_received = of["weighted"] + tiles * 256 * 2 * I
         at_gather = at_received + 2 * H * received * (1 + redispatch)
         x = at_received + 2 * H * received if redispatch else kept + at_x

@@ -5,6 +5,7 @@ With FLASHMOE_SHARE_GPUS ranks share a GPU, as in test_group.py."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,6 +201,45 @@ def test_what_is_kept_is_what_was_received(pool, skew, redispatch):
     assert sum(rows for *_, rows in found) == 4 * sum(
         len(x) for x in trainable(12, [400, 300, 200, 100][: pool.ranks], **sizes)[0].x
     )
+
+
+IN_TURN: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
+    "more and fewer tokens": (REDUCED, [(n, 0) for n in (100, 100, 104, 260, 260, 20, 20, 0, 0, 1, 260, 100, 100)]),
+    "another rank's experts": (GIVEN | {"skew": 50.0}, [(150, 4 * n) for n in (0, 0, 1, 2, 2, 3, 0, 0)]),
+    "a gated shared expert": (GATED_SHARED, [(n, 0) for n in (80, 80, 260, 20, 20)]),
+    "float32": (FLOAT32 | BIASES, [(n, 0) for n in (80, 80, 260, 20, 20)]),
+}
+"""Calls of a layer: how many of each rank's tokens, and how many experts further on their choices are."""
+
+
+@pytest.mark.parametrize("redispatch", [False, True])
+@pytest.mark.parametrize(("options", "calls"), IN_TURN.values(), ids=IN_TURN)
+def test_a_layer_whose_rows_grow_and_shrink(pool, options, calls, redispatch):
+    """What is kept has room before it is counted: it fits, or is more, or much less. All are within their bounds, and
+    alike calls have the same bits, whatever was before them."""
+    sizes = USUAL | options
+    whole, grads = trainable(17, [280, 290, 300, 310][: pool.ranks], **sizes)
+    problems = []
+    for tokens, further in calls:
+        problem = replace(whole, x=[x[:tokens] for x in whole.x])
+        if whole.topk_ids is not None:
+            ids = [((each[:tokens] + further) % sizes["experts"]).astype(each.dtype) for each in whole.topk_ids]
+            problem = replace(problem, topk_ids=ids, topk_weights=[each[:tokens] for each in whole.topk_weights])
+        problems.append((problem, [each[:tokens] for each in grads]))
+    found = everywhere(pool, training_ranks.one_after_the_other, problems, redispatch)
+    for n, (problem, given) in enumerate(problems):
+        first = calls.index(calls[n])
+        if first == n:
+            check(problem, given, [of_rank[n].gradients for of_rank in found], engine="cuda")
+        for of_rank in found:
+            kept, alike = of_rank[n], of_rank[first]
+            assert kept.needed <= kept.bytes <= 1.25 * kept.needed + 4096
+            assert kept.counted[0] == alike.counted[0] <= kept.counted[3]
+            for name, values in kept.gradients.items():
+                assert values.tobytes() == alike.gradients[name].tobytes(), (n, name)
+    for of_rank in found:  # the first call has nothing to go by, and the second goes by it
+        rows, *_others, room, _, _ = of_rank[0].counted
+        assert (room, of_rank[1].counted[3]) == (rows, rows + rows // 16)
 
 
 STRAYS = {

@@ -6,13 +6,13 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import flashmoe
 import numpy as np
 import torch
 from layers import PATIENCE
-from leaves import gradients_of, leaves_of, operations_of_backward
+from leaves import gradients_of, leaves_of, operations_of_backward, poisoned
 from ranks import device_of, joined, processors
 from test_slices import Sliced
 from training import as_array, as_tensor, trainable
@@ -96,16 +96,65 @@ def kept_and_needed(
         tensors, leaves = leaves_of(problem, rank)
         for each in leaves.values():
             each.requires_grad_()
-        y = flashmoe.moe(context, **tensors)
-        node = y.grad_fn
-        while not hasattr(node, "saved_tensors"):
-            node = node.next_functions[0][0]
-        kept, counted, *_others = node.saved_tensors
-        rows, received, *_more = counted.tolist()
-        width = problem.gate_up_proj.shape[1] * problem.gate_up_proj.itemsize
-        of_tokens = tokens[rank] * (8 * problem.top_k + 4 * len(problem.router))
-        of_received = 0 if redispatch else received * problem.x[0].itemsize * problem.x[0].shape[1]
-        return kept.numel(), rows * width + of_received + of_tokens, rows
+        size, counted = kept_by(flashmoe.moe(context, **tensors))
+        return size, needed_by(problem, rank, counted, redispatch), counted[0]
+
+
+def kept_by(y: torch.Tensor) -> tuple[int, list[int]]:
+    """Of the call that y is the result of: bytes that it keeps, and what is counted of it
+    (`flashmoe.engines.cuda_training.KeptRows`)."""
+    node = y.grad_fn
+    while not hasattr(node, "saved_tensors"):
+        node = node.next_functions[0][0]
+    kept, counted, *_others = node.saved_tensors
+    return kept.numel(), counted.tolist()
+
+
+def needed_by(problem: Any, rank: int, counted: Sequence[int], redispatch: bool) -> int:
+    """Bytes of what a call has received of what it keeps."""
+    rows, received, *_more = counted
+    width = problem.gate_up_proj.shape[1] * problem.gate_up_proj.itemsize
+    logits = 0 if problem.router is None else len(problem.router)
+    choices = problem.top_k if problem.topk_ids is None else problem.topk_ids[rank].shape[1]
+    of_received = 0 if redispatch else received * problem.x[0].itemsize * problem.x[0].shape[1]
+    return rows * width + of_received + len(problem.x[rank]) * (8 * choices + 4 * logits)
+
+
+class Kept(NamedTuple):
+    """Of a call that keeps."""
+
+    gradients: Gradients
+    counted: list[int]
+    bytes: int
+    needed: int
+
+
+def one_after_the_other(
+    rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple[Any, list[np.ndarray]]], redispatch: bool
+) -> list[Kept]:
+    """Calls of one layer on one context, each of a problem and dY of all ranks, then their backward passes, the last
+    first. The problems differ in tokens and in their routing."""
+    torch.cuda.set_device(device_of(rank))
+    most = max(max(len(x) for x in problem.x) for problem, _grads in calls)
+    found, of_layer = [], leaves_of(calls[0][0], rank)[0]
+    with context_for(calls[0][0], rank, name, max_tokens=most, redispatch=redispatch) as context:
+        graphs = []
+        for problem, _grads in calls:
+            tensors, leaves = leaves_of(problem, rank)
+            shared = {each: of_layer[each] for each in leaves if each not in ("x", "topk_weights")}
+            tensors, leaves = tensors | shared, leaves | shared
+            for each in leaves.values():
+                each.requires_grad_()
+            with poisoned():
+                graphs.append((flashmoe.moe(context, **tensors), leaves))
+        for (problem, grads), (y, leaves) in zip(reversed(calls), reversed(graphs), strict=True):
+            size, counted = kept_by(y)
+            with poisoned():
+                each = torch.autograd.grad(y, list(leaves.values()), as_tensor(grads[rank]).cuda())
+            gradients = {named: as_array(one.cpu()) for named, one in zip(leaves, each, strict=True)}
+            gradients["y"] = as_array(y.detach().cpu())
+            found.append(Kept(gradients, counted, size, needed_by(problem, rank, counted, redispatch)))
+    return found[::-1]
 
 
 def in_any_order(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any]) -> int:

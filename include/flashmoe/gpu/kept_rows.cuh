@@ -1,6 +1,7 @@
 // Behind a forward pass that keeps, among several ranks: counts its rows, and moves them from where the pass has left them to
-// memory that has room for no more than these (CountedRows, MovedRows). Between the two the device is idle, until the host
-// has read what the first one tells it; so the host is told three numbers a rank, and all else stays on the device.
+// memory that has room for about as many (CountedRows, MovedRows). Both are launched before anybody knows how many there are.
+// So the second one does nothing where they have no room; and the host, which is told three numbers a rank, sees as much, and
+// launches it again with memory that has. All else stays on the device.
 //
 // All they read lies in this rank's memory: what peers write there in the next call is of the other parity.
 #pragma once
@@ -117,6 +118,16 @@ __device__ __forceinline__ uint32_t expert_of_moved(const CallShape& s, uint32_t
   return kSlicedBuild ? min_of(moved, s.local_experts - 1) : moved;
 }
 
+// What the counted rows need. All lanes of a warp have it, and of all warps.
+__device__ __forceinline__ KeptRoom needed_room(const Call& c, const MovedRows& to) {
+  static_assert(kMaxRanks == 32);  // a lane each
+  const uint32_t p = Platform::lane();
+  const RankRows of_rank = p < c.shape.ranks ? to.counted.ranks[p] : RankRows{};
+  const uint32_t received = __reduce_add_sync(~0u, of_rank.received);
+  return {__reduce_add_sync(~0u, of_rank.rows), to.received != nullptr ? received : 0,
+          __reduce_max_sync(~0u, of_rank.tokens)};
+}
+
 // The number of each expert's first row. One warp.
 __device__ __forceinline__ void write_first_rows(const Call& c, const MovedRows& to) {
   const uint32_t ranks = c.shape.ranks, el = c.shape.local_experts, moved = moved_experts(c.shape);
@@ -139,7 +150,7 @@ __device__ __forceinline__ void move_received(const KernelArgs& args, const Call
   uint32_t before = 0;  // of the ranks so far
   for (uint32_t p = 0; p < c.shape.ranks; before += to.counted.ranks[p++].received) {
     const uint32_t slot = p == c.rank ? 0 : peer_slot(p, c.rank, c.shape.ranks);
-    for (uint32_t t = first; t < to.pitch; t += step) {
+    for (uint32_t t = first; t < to.room.pitch; t += step) {
       uint32_t n = GroupArgs::kNone;
       if (p != c.rank && experts_for(c, p) != 0 && t < to.counted.ranks[p].tokens) {
         n = to.counted.numbers[uint64_t{p} * args.group.pitch + t];
@@ -151,7 +162,7 @@ __device__ __forceinline__ void move_received(const KernelArgs& args, const Call
                    args.group.received + (uint64_t{slot} * args.group.pitch + t) * bytes, bytes);
         }
       }
-      if (Platform::lane() == 0) to.numbers[uint64_t{p} * to.pitch + t] = n;
+      if (Platform::lane() == 0) to.numbers[uint64_t{p} * to.room.pitch + t] = n;
     }
   }
 }
@@ -256,7 +267,7 @@ __device__ __forceinline__ bool move_tile(const KernelArgs& args, const Call& c,
 template <class Dtype>
 __device__ __forceinline__ void move_rows(const KernelArgs& args, const MovedRows& to) {
   const Call c = ended_call(args);
-  if (c.epoch == 0) return;
+  if (c.epoch == 0 || !to.room.has(needed_room(c, to))) return;
   if (blockIdx.x >= to.blocks) {
     for (uint32_t number = blockIdx.x - to.blocks; move_tile<Dtype>(args, c, to, number);)
       number += gridDim.x - to.blocks;

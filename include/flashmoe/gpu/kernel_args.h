@@ -141,7 +141,7 @@ struct BackwardArgs {
 };
 
 // A forward pass among several ranks keeps as much as it has received, which is known when it is over: two small kernels
-// behind it (gpu/kept_rows.cuh) count its rows and, once there is memory for them, move them there. R is the number of ranks.
+// behind it (gpu/kept_rows.cuh) count its rows and, if these have room there, move them to what is kept. R is the number of ranks.
 struct RankRows {
   uint32_t tokens;    // of a rank
   uint32_t received;  // how many of these have a row here
@@ -153,14 +153,24 @@ struct CountedRows {
   uint32_t* rows;     // [R, El] how many rows each expert has of theirs
   uint32_t* numbers;  // [R, max_tokens] which of its rank's received rows a token's is; kNone where it has none
 };
+// What is kept has room for so many rows, and is laid out by it; or needs as much.
+struct KeptRoom {
+  uint32_t rows;      // of experts
+  uint32_t received;  // of other ranks' tokens; 0 where they are not kept, but dispatched again
+  uint32_t pitch;     // tokens of a rank: the most that one has
+
+  FLASHMOE_HD constexpr bool has(const KeptRoom& needed) const {
+    return needed.rows <= rows && needed.received <= received && needed.pitch <= pitch;
+  }
+};
 inline constexpr uint32_t kMoveThreads = 512;  // of a block of either kernel
 struct MovedRows {
   CountedRows counted;
-  uint8_t* pre_activations;  // [rows, 2I or I], by expert, source and token
-  uint8_t* received;         // [received_rows, H], by source and token; null: not kept, but dispatched again
-  uint32_t* numbers;         // [R, pitch] which of all received rows a token's is; kNone where it has none
+  uint8_t* pre_activations;  // [room.rows, 2I or I], by expert, source and token
+  uint8_t* received;         // [room.received, H], by source and token; null: not kept, but dispatched again
+  uint32_t* numbers;         // [R, room.pitch] which of all received rows a token's is; kNone where it has none
   uint32_t* first_row;       // [El + 1] number of each expert's first row; of the shared one, the last, each slice's
-  uint32_t pitch;            // the most tokens that a rank has
+  KeptRoom room;             // of these; what needs more is not moved
   uint32_t blocks;           // the first so many thread blocks move received rows, the others tiles
 };
 

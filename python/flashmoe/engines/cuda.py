@@ -132,7 +132,8 @@ class CudaEngine(Engine):
         )
 
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
-        return self._call(tensors, options, trace, None)
+        layer = self._layer(tensors, options, trace or self._recorded is not None, _INFERENCE)
+        return self._call(tensors, layer, trace)
 
     def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
         """What is kept is empty where there are no gradients."""
@@ -141,7 +142,7 @@ class CudaEngine(Engine):
         x, asked = tensors.x, tensors.router_logits
         alone = torch.empty(0, dtype=torch.int64)
         if cuda_training.missing(tensors, self.rdma, self.spread) is not None:
-            return self._call(tensors, options, False, None), x.new_empty(0, dtype=torch.uint8), alone
+            return self.call(tensors, options, False), x.new_empty(0, dtype=torch.uint8), alone
         if self.room.ranks != 1:
             return self._call_and_keep_in_group(tensors, options)
         size = x.shape[0] * cuda_training.kept_bytes(tensors, options)
@@ -152,37 +153,52 @@ class CudaEngine(Engine):
             )
         kept = x.new_empty(size, dtype=torch.uint8)
         logits = cuda_training.kept_logits(kept, tensors)
-        y = self._call(tensors._replace(router_logits=logits), options, False, kept)
+        tensors = tensors._replace(router_logits=logits)
+        y = self._call(tensors, self._layer(tensors, options, self._recorded is not None, _FORWARD), False, kept)
         if asked is not None:
             asked.copy_(logits)
         return y, kept, alone
 
     def _call_and_keep_in_group(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
-        """The same among several ranks: the call leaves its rows where there is room for as many as there may be; then
-        the host reads how many there are, which waits for the device, and they are moved to what is kept."""
+        """The same among several ranks. The call leaves its rows where there is room for as many as there may be. What
+        is kept has room for as many as calls of the layer have had, and a few more: so they are moved there before the
+        host knows how many there are, which it reads, waiting for the device, while they move. If they do not fit, as
+        at a layer's first call, or would fit in much less, they are then moved to memory for what they need."""
         import torch
 
         x, asked, library = tensors.x, tensors.router_logits, _ffi.library()
-        handle, stream, tokens = self.checked_handle(), current_stream(self.device), tensors.x.shape[0]
-        routing = x.new_empty(tokens * cuda_training.kept_routing_bytes(tensors, options), dtype=torch.uint8)
-        logits = cuda_training.kept_logits(routing, tensors)
-        tensors = tensors._replace(router_logits=logits)
-        layer = self._layer(tensors, options, self._recorded is not None, _FORWARD)  # the very one of the call
+        handle, stream = self.checked_handle(), current_stream(self.device)
+        layer = self._layer(tensors._replace(router_logits=None), options, self._recorded is not None, _FORWARD)
         memory = x.new_empty(library.cuda_call_bytes(handle, layer.number, stream), dtype=torch.uint8)
-        y = self._call(tensors, options, False, memory, routing)
-        rows = cuda_training.KeptRows(*library.cuda_count_rows(handle, layer.number, stream, memory.data_ptr()))
-        # The device is idle until rows move.
-        own_at = library.cuda_kept_bytes(handle, layer.number, tokens, rows) - 8 * tokens * layer.kept_choices
-        if (size := own_at + len(routing)) > cuda_training.MOST_KEPT:
-            raise InvalidArgument(
-                f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
-                f"{rows.rows} rows of its experts, which need {size} bytes"
-            )
+        of_call = handle, layer.number, stream, memory.data_ptr()
+
+        def size_with(room: cuda_training.KeptRoom) -> int:
+            laid_out = library.cuda_kept_bytes(handle, layer.number, x.shape[0], room)
+            return laid_out + x.shape[0] * cuda_training.logit_bytes(tensors)
+
+        room = cuda_training.KeptRoom(*library.cuda_expected_room(handle, layer.number))
+        if (size := size_with(room)) > cuda_training.MOST_KEPT:
+            size = size_with(room := cuda_training.NO_ROOM)
         kept = x.new_empty(size, dtype=torch.uint8)
-        library.cuda_move_rows(handle, layer.number, stream, memory.data_ptr(), kept.data_ptr(), rows)
-        kept[own_at:].copy_(routing)
+        routing = cuda_training.own_routing(kept, tensors, options)
+        logits = cuda_training.kept_logits(kept, tensors)
+        y = self._call(tensors._replace(router_logits=logits), layer, False, memory, routing)
+        library.cuda_count_rows(*of_call)
+        library.cuda_move_rows(*of_call, kept.data_ptr(), room)
         if asked is not None:
             asked.copy_(logits)
+        rows = cuda_training.KeptRows(*library.cuda_read_counts(handle, layer.number, room))
+        if rows.room != room:
+            if (size := size_with(rows.room)) > cuda_training.MOST_KEPT:
+                raise InvalidArgument(
+                    f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
+                    f"{rows.rows} rows of its experts, which need {size} bytes"
+                )
+            routing = routing.clone()
+            del kept, logits  # the same memory may be what they are moved to
+            kept = x.new_empty(size, dtype=torch.uint8)
+            library.cuda_move_rows(*of_call, kept.data_ptr(), rows.room)
+            cuda_training.own_routing(kept, tensors, options).copy_(routing)
         return y, kept, torch.tensor(rows)
 
     def backward(
@@ -212,7 +228,7 @@ class CudaEngine(Engine):
                     each.zero_()
             return
         dy = given["y"] if given["y"].data_ptr() % _ALIGNMENT == 0 else given["y"].clone()
-        routing_end = library.cuda_kept_bytes(handle, layer.number, tokens, rows)
+        routing_end = library.cuda_kept_bytes(handle, layer.number, tokens, rows.room)
         ids, weights = cuda_training.kept_routing(kept, routing_end, tokens, layer.kept_choices)
         address, row_bytes = self._rows(tensors.x, layer)
         dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes there if it can
@@ -227,7 +243,7 @@ class CudaEngine(Engine):
         elif of_weights is not None and (of_weights.dtype != weights.dtype or not of_weights.is_contiguous()):
             of_weights = weights.new_empty(of_weights.shape)
         of_shared = weights.new_empty(tokens) if "shared_gate" in wanted else None
-        memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens, rows))
+        memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens, rows.rows, rows.received))
         written = {
             name: each
             if each.is_contiguous() and each.data_ptr() % _ALIGNMENT == 0
@@ -277,6 +293,7 @@ class CudaEngine(Engine):
 
     def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared:
         """The layer of such calls, known from an earlier one or prepared now."""
+        self.checked_handle()
         key = _key(tensors, options, trace, pass_)
         layer = self.layers.get(key)
         if layer is None:
@@ -285,15 +302,13 @@ class CudaEngine(Engine):
                 self._remember(key, layer)
         return layer
 
-    def _call(self, tensors: Tensors, options: Options, trace: bool, kept: Any, routing: Any = None) -> Any:
+    def _call(self, tensors: Tensors, layer: Prepared, trace: bool, kept: Any = None, routing: Any = None) -> Any:
         """The result. `kept`: memory for what gradients need, or None; `routing`: among several ranks, that for the
         routing."""
         import torch
 
         handle = self.checked_handle()
         x = tensors.x
-        records = self._recorded is not None
-        layer = self._layer(tensors, options, trace or records, _INFERENCE if kept is None else _FORWARD)
         tokens = x.shape[0]
         most = self.room.limits["max_tokens"]
         if tokens > most:
@@ -325,7 +340,7 @@ class CudaEngine(Engine):
             _place(routing),
         )
         self._unread = layer, tokens
-        if records and (tokens != 0 or self.room.ranks != 1):
+        if self._recorded is not None and (tokens != 0 or self.room.ranks != 1):
             self._unread_trace = layer, False
         elif trace:
             self._report = self._traced(self.last_call(), layer)

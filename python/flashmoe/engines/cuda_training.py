@@ -33,35 +33,57 @@ def kept_bytes(tensors: Tensors, options: Options) -> int:
     return _token_bytes(tensors, options, columns * ELEMENT_BYTES[dtype_name(tensors.x)])
 
 
-def kept_routing_bytes(tensors: Tensors, options: Options) -> int:
-    """Bytes that a call keeps of an own token's routing."""
-    return _token_bytes(tensors, options, 0)
-
-
 def _token_bytes(tensors: Tensors, options: Options, row_bytes: int) -> int:
     """Of a token, each of whose choices has pre-activations of so many bytes: what the library lays out, and logits."""
-    router, ids, inner = tensors.router, tensors.topk_ids, 1 if options.transposed else 2
+    ids, inner = tensors.topk_ids, 1 if options.transposed else 2
     choices = int(options.top_k if ids is None else ids.shape[1]) * int(options.slices)
     shared = tensors.shared_down
     slices = 0 if shared is None else shared.shape[inner - 1] // tensors.down_proj.shape[inner]
     of_choices = _ffi.library().cuda_kept_token_bytes(choices + slices, choices + min(slices, 1), int(row_bytes))
-    return of_choices + (0 if router is None else 4 * router.shape[0])
+    return of_choices + logit_bytes(tensors)
 
 
-class KeptRows(NamedTuple):
-    """How many rows a call among several ranks has kept (``cuda::KeptRows``)."""
+def logit_bytes(tensors: Tensors) -> int:
+    """Bytes of a token's logits."""
+    return 0 if tensors.router is None else 4 * tensors.router.shape[0]
+
+
+def own_routing(kept: Any, tensors: Tensors, options: Options) -> Any:
+    """The part of what a call keeps that is its own tokens' routing, logits too, which comes last."""
+    return kept[kept.shape[0] - tensors.x.shape[0] * _token_bytes(tensors, options, 0) :]
+
+
+class KeptRoom(NamedTuple):
+    """Room for rows that a call among several ranks keeps, by which they are laid out (``gpu::KeptRoom``)."""
 
     rows: int
     """Of this rank's experts; of a shared one, those of each slice."""
     received: int
-    """Of other ranks' tokens, each once."""
+    """Of other ranks' tokens, each once; 0 where they are dispatched again."""
     pitch: int
-    """The most tokens that a rank had."""
+    """Tokens of a rank."""
+
+
+NO_ROOM = KeptRoom(0, 0, 0)
+
+
+class KeptRows(NamedTuple):
+    """How many rows such a call has kept (``cuda::KeptRows``), and its room for them."""
+
+    rows: int
+    received: int
     call: int
     """Which of the context's calls it was."""
+    room_rows: int
+    room_received: int
+    pitch: int
+
+    @property
+    def room(self) -> KeptRoom:
+        return KeptRoom(*self[3:])
 
 
-ALONE = KeptRows(0, 0, 0, 0)
+ALONE = KeptRows(0, 0, 0, *NO_ROOM)
 """Of a rank alone, which knows its rows without."""
 
 
