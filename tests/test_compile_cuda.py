@@ -78,6 +78,7 @@ def test_instances(tool, every):
         tool.mxfp4_instances,
         tool.training_instances,
         tool.machines_instances,
+        tool.few_group_instances,
     ]
     found = [defines for of_kind in of_kinds for defines in of_kind(every)]
     assert len(found) == len(set(found))

@@ -4,11 +4,12 @@
 
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for each type, exact float32,
 transposed weights, experts in FP8, forward passes that keep what gradients need, and backward passes, with the
-activations that differ most; traced; with the program of docs/extending.md; for several machines; and, to put to other
-ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance there is, which takes
-five times as long. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or
-that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only far slower; so
-each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
+activations that differ most; traced; with the program of docs/extending.md; for several machines; for few tokens in
+groups; and, to put to other ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each
+instance there is, which takes five times as long. A kernel that spills registers, keeps a stack frame, whose wgmma
+instructions ptxas serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the
+right result, only far slower; so each of these is an error here. What is compiled and the compiler's output go to
+build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
 from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
@@ -53,6 +54,7 @@ TRANSPOSED, QUANTISED, MXFP4 = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=
 KEEP, BACKWARD, GROUP = "-DFLASHMOE_KEEP=1", "-DFLASHMOE_BACKWARD=1", "-DFLASHMOE_GROUP=1"
 ON_INPUT, SLICED = "-DFLASHMOE_ON_INPUT=1", "-DFLASHMOE_SLICED=1"
 MACHINES = "-DFLASHMOE_MACHINES=1"
+FEW_GROUP = "-DFLASHMOE_FEW_GROUP=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 OUTER = "-DFLASHMOE_PROGRAM=kForwardAndOuter"
@@ -156,7 +158,7 @@ class Unit:
             return ()
         if QUANTISED in self.defines:
             return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are of y's type
-        if MXFP4 in self.defines:  # the kernel for a few tokens alone
+        if MXFP4 in self.defines or FEW_GROUP in self.defines:  # the kernel for a few tokens alone
             return (MMA, *LOADS)
         if EXACT in self.defines:
             return LOADS
@@ -236,6 +238,14 @@ def machines_instances(every: bool) -> list[tuple[str, ...]]:
     return [instance(*kind, MACHINES) for kind in kinds]
 
 
+def few_group_instances(every: bool) -> list[tuple[str, ...]]:
+    """Of few tokens in groups; `every` one: of each type and activation, and traced."""
+    if not every:
+        return [instance(BF16, CLAMPED, FEW_GROUP)]
+    traced = instance(BF16, SWIGLU, TRACE, FEW_GROUP)
+    return [instance(dtype, each, FEW_GROUP) for dtype in (BF16, 2) for each in ACTIVATIONS] + [traced]
+
+
 def rdma_units(source: Path, every: bool) -> list[Unit]:
     """Those that put to other ranks: one of each set of registers with the newest NVSHMEM, which inlines the most; one
     with the oldest, whose calls are all in it, since each takes half a minute of a core."""
@@ -268,6 +278,7 @@ def units(every: bool = False) -> list[Unit]:
                 *mxfp4_instances(every),
                 *training_instances(every),
                 *machines_instances(every),
+                *few_group_instances(every),
                 *program_instances(every),
             )
             found += [Unit(source, defines) for defines in kinds]

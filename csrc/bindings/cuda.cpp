@@ -109,6 +109,11 @@ int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map 
   });
 }
 
+// Whether calls of the layer are those of the kernel of a few tokens for a rank of a group.
+bool few_in_group_of(int64_t handle, Map layer) {
+  return guarded([&] { return context(handle)->few_in_group(layer_of(layer)); });
+}
+
 void remove_layer(int64_t handle, int64_t layer) {
   guarded([&] { context(handle)->remove_layer(layer); });
 }
@@ -334,6 +339,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_close, flashmoe::cuda::close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_device_name, flashmoe::cuda::device_name_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_describe, flashmoe::cuda::describe)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_add_layer, flashmoe::cuda::add_layer)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_few_in_group, flashmoe::cuda::few_in_group_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_remove_layer, flashmoe::cuda::remove_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call, flashmoe::cuda::call)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_backward, flashmoe::cuda::backward)

@@ -88,6 +88,10 @@ const Placement& Context::placement(const Layer& layer, DriverStream stream) {
   return placements_.emplace(key, std::move(uploaded)).first->second;
 }
 
+bool Context::few_in_group(const LayerSpec& spec) const {
+  return cuda::few_in_group(common_.limits, spec);
+}
+
 int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   const std::lock_guard lock(mutex_);
   const Device::Use use(device_);
@@ -109,7 +113,7 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
     throw Error(Error::Kind::kInvalidArgument,
                 "layer: expected no gradients, and the context's return mode, among ranks of several machines");
   }
-  const KernelSet which{.general = !only_few(spec),
+  const KernelSet which{.general = !only_few(spec) && (trains || !few_in_group(spec)),
                         .few = !trains,
                         .moves = layer.pass == Pass::kForward && l.ranks != 1,
                         .traces = layer.traced};

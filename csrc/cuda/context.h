@@ -58,6 +58,9 @@ class Context {
   // there and should stay; else what they need, to which they are to be moved.
   KeptRows read_counts(int64_t layer, const gpu::KeptRoom& room);
 
+  // Whether calls of such a layer, of Pass::kInference, are those of the kernel of a few tokens for a rank of a group.
+  bool few_in_group(const LayerSpec& spec) const;
+
   // Waits for the device, then throws what a call ran into, if one did. Refused while `stream` is being captured.
   void synchronize(DriverStream stream);
 

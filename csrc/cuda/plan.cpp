@@ -233,6 +233,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
       spec(layer.spec),
       pass(layer.pass),
       redispatch(layer.redispatch && common.limits.ranks != 1),
+      few_in_group(layer.pass == Pass::kInference && cuda::few_in_group(common.limits, layer.spec)),
       placement(layer.placement) {
   args.call = call_of(common, layer, where);
   args.gated = spec.interleaved ? sm90::GatedRows{2, 1} : sm90::GatedRows{1, spec.intermediate};
@@ -258,6 +259,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
 }
 
 bool Plan::few() const {
+  if (few_in_group) return true;
   return pass == Pass::kInference && is_few(args.call.shape, element_bytes(spec.y_type), spec.transposed);
 }
 uint32_t Plan::most_few() const {

@@ -51,7 +51,8 @@ struct Plan {
   const Kernels& kernels;
   const LayerSpec spec;
   const Pass pass;
-  const bool redispatch;  // see Layer
+  const bool redispatch;    // see Layer
+  const bool few_in_group;  // see policy.h
   const host::Holders placement;
   gpu::KeptRoom expected_room{};  // for the next call that keeps among several ranks; none before the first
 

@@ -12,6 +12,8 @@ namespace {
 // shorter tasks go through fewer than kShortStages stages, as those of slices do, twice as many.
 constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6, kShortStages = 8;
 constexpr uint32_t kSenders = 16;
+// Most rows of an expert, on average, where a call is of few tokens.
+constexpr uint32_t kMostFewRows = 16;
 // A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that exceeds any call's tasks: GEMM1 waits for all of GEMM0.
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;
 // Tasks published ahead for each cluster, most and least, and the pipeline's stages that they are to make: the longer
@@ -43,12 +45,11 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
 }
 
 uint32_t few_most(const CallShape& s, uint32_t element_bytes, bool transposed) {
-  constexpr uint32_t kMostRows = 16;  // of an expert, on average
   if (kExpertProducts != 0 || transposed || s.ranks != 1) return 0;
   const uint32_t top_k = s.routed_top_k();
   // Several slices are choices there, in the general kernel one: more tokens are to have the bits of that.
   const uint32_t most = element_bytes == 2 && s.shared <= 1 ? kFewTokens : kFewExactTokens;
-  return min_of(most, min_of(kFewChoices / (top_k + s.shared), kMostRows * s.routed_experts() / top_k));
+  return min_of(most, min_of(kFewChoices / (top_k + s.shared), kMostFewRows * s.routed_experts() / top_k));
 }
 
 bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
@@ -56,11 +57,20 @@ bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
   return most != 0 && s.tokens <= most;
 }
 
+bool few_in_group(const Limits& limits, const LayerSpec& spec) {
+  if (!limits.few_in_group() || limits.machine_ranks != 0) return false;
+  if (kExpertProducts != 0 || spec.transposed) return false;
+  if (element_bytes(spec.y_type) != 2 || has_scales(spec.weight_type)) return false;
+  if (spec.shared != 0 || spec.slices != 1 || spec.capacity_factor != 0) return false;
+  const uint64_t rows = uint64_t{limits.ranks} * limits.max_tokens * spec.top_k;
+  return spec.return_mode == ReturnMode::kDirect && rows <= uint64_t{kMostFewRows} * spec.experts;
+}
+
 uint32_t few_parts(const CallShape& s, uint32_t weight_bits) {
   // Of one token there are to be tasks for all multiprocessors, each long enough to be worth its start. Mixtral's single
   // token has 64 tasks of 224 stages. A stage of 4 bits takes as long as four of 16: it is as much to multiply.
   const uint32_t least_stages = weight_bits == 4 ? 4 : 16;
-  if (s.tokens > kFewExactTokens) return 1;
+  if (s.ranks != 1 || s.tokens > kFewExactTokens) return 1;
   const uint32_t stages = ceil_div(s.intermediate * weight_bits / 8, sm90::kRowBytes);
   const uint32_t columns = (s.routed_top_k() + s.shared) * align_up(s.hidden, sm90::kBoxFeatures);
   return std::clamp(min_of(kFewPartColumns / columns, stages / least_stages), 1u, kMostFewParts);

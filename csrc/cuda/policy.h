@@ -33,8 +33,12 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
 bool is_few(const CallShape& shape, uint32_t element_bytes, bool transposed);
 // The most tokens of which it does, whatever the call's number is.
 uint32_t few_most(const CallShape& shape, uint32_t element_bytes, bool transposed);
+// Whether all calls of a layer in a context of so many ranks go through the kernel of a few tokens for a rank of a group
+// (sm90/few_group.cuh). No call's number of tokens says so, of which each rank has its own, but what all ranks have agreed on:
+// with it a context is one of few tokens, or not.
+bool few_in_group(const Limits& limits, const LayerSpec& spec);
 // Of a call of few tokens, in how many parts GEMM1 sums the intermediate columns: the same for any number of tokens up to
-// kFewExactTokens, and 1 beyond. weight_bits: of an element of weights.
+// kFewExactTokens, and 1 beyond and in a group. weight_bits: of an element of weights.
 uint32_t few_parts(const CallShape& shape, uint32_t weight_bits);
 // Whether there is no kernel but that of few tokens.
 constexpr bool only_few(const LayerSpec& spec) {

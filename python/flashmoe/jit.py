@@ -95,6 +95,8 @@ class Variant:
     """Likewise, of a layer with a shared expert, or with experts in slices."""
     machines: bool = False
     """For ranks of several machines, of which each row crosses to one once."""
+    few_group: bool = False
+    """The kernel for a few tokens alone, of a rank of a group."""
 
     @property
     def title(self) -> str:
@@ -104,7 +106,7 @@ class Variant:
         words = ["exact"] * self.exact + ["FP8"] * self.quantised + ["MXFP4"] * self.mxfp4 + [dtype, activation]
         words += ["transposed"] * self.transposed + ["keeping"] * self.keeps
         words += ["backward"] * self.backward + ["group"] * self.group + ["weights on the input"] * self.on_input
-        words += ["sliced"] * self.sliced
+        words += ["sliced"] * self.sliced + ["few tokens, group"] * self.few_group
         return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma + ["machines"] * self.machines)
 
     @property
@@ -126,6 +128,7 @@ class Variant:
             *["-DFLASHMOE_ON_INPUT=1"] * self.on_input,
             *["-DFLASHMOE_SLICED=1"] * self.sliced,
             *["-DFLASHMOE_MACHINES=1"] * self.machines,
+            *["-DFLASHMOE_FEW_GROUP=1"] * self.few_group,
         ]
 
 

@@ -171,6 +171,48 @@ void check_few_rows_fit() {
   CHECK(checked > 500);
 }
 
+// By what all ranks have agreed on, and by no call's number of tokens.
+void check_few_in_group() {
+  Limits limits;
+  limits.ranks = 4;
+  limits.max_tokens = 64;
+  limits.hidden = 2048;
+  limits.experts = 128;
+  limits.max_local_experts = 32;
+  limits.top_k = 8;
+  LayerSpec layer;
+  layer.hidden = 2048;
+  layer.intermediate = 768;
+  layer.experts = 128;
+  layer.top_k = 8;
+  CHECK(cuda::few_in_group(limits, layer));
+  // Units of at most 32 rows: an expert has one that is not full, at most.
+  CHECK_EQ(limits.few_rows(), kFewChoices);
+  CHECK(limits.few_units() >= limits.few_rows() / 32 + limits.max_local_experts);
+  const auto field = static_cast<uint32_t>(WorkField::kFewDone);
+  const WorkLayout layout = make_work_layout(limits);
+  CHECK(layout.offset[field + 1] - layout.offset[field] >= limits.few_units() * sizeof(uint32_t));
+  auto refused = [&](auto&& change) {
+    Limits l = limits;
+    LayerSpec spec = layer;
+    change(l, spec);
+    return !cuda::few_in_group(l, spec);
+  };
+  CHECK(refused([](Limits& l, LayerSpec&) { l.max_tokens = 65; }));  // 2080 rows may come to a rank
+  CHECK(refused([](Limits& l, LayerSpec&) { l.ranks = 1; }) && refused([](Limits& l, LayerSpec&) { l.rdma = 1; }));
+  CHECK(refused([](Limits& l, LayerSpec&) { l.machine_ranks = 2; }));
+  CHECK(refused([](Limits& l, LayerSpec&) { l.max_local_experts = 512; }));  // 32 packets of 513 offsets
+  CHECK(refused([](Limits&, LayerSpec& s) { s.experts = 127; }));            // more than 16 rows an expert
+  CHECK(refused([](Limits&, LayerSpec& s) { s.return_mode = ReturnMode::kReduced; }));
+  CHECK(refused([](Limits&, LayerSpec& s) { s.set_types(DType::kFloat32); }));
+  CHECK(refused([](Limits&, LayerSpec& s) { s.weight_type = DType::kFloat8E4M3; }));
+  CHECK(refused([](Limits&, LayerSpec& s) { s.weight_type = DType::kMxFp4; }));
+  CHECK(refused([](Limits&, LayerSpec& s) { s.transposed = true; }) &&
+        refused([](Limits&, LayerSpec& s) { s.shared = 1; }));
+  CHECK(refused([](Limits&, LayerSpec& s) { s.slices = 2; }) &&
+        refused([](Limits&, LayerSpec& s) { s.capacity_factor = 1.0; }));
+}
+
 void check_few_and_joined() {
   auto few = [](uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t shared = 0) {
     const uint32_t one = shared == 0 ? 0 : 1;
@@ -201,6 +243,7 @@ void check_few_and_joined() {
   CHECK(!cuda::is_few(two_ranks, 2, false) && !cuda::is_few(few(1, 128, 8), 2, true));
   CHECK(cuda::few_most(two_ranks, 2, false) == 0 && cuda::few_most(few(1, 8, 2), 2, false) == 64);
   CHECK(cuda::few_most(few(1, 128, 8), 2, false) == 256 && cuda::few_most(few(1, 256, 8, 1), 2, false) == 227);
+  check_few_in_group();
   // Two rows a token: from tiles that are full on average. One: always.
   const Shape two = kPaper64.on(1);
   CHECK(cuda::joins_rows(two, 8192, 0) && !cuda::joins_rows(two, 8191, 0));

@@ -139,10 +139,11 @@ def put(rank, ranks, name, environment, changes, cubin):
         settings = {"timeout": 20.0, **SIZES, **changes}
         cuda.machines = settings.pop("machines", ())
         hidden, inner = settings["hidden"], settings["intermediate"]
+        tokens, how = settings.pop("tokens", 100), settings.pop("how", {})
         with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
             held = len(made.local_experts())
             local = {"gate_up_proj": on_gpu(held, 2 * inner, hidden), "down_proj": on_gpu(held, hidden, inner)}
-            flashmoe.moe(made, **arguments(100, x=on_gpu(100, hidden), router=on_gpu(E, hidden), **local))
+            flashmoe.moe(made, **arguments(tokens, x=on_gpu(tokens, hidden), router=on_gpu(E, hidden), **local), **how)
             seen = made.transport, made.return_mode, made.heap_bytes, made.workspace_bytes, *counted()
         return Put(*seen, counted(), compiled, launched())
     except flashmoe.FlashMoEError as error:

@@ -134,6 +134,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             for which in ("keeps", "backward")
         ]
         variants += [jit.Variant(dtype, machines=True) for dtype in DTYPES]
+        variants += [jit.Variant(activation=each, few_group=True) for each in ("swiglu", "gelu")]
         variants += [jit.Variant(machines=True, quantised=True)]
         variants += [jit.Variant(*each, rdma=True) for each in PUT]
         variants += [jit.Variant(*each, rdma=True, transposed=True) for each in PUT_TRANSPOSED]

@@ -12,11 +12,12 @@
 //   FLASHMOE_TRACE       1: record what every role does
 //   FLASHMOE_EXACT       1: float32 products in float32, without the tensor cores
 //   FLASHMOE_RDMA        1: peers are not mapped, rows leave by NVSHMEM's puts (gpu/network.cuh)
+//   FLASHMOE_FEW_GROUP   1: the kernel for a few tokens alone, of a rank of a group (sm90/few_group.cuh)
 //   FLASHMOE_MACHINES    1: ranks are on several machines, to which rows cross once (protocol/machines.h); neither of
 //                        passes that train nor with FLASHMOE_RDMA
 #include "flashmoe/gpu/clock.cuh"
 #include "flashmoe/gpu/kept_rows.cuh"
-#include "flashmoe/sm90/few.cuh"
+#include "flashmoe/sm90/few_group.cuh"
 #include "flashmoe/sm90/kernel.cuh"
 
 #ifndef FLASHMOE_DTYPE
@@ -64,11 +65,13 @@ static_assert(!(kQuantisedBuild && kMxFp4Build));
 static_assert(FLASHMOE_TRANSPOSED == 0 || Dtype::kBytes == 2);
 static_assert(!(kKeepBuild || kIsBackward) || (!kQuantisedBuild && !kMxFp4Build));
 static_assert(!kTrainsInGroup || ((kKeepBuild || kIsBackward) && !kRdma));
+static_assert(!kFewGroup || (Dtype::kBytes == 2 && !kQuantisedBuild && !kMxFp4Build && !kTransposed && !kRdma));
+static_assert(!kFewGroup || !(kKeepBuild || kIsBackward || SpansMachines<Platform>));
 static_assert(!SpansMachines<Platform> || !(kKeepBuild || kIsBackward || kRdma));
 
 }  // namespace flashmoe::sm90
 
-#if !FLASHMOE_MXFP4
+#if !FLASHMOE_MXFP4 && !FLASHMOE_FEW_GROUP
 extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
     __launch_bounds__(flashmoe::sm90::kThreads, 1) flashmoe_moe(const __grid_constant__ flashmoe::sm90::KernelArgs args
 #if FLASHMOE_MACHINES
@@ -115,6 +118,10 @@ extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
   auto& shared = *reinterpret_cast<sm90::FewShared*>(memory);
   sm90::begin_trace<FLASHMOE_TRACE != 0>(args);
+#if FLASHMOE_FEW_GROUP
+  sm90::run_few_in_group<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, shared);
+#else
   sm90::run_few<sm90::Dtype, sm90::kActivation, FLASHMOE_TRACE != 0>(args, shared);
+#endif
 }
 #endif

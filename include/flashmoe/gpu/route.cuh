@@ -15,6 +15,24 @@ __device__ __forceinline__ float given_weight(const KernelArgs& args, uint64_t i
   return Dtype::widen(static_cast<const typename Dtype::Element*>(args.topk_weights)[i]);
 }
 
+// So many threads, side by side: copies the given ids and weights of token block b to where packets are built from.
+template <class Dtype, uint32_t kThreads>
+__device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, int32_t* ids,
+                                           float* weights) {
+  const uint32_t top_k = c.shape.gate_top_k;
+  const uint64_t first = uint64_t{b << c.policy.log2_block} * top_k;
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kThreads) {
+    const uint32_t to = i + i / top_k * (c.shape.top_k - top_k);
+    if (args.topk_ids_64) {
+      const int64_t id = static_cast<const int64_t*>(args.topk_ids)[first + i];
+      ids[to] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
+    } else {
+      ids[to] = static_cast<const int32_t*>(args.topk_ids)[first + i];
+    }
+    weights[to] = given_weight<Dtype>(args, first + i);
+  }
+}
+
 // A key that grows with the float's value; 0 is below every number's.
 __device__ __forceinline__ uint32_t order_key(float v) {
   const uint32_t bits = __float_as_uint(v);

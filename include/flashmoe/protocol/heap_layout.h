@@ -19,6 +19,8 @@ inline constexpr uint32_t kMaxTokenBlock = 128;
 inline constexpr uint32_t kFewTokens = 256;
 // The most choices that they have there, those of the shared expert's slices too.
 inline constexpr uint32_t kFewChoices = 2048;
+// In a group, so many rows may come to a rank (of kFewChoices), and so many offsets of packets, El + 1 each.
+inline constexpr uint32_t kFewOffsets = 16384;
 // fp32's products there are made without the tensor cores: beyond so many tokens, more slowly than weights arrive.
 inline constexpr uint32_t kFewExactTokens = 8;
 // So many tokens' rows may be sums of parts, kMostFewParts at most: of a token, all rows' parts have so many columns.
@@ -103,8 +105,17 @@ struct Limits {
   FLASHMOE_HD constexpr uint64_t max_rows() const {
     return ranks * rows_of_rank() + uint64_t{max_tokens} * shared_experts(shared);
   }
+  // Whether a rank of a group has room, in a thread block, for all that ever comes to it in a call: then calls may go through
+  // a kernel of their own, whatever the others' numbers of tokens (sm90/few_group.cuh). The same on all ranks.
+  FLASHMOE_HD constexpr bool few_in_group() const {
+    const uint64_t packets = uint64_t{ranks} * max_blocks();
+    return ranks > 1 && rdma == 0 && max_tokens <= kFewTokens &&
+           ranks * uint64_t{max_tokens} * min_of(top_k, max_local_experts) <= kFewChoices &&
+           packets * (max_local_experts + 1) <= kFewOffsets;
+  }
   // Of a call of few tokens: its rows, and units of them, each some rows of an expert or of a slice of the shared one.
   FLASHMOE_HD constexpr uint32_t few_rows() const {
+    if (ranks > 1) return few_in_group() ? ranks * max_tokens * min_of(top_k, max_local_experts) : 0;
     return min_of(min_of(max_tokens, kFewTokens) * (top_k + shared), kFewChoices);
   }
   FLASHMOE_HD constexpr uint32_t few_units() const { return min_of(few_rows(), experts + shared + few_rows() / 16); }
@@ -324,7 +335,7 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
      "[token][expert] router logits of a few tokens, each with the epoch it is of, and behind them the token's choices "
      "(used on a GPU)"},
     {WorkField::kFewDone, "few_done", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.ranks == 1 ? l.few_units() : 0, 1, 1, 1}, 4}; },
+     [](const Limits& l) { return FieldShape{{l.few_units(), 1, 1, 1}, 4}; },
      "[unit] of few tokens: the unit's tasks of GEMM0 that are done; zero between calls (used on a GPU)"},
     {WorkField::kFewRows, "few_rows", Writer::kSelf,
      [](const Limits& l) {

@@ -129,23 +129,6 @@ __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Cal
   }
 }
 
-// Every warp of the team: copies the given ids and weights to where packets are built from.
-template <class Dtype>
-__device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
-  const uint32_t top_k = c.shape.gate_top_k;
-  const uint64_t first = uint64_t{b << c.policy.log2_block} * top_k;
-  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
-    const uint32_t to = i + i / top_k * (c.shape.top_k - top_k);
-    if (args.topk_ids_64) {
-      const int64_t id = static_cast<const int64_t*>(args.topk_ids)[first + i];
-      s.ids[to] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
-    } else {
-      s.ids[to] = static_cast<const int32_t*>(args.topk_ids)[first + i];
-    }
-    s.weights[to] = given_weight<Dtype>(args, first + i);
-  }
-}
-
 // Every warp of the team: the routing that the forward pass has kept, likewise.
 __device__ __forceinline__ void copy_kept(const KeptOutputs& kept, const Call& c, uint32_t b, const PacketScratch& s) {
   const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
@@ -203,7 +186,7 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
                                             const DispatchScratch& scratch, uint32_t b) {
   const PacketScratch packets = scratch.packets();
   if (args.topk_ids != nullptr) {
-    copy_given<Dtype>(args, c, b, packets);
+    copy_given<Dtype, kTeamWarps * 32>(args, c, b, packets.ids, packets.weights);
     return true;
   }
   with_gate<Dtype>(c.shape.gate_experts, [&]<class Stage>() {

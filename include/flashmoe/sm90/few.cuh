@@ -56,8 +56,9 @@ __device__ __forceinline__ bool meet(const Block& b, bool waits) {
   return all_well(b);
 }
 
+// The block's warps, each in its role, until there are no more tasks.
 template <class Dtype, Activation kActivation, class Trace>
-__device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
+__device__ __forceinline__ void run_tasks(const Block& b, const Trace& trace) {
   constexpr bool kGated = is_gated(kActivation);
   if (b.warp() < kFewConsumers) {
     if constexpr (kMxFp4<Dtype>) PairTable::fill<typename Factors<Dtype>::Type>(b);
@@ -71,6 +72,11 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
   } else if constexpr (kMxFp4<Dtype>) {
     load_scales<Dtype, kGated>(b, b.warp() - kFewConsumers - 2);
   }
+}
+
+template <class Dtype, Activation kActivation, class Trace>
+__device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
+  run_tasks<Dtype, kActivation>(b, trace);
   trace.begin(1);
   const bool ok = meet(b, is_among_last<Dtype>(b));
   if (!ok) return;

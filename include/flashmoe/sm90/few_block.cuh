@@ -1,14 +1,23 @@
 // What a thread block of the kernel for a few tokens (sm90/few.cuh) knows of its call, and how it waits for the others.
 #pragma once
 
+#include "flashmoe/actors/os.h"
 #include "flashmoe/gpu/products.cuh"
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/protocol/fault.h"
+#include "flashmoe/protocol/packet.h"
 #include "flashmoe/protocol/wait.h"
 #include "flashmoe/sm90/barrier.cuh"
 #include "flashmoe/sm90/geometry.h"
 
+#ifndef FLASHMOE_FEW_GROUP
+#define FLASHMOE_FEW_GROUP 0
+#endif
+
 namespace flashmoe::sm90 {
+
+// Whether the kernel is that of a rank of a group (few_group.cuh), and not of one that is alone.
+inline constexpr bool kFewGroup = FLASHMOE_FEW_GROUP != 0;
 
 // The most units of a call, and their experts with the slices of the shared one.
 inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kFewChoices / 16;
@@ -16,6 +25,8 @@ inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExpert
 // The routing, as every block knows it. Choice p is (token p / n, k = p % n), where n is few_choices: the shared expert's
 // slices are choices here. Choices that are not dropped have rows: an expert's follow one another, in token order, and so
 // do the experts. A unit is an expert and some of its rows, as many as a warp multiplies at a time.
+// In a group only those choices count that came to this rank: number p is row p, of a token and a choice as SentRow says, and
+// experts are local ones.
 struct FewRouting {
   int32_t ids[kFewChoices];
   float weights[kFewChoices];
@@ -24,6 +35,18 @@ struct FewRouting {
   uint32_t rows, units;          // their numbers
   uint16_t unit_expert[kFewUnits], unit_first[kFewUnits], unit_rows[kFewUnits];
 };
+
+// In a group, whose a row is: as FewRouting::ids have it.
+struct SentRow {
+  uint32_t source, token, k;
+
+  __device__ __forceinline__ int32_t pack() const { return static_cast<int32_t>(source << 24 | k << 12 | token); }
+  static __device__ __forceinline__ SentRow unpack(int32_t word) {
+    const auto w = static_cast<uint32_t>(word);
+    return {w >> 24, w & 0xfffu, w >> 12 & 0xfffu};
+  }
+};
+static_assert(kFewTokens <= 0xfff && kMaxExperts <= 0xfff && kMaxRanks <= 0x7f);
 
 // What only the routing needs.
 struct FewScratch {
@@ -36,7 +59,24 @@ struct FewScratch {
       uint16_t rows[kFewExperts];               // of an expert, and the first of them
       uint16_t first[kFewExperts];
     } groups;
+    // In a group: what a token block's packets are built with (protocol/packet.h).
+    struct {
+      uint16_t place[kFewWarps * kMaxExperts], count[kMaxExperts], start[kMaxExperts];
+      uint32_t owner[kMaxExperts], entries[kMaxRanks], bad;
+    } packets;
   };
+};
+
+// In a group, packets as they come, before their entries are rows of units.
+struct FewPackets {
+  static constexpr uint32_t kMost = kFewChoices / kMinTokenBlock + kMaxRanks;
+  Source sources[kMaxRanks];
+  uint16_t source[kMost], block[kMost];  // of a packet
+  uint16_t first[kMost + 1];             // its first entry, among those of all
+  uint32_t count;                        // of packets
+  uint16_t offsets[kFewOffsets];         // [packet][El + 1]
+  uint32_t tokens[kFewChoices], choices[kFewChoices];
+  float weights[kFewChoices];
 };
 
 // The pipeline: a ring of stages, each of weights and of rows, and tasks. More stages under way are slower: 11 took 1 % longer
@@ -96,6 +136,10 @@ struct FewShared {
       uint8_t logit_rows[144 * 1024];
       FewScratch scratch;
     };
+    struct {  // in a group, in place of the gate's rows: so FewScratch::groups is there beside it
+      FewPackets packets;
+      Status seen[kMaxRanks];  // the peers', also when all tasks are done
+    };
   };
   FewRouting routing;
   FewPipeline pipeline;
@@ -106,6 +150,7 @@ struct FewShared {
   TraceStarts trace_starts;
 };
 static_assert(sizeof(FewShared) <= kFewSharedBytes);
+static_assert(sizeof(FewPackets) + kMaxRanks * sizeof(Status) <= sizeof(FewShared::logit_rows));
 
 namespace few {
 
@@ -150,11 +195,14 @@ struct Block {
   FewRouting& routing;
   uint64_t epoch;
 
-  // Whether products are summed in parts: as many tokens as have the same bits, whatever they are.
-  __device__ __forceinline__ bool in_parts() const { return c.shape.tokens <= kFewExactTokens; }
+  // Whether products are summed in parts: as many tokens as have the same bits, whatever they are. In a group a row has the
+  // general kernel's bits, for it may have come from a rank that runs that.
+  __device__ __forceinline__ bool in_parts() const { return !kFewGroup && c.shape.tokens <= kFewExactTokens; }
   __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * args.few_choices; }
   // The slices of the shared expert are the last experts.
-  __device__ __forceinline__ uint32_t experts() const { return c.shape.routed_experts() + c.shape.shared; }
+  __device__ __forceinline__ uint32_t experts() const {
+    return kFewGroup ? c.shape.local_experts : c.shape.routed_experts() + c.shape.shared;
+  }
   __device__ __forceinline__ bool is_shared(uint32_t expert) const { return expert >= c.shape.routed_experts(); }
   __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
   // An intermediate row. Those in fp32 follow one another: memory for tiles of rows in e4m3 has room for them, for a tile
@@ -163,6 +211,18 @@ struct Block {
   __device__ __forceinline__ uint8_t* inner_row(uint32_t row) const {
     if constexpr (!kQuantised<Dtype>) return c.intermediate_row(0, row);
     return c.intermediate_row(0, 0) + uint64_t{row} * c.shape.intermediate * Inner<Dtype>::kBytes;
+  }
+  // The row of x that row `row` is made of, and where its result goes.
+  __device__ __forceinline__ const uint8_t* x_row(uint32_t row) const {
+    if constexpr (!kFewGroup) return args.x + routing.choice[row] / args.few_choices * uint64_t{args.x_row_bytes};
+    const SentRow sent = SentRow::unpack(routing.ids[row]);
+    if (sent.source == c.rank) return args.x + sent.token * uint64_t{args.x_row_bytes};
+    return c.dispatched_row(c.rank, sent.source, sent.token);
+  }
+  __device__ __forceinline__ uint8_t* result_row(uint32_t row) const {
+    if constexpr (!kFewGroup) return c.few_row(row);
+    const SentRow sent = SentRow::unpack(routing.ids[row]);
+    return c.return_row(sent.source, sent.token, sent.k);
   }
   // Where a token's row begins, in units of 16 bytes behind x.
   __device__ __forceinline__ uint32_t token_at(uint32_t token) const {

@@ -143,7 +143,7 @@ template <class Dtype, class Biases>
 __device__ __forceinline__ void store_weighted(const Block& b, const Biases& biases, uint32_t column, uint32_t row,
                                                const float (&sums)[kBlocks][2]) {
   const float weight = b.args.weights_on_input != 0 ? 1.0f : b.routing.weights[b.routing.choice[row]];
-  auto* const to = reinterpret_cast<typename Dtype::Element*>(b.c.few_row(row));
+  auto* const to = reinterpret_cast<typename Dtype::Element*>(b.result_row(row));
 #pragma unroll
   for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
     if (column >= b.c.shape.hidden) return;

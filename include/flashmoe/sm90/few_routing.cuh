@@ -197,6 +197,7 @@ __device__ __forceinline__ Tokens own_tokens(const Block& b) {
 }
 // Whether the choice of others' tokens is theirs.
 __device__ __forceinline__ bool shares_choices(const Block& b) {
+  if constexpr (kFewGroup) return true;  // in packets
   return b.c.shape.tokens > kMostChosenByAll && (b.args.topk_ids == nullptr || b.args.shared_gate != nullptr);
 }
 __device__ __forceinline__ Tokens tokens_to_decide(const Block& b) {
@@ -235,7 +236,7 @@ __device__ __forceinline__ void choose(const Block& b, const Tokens& tokens) {
   for (uint32_t i = b.warp(); i < tokens.count && b.s.failed == 0; i += kFewWarps) {
     const uint32_t t = tokens[i];
     collect_logits(b, t, logits);
-    if (b.args.router_logits != nullptr && t % gridDim.x == blockIdx.x) {
+    if (b.args.router_logits != nullptr && (kFewGroup || t % gridDim.x == blockIdx.x)) {
       write_logits(rule, b.args.router_logits + uint64_t{t} * experts, logits, experts, P::lane(), P::kLanes);
       P::sync();
     }

@@ -39,7 +39,9 @@ struct Tasks {
   __device__ __forceinline__ uint32_t tiles(uint32_t product) const {
     return product == 0 ? ceil_div(b.c.shape.intermediate, kFeatures) : ceil_div(b.c.shape.hidden, kBoxFeatures);
   }
-  __device__ __forceinline__ uint32_t parts(uint32_t product) const { return product == 0 ? 1 : b.args.few_parts; }
+  __device__ __forceinline__ uint32_t parts(uint32_t product) const {
+    return product == 0 || kFewGroup ? 1 : b.args.few_parts;
+  }
   __device__ __forceinline__ uint32_t count() const { return b.routing.units * (tiles(0) + tiles(1) * parts(1)); }
   __device__ __forceinline__ Task task(uint32_t i) const {
     const uint32_t first = b.routing.units * tiles(0), product = i < first ? 0 : 1;
@@ -177,8 +179,7 @@ __device__ __forceinline__ void load_rows(const Block& b) {
 #pragma unroll
     for (uint32_t i = 0; i < kMost; ++i) {
       const uint32_t r = row + min_of(first + i * kRowsApart, rows - 1);
-      from[i] = task.product != 0 ? b.c.intermediate_row(0, 0) + r * pitch
-                                  : b.args.x + b.routing.choice[r] / b.args.few_choices * uint64_t{b.args.x_row_bytes};
+      from[i] = task.product != 0 ? b.c.intermediate_row(0, 0) + r * pitch : b.x_row(r);
     }
     const Stages stages = tasks.stages(task);
     for (uint32_t s = 0; s < stages.count; ++s, stage.advance()) {

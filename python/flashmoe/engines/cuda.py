@@ -397,6 +397,7 @@ class CudaEngine(Engine):
                 f"transposed: expected {' or '.join(jit.TRANSPOSED)} weights with it on the CUDA engine, got "
                 f"{layer.weight_type}"
             )
+        library, described = _ffi.library(), layer.to_map()
         variant = jit.Variant(
             layer.y_type,
             layer.activation,
@@ -412,10 +413,11 @@ class CudaEngine(Engine):
             on_input=pass_ != _INFERENCE and layer.weights_on_input,
             sliced=pass_ != _INFERENCE and (layer.shared != 0 or layer.slices != 1),
             machines=self.spread,
+            few_group=pass_ == _INFERENCE and library.cuda_few_in_group(self.checked_handle(), described),
         )
-        number = _ffi.library().cuda_add_layer(
+        number = library.cuda_add_layer(
             self.checked_handle(),
-            layer.to_map(),
+            described,
             placements.flat(args.placement),
             _addresses(args.operands),
             str(jit.kernel(variant)),

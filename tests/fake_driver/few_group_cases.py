@@ -1,0 +1,41 @@
+"""Which calls of several ranks the kernel for few tokens takes: those of a context of few, by what all ranks have agreed on."""
+
+from __future__ import annotations
+
+import pytest
+from fake_gpu import SIZES
+from fake_group import put_by
+from flashmoe import jit
+from flashmoe.memory import plan_memory
+
+FEW = {"max_tokens": 21, "return_mode": "direct", "tokens": 20}
+"""Of three ranks: 252 rows in all, 15.75 an expert."""
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 21])
+def test_few_tokens_of_several_ranks(cubin, tokens):
+    """All calls of a context of so few tokens, also of a rank without, are another kernel's."""
+    sizes = {name: FEW[name] for name in ("max_tokens", "return_mode")}
+    plan = plan_memory(engine="cuda", ranks=3, **{**SIZES, **sizes})
+    for seen in put_by(3, {**FEW, "tokens": tokens}, cubin=cubin):
+        assert seen.variants == [jit.Variant("bfloat16", "swiglu", few_group=True)]
+        names = ("few", "geometry", "cooperative", "tokens", "mapped", "block", "groups")
+        assert [seen.launch[name] for name in names] == [1, 1, 1, tokens, 3, 8, [0, 1]]
+        assert seen.launch["token_rows"] is None  # its gate takes no tensor map
+        assert (seen.heap_bytes, seen.workspace_bytes) == (plan.heap_bytes, plan.workspace_bytes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_tokens": 22},
+        {"return_mode": "reduced"},
+        {"transport": "rdma", "return_mode": "reduced"},
+        {"machines": (0, 0, 1)},
+        {"how": {"capacity_factor": 2.0}},
+    ],
+    ids=str,
+)
+def test_what_the_general_kernel_takes_of_few_tokens(cubin, changes):
+    for seen in put_by(3, {**FEW, **changes}, cubin=cubin):
+        assert not seen.variants[0].few_group and (seen.launch["few"], seen.launch["geometry"]) == (0, 1)

@@ -1,0 +1,178 @@
+"""What tests/gpu/test_few_group.py runs in the processes of a group, one rank each.
+
+Two contexts of the same ranks: one of few tokens, and one of so many that the general kernel takes every call; with
+`direct` a token's row has the same bits in both, however many tokens there are."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import flashmoe
+import torch
+from layers import Problem, call, capture, check, gpu_operations, poisoned_outputs, random_problem
+from ranks import device_of, joined, share_of, with_experts
+
+MANY = 2048
+"""A context of so many tokens is none of few."""
+
+
+def sizes_of(spec: dict[str, Any], most: int, **limits: Any) -> dict[str, Any]:
+    sizes = {name: spec[name] for name in ("hidden", "intermediate", "experts", "top_k")}
+    return {**sizes, "max_tokens": most, "dtype": "bfloat16", "return_mode": "direct", **limits}
+
+
+def own_problem(rank: int, ranks: int, spec: dict[str, Any], most: int, seed: int) -> Problem:
+    """`most` tokens of this rank's, and all experts."""
+    whole = random_problem(seed, most * ranks, device=f"cuda:{device_of(rank)}", **spec)
+    return share_of(whole, rank, [most] * ranks)
+
+
+def first_tokens(problem: Problem, tokens: int) -> Problem:
+    names = [name for name in ("x", "topk_ids", "topk_weights") if getattr(problem, name) is not None]
+    return replace(problem, **{name: getattr(problem, name)[:tokens] for name in names})
+
+
+def by_general_kernel(
+    rank: int, ranks: int, name: str, own: Problem, spec: dict[str, Any], **limits: Any
+) -> torch.Tensor:
+    """The rows of all tokens, which the float64 reference confirms."""
+    with joined(rank, ranks, f"{name}-general", **sizes_of(spec, MANY, **limits)) as context:
+        y, report = call(context, with_experts(own, context.local_experts()))
+        check(own, y, report)
+        return y
+
+
+def compare(
+    rank: int,
+    ranks: int,
+    name: str,
+    spec: dict[str, Any],
+    most: int,
+    calls: list[list[int]],
+    placement: flashmoe.placement.Placement | None = None,
+    late: bool = False,
+) -> int:
+    """Calls of so many tokens of each rank, back to back in a context of few tokens, on outputs that begin as NaN. How
+    many differ in any bit from the general kernel's rows. late: each rank comes late now and then."""
+    own = own_problem(rank, ranks, spec, most, 61)
+    expected = by_general_kernel(rank, ranks, name, own, spec, placement=placement)
+    draw = random.Random(f"rank {rank}")
+    limits = sizes_of(spec, most, placement=placement)
+    with joined(rank, ranks, f"{name}-few", **limits) as context, poisoned_outputs():
+        local = with_experts(own, context.local_experts())
+        results = []
+        for tokens in calls:
+            if late and draw.randrange(16) == 0:
+                torch.cuda._sleep(draw.randrange(1_000_000))
+            results.append(flashmoe.moe(context, **first_tokens(local, tokens[rank]).arguments()))
+        context.synchronize()
+        assert context.last_call.tokens == calls[-1][rank]
+    return sum(not torch.equal(y, expected[: len(y)]) for y in results)
+
+
+def operations(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int) -> list[str]:
+    """What the GPU does in three calls of a context of few tokens."""
+    own = own_problem(rank, ranks, spec, most, 62)
+    with joined(rank, ranks, name, **sizes_of(spec, most)) as context:
+        local = with_experts(own, context.local_experts())
+        call(context, local)
+        arguments = local.arguments()
+
+        def run() -> None:
+            for _ in range(3):
+                flashmoe.moe(context, **arguments)
+            context.synchronize()
+
+        gpu_operations(run)
+        return gpu_operations(run)
+
+
+def mixed(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, calls: int, alike: bool) -> int:
+    """Calls of few tokens, and of the same layer with a shared expert, which the general kernel takes and of which
+    other ranks know nothing, in any order in one context; how many differ. alike: on all ranks; else each draws for
+    itself, so that the two kernels meet in one call."""
+    with_shared = own_problem(rank, ranks, {**spec, "shared": 1}, most, 63)
+    layers = (replace(with_shared, shared_gate_up=None, shared_down=None), with_shared)
+    expected = [by_general_kernel(rank, ranks, f"{name}-{i}", own, spec) for i, own in enumerate(layers)]
+    draw = random.Random(7)
+    choose = draw if alike else random.Random(f"rank {rank}")
+    with joined(rank, ranks, f"{name}-mixed", **sizes_of(spec, most)) as context, poisoned_outputs():
+        local = [with_experts(own, context.local_experts()) for own in layers]
+        results = []
+        for _ in range(calls):
+            tokens = [draw.choice((0, 1, 3, 9, most)) for _ in range(ranks)]
+            which = choose.randrange(2)
+            y = flashmoe.moe(context, **first_tokens(local[which], tokens[rank]).arguments())
+            results.append((y, expected[which][: len(y)]))
+        context.synchronize()
+    return sum(not torch.equal(y, rows) for y, rows in results)
+
+
+def replay(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int) -> int:
+    """A captured call, replayed with other tokens; how many replays are off."""
+    problems = [own_problem(rank, ranks, spec, most, seed) for seed in (64, 65, 66)]
+    off = 0
+    with joined(rank, ranks, f"{name}-graph", **sizes_of(spec, most)) as context:
+        local = with_experts(problems[0], context.local_experts())
+        x = local.x.clone()
+        graph, y = capture(context, replace(local, x=x))
+        for other in problems:
+            x.copy_(other.x)
+            y.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            again, report = call(context, replace(local, x=x))
+            check(replace(problems[0], x=other.x), y, report)
+            off += not torch.equal(y, again)
+    return off
+
+
+def stall(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, who: int, timeout: float) -> str:
+    """Rank `who` stays out of the third call until the others have given up; what each is told. Then all make a new
+    group, whose calls are right."""
+    own = own_problem(rank, ranks, spec, most, 67)
+    told = ""
+    with joined(rank, ranks, f"{name}-1", **sizes_of(spec, most), timeout=timeout) as context:
+        local = with_experts(own, context.local_experts())
+        for _ in range(2):
+            call(context, local)
+        try:
+            if rank == who:
+                time.sleep(3 * timeout)
+            call(context, local)
+        except flashmoe.FlashMoEError as error:
+            told = f"{type(error).__name__}: {error}"
+    with joined(rank, ranks, f"{name}-2", **sizes_of(spec, most)) as context:
+        check(own, *call(context, local))
+    return told
+
+
+def spoiled(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, how: str) -> str:
+    """Rank 1's routing is not valid; what each is told."""
+    own = own_problem(rank, ranks, spec | ({} if how == "logits" else {"ids": "int32"}), most, 68)
+    if rank == 1 and how == "logits":
+        own.x[2, 3] = float("nan")
+    elif rank == 1:
+        own.topk_ids[2, 1] = own.topk_ids[2, 0] if how == "twice" else own.experts
+    with joined(rank, ranks, f"{name}-{how}", **sizes_of(spec, most)) as context:
+        local = with_experts(own, context.local_experts())
+        try:
+            call(context, local)
+        except flashmoe.FlashMoEError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def disagree(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int) -> str:
+    """Rank 1 calls with another K."""
+    own = own_problem(rank, ranks, spec, most, 69)
+    with joined(rank, ranks, name, **sizes_of(spec, most)) as context:
+        local = with_experts(own, context.local_experts())
+        try:
+            call(context, replace(local, top_k=own.top_k - 1) if rank == 1 else local)
+        except flashmoe.FlashMoEError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"

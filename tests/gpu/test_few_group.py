@@ -1,0 +1,122 @@
+"""Contexts of few tokens among several ranks, whose calls a kernel of their own computes (sm90/few_group.cuh)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import few_ranks as on_rank
+import pytest
+import ranks
+from flashmoe.launch import RankPool
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+USUAL = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4}
+MOST = 24
+"""Tokens of a rank: three token blocks, and with four ranks 12 rows an expert."""
+
+SHAPES = {
+    "usual": USUAL,
+    "Qwen3": {"hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8},
+    "odd sizes": {"hidden": 136, "intermediate": 72, "experts": 33, "top_k": 5, "biases": True},
+    "given ids": {**USUAL, "ids": "int64"},
+    "weights on the input": {**USUAL, "weights_on_input": True},
+    "GELU": {**USUAL, "activation": "gelu"},
+    "one expert a token": {**USUAL, "top_k": 1},
+    "DeepSeek-V3's router": {**USUAL, "score": "sigmoid", "groups": 4, "top_groups": 2},
+    "all tokens to the same experts": {**USUAL, "skew": 50.0},
+}
+
+
+@pytest.fixture(scope="module", params=(2, 4), ids=["2ranks", "4ranks"])
+def pool(request) -> Iterator[RankPool]:
+    with ranks.pool_of(request.param) as made:
+        yield made
+
+
+def everywhere(pool: RankPool, fn, *arguments, timeout: float = 120.0) -> list:
+    return pool.call(fn, [arguments] * pool.ranks, timeout=timeout)
+
+
+def uneven(pool: RankPool) -> list[list[int]]:
+    """Numbers of tokens, the last of them those of a second and a third call."""
+    n, most = pool.ranks, MOST
+    made = [[1] * n, [most] * n, [0] * n, [8] * n, [9] * n]
+    made += [[most if p == q else 0 for p in range(n)] for q in range(n)]
+    return [*made, [1, 0, most, 9][:n], [0, 17, 8, 2][:n], [1] * n, [1] * n]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bits_are_the_general_kernels(pool, name):
+    assert everywhere(pool, on_rank.compare, SHAPES[name], MOST, uneven(pool)) == [0] * pool.ranks
+
+
+def test_the_kernel_is_that_of_few_tokens(pool):
+    for done in everywhere(pool, on_rank.operations, USUAL, MOST):
+        assert len(done) == 3 and all("flashmoe_few" in name for name in done), done
+
+
+def test_the_most_tokens(pool):
+    spec = {"hidden": 256, "intermediate": 128, "experts": 256, "top_k": 8}
+    most = 2048 // 8 // pool.ranks  # as many rows as a thread block has room for
+    calls = [[most] * pool.ranks, [1] * pool.ranks, [most] * pool.ranks]
+    assert everywhere(pool, on_rank.compare, spec, most, calls) == [0] * pool.ranks
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_all_experts_on_one_rank(pool, owner):
+    placement = [owner] * USUAL["experts"]
+    assert everywhere(pool, on_rank.compare, USUAL, 16, uneven_within(pool, 16), placement) == [0] * pool.ranks
+
+
+def test_copies(pool):
+    """Experts on one rank, on two, ..., on all in turn."""
+    n = pool.ranks
+    placement = [[(expert // n + i) % n for i in range(1 + expert % n)] for expert in range(USUAL["experts"])]
+    assert everywhere(pool, on_rank.compare, USUAL, 16, uneven_within(pool, 16), placement) == [0] * n
+
+
+def uneven_within(pool: RankPool, most: int) -> list[list[int]]:
+    return [[min(tokens, most) for tokens in call] for call in uneven(pool)]
+
+
+def test_a_thousand_calls(pool):
+    draw = random.Random(5)
+    calls = [[draw.choice((0, 1, 2, 8, 9, MOST)) for _ in range(pool.ranks)] for _ in range(1000)]
+    assert everywhere(pool, on_rank.compare, USUAL, MOST, calls, None, True) == [0] * pool.ranks
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["on all ranks alike", "each by itself"])
+def test_among_calls_of_the_general_kernel(pool, alike):
+    assert everywhere(pool, on_rank.mixed, USUAL, MOST, 200, alike) == [0] * pool.ranks
+
+
+def test_graphs(pool):
+    assert everywhere(pool, on_rank.replay, USUAL, MOST) == [0] * pool.ranks
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_stalls_is_named(pool, who):
+    for rank, told in enumerate(everywhere(pool, on_rank.stall, USUAL, MOST, who, 2.0)):
+        assert told.startswith(f"PeerTimeout: rank {who} holds up call 3: ")
+        if rank != who:  # by the time that it is told itself, it has begun
+            assert "it has not begun call 3 (it is at 2)" in told
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("logits", "router: expected finite logits, got NaN or infinity for token 2 of rank 1"),
+        ("range", "topk_ids: expected ids in [0, E=32), got 32 for token 2 of rank 1"),
+        ("twice", "topk_ids: expected distinct experts per token, got expert"),
+    ],
+)
+def test_routing_that_is_not_valid(pool, how, message):
+    assert all(message in told for told in everywhere(pool, on_rank.spoiled, USUAL, MOST, how))
+
+
+def test_ranks_that_disagree(pool):
+    for told in everywhere(pool, on_rank.disagree, USUAL, MOST):
+        assert told.startswith("GroupError: ranks disagree on call 1: ")
+        assert "top_k K: rank" in told
