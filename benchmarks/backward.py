@@ -1,6 +1,6 @@
 """A backward pass on one GPU beside the bare GEMMs of the same layer, and what it costs a forward pass to keep for it.
 
-    python benchmarks/backward.py [--shapes NAME ...] [--out benchmarks/results/backward/h200x1.json]
+    python benchmarks/backward.py [--shapes NAME ...] [--dtype D] [--exact] [--out benchmarks/results/backward/h200x1.json]
 
 Per shape, in one run, in turn, by three timers ("busy": with the GPU kept busy before each, so that no launch gap is in
 the figure; "plain": with the launches in it; "sustained": each behind others of its kind, at the clocks that the GPU's
@@ -8,7 +8,8 @@ power allows for long, which for layers of many milliseconds are not those of a 
 
   backward    of the whole layer under autograd: gradients of x, the router and both of the experts' matrices
   given       the same with the routing given: of x, the weights of the choices and both matrices
-  floor       PyTorch's four grouped GEMMs of a backward pass alone, on ready inputs (floors.py)
+  floor       PyTorch's four grouped GEMMs of a backward pass alone, on ready inputs (floors.py); of float32, of which it
+              has none, cuBLAS's products of each expert, in TF32 or, with --exact, in fp32
   keeps       the forward pass that keeps what gradients need
   inference   the forward pass that keeps nothing
 
@@ -47,15 +48,16 @@ TIMERS = {True: "", False: "plain_", None: "sustained_"}
 DEFAULT = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64")
 
 
-def calls_of(layer: Any) -> dict[str, Any]:
-    """What is timed of a layer (`LoneLayer`, or one that has its attributes), by name."""
+def calls_of(layer: Any, exact: bool = False) -> dict[str, Any]:
+    """What is timed of a layer (`LoneLayer`, or one that has its attributes), by name; `exact`: as the layer's calls."""
     x = layer.xs[0].requires_grad_()
     matrices = [layer.w1.requires_grad_(), layer.w2.requires_grad_()]
     router, dy = layer.router.requires_grad_(), torch.randn_like(x)
     ids = torch.rand(len(x), layer.experts, device=x.device).topk(layer.top_k).indices.int()
     weights = torch.rand(len(x), layer.top_k, device=x.device).requires_grad_()
     y = layer(0)
-    y_given = flashmoe.moe(layer.context, x, *matrices, topk_ids=ids, topk_weights=weights, activation=layer.activation)
+    how = {"activation": layer.activation, "exact": exact}
+    y_given = flashmoe.moe(layer.context, x, *matrices, topk_ids=ids, topk_weights=weights, **how)
 
     def inference(_: int) -> torch.Tensor:
         with torch.no_grad():
@@ -70,16 +72,18 @@ def calls_of(layer: Any) -> dict[str, Any]:
     return {"backward": backward, "given": given, "keeps": lambda _: layer(0), "inference": inference}
 
 
-def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
+def measure(name: str, tokens: int, repeats: int, dtype: str, exact: bool) -> dict[str, Any]:
     hidden, inner, experts, top_k, _, _ = SHAPES[name]
-    with closing(LoneLayer(name, tokens)) as layer:
-        calls = calls_of(layer)
+    torch.backends.cuda.matmul.allow_tf32 = not exact  # of the floor's products
+    with closing(LoneLayer(name, tokens, dtype, exact)) as layer:
+        calls = calls_of(layer, exact)
         bare = backward_floor_call(tokens * top_k, hidden, inner, experts, layer.w1.detach(), layer.w2.detach())
         timer = functools.partial(milliseconds, cycles=BUSY_CYCLES)
         calls["floor"] = bare
         timed = {**in_turn(timer, calls, repeats), **sustained(calls, repeats)}
         layer.context.synchronize()
-    row: dict[str, Any] = {"shape": name, "tokens": tokens, **medians_and_spread(timed, TIMERS)}
+    row: dict[str, Any] = {"shape": name, "tokens": tokens, "dtype": dtype, "exact": exact}
+    row |= medians_and_spread(timed, TIMERS)
     for kind in TIMERS.values():
         for call in ("backward", "given"):
             row[f"{kind}{call}_ratio"] = row[f"{kind}{call}_ms"] / row[f"{kind}floor_ms"]
@@ -91,6 +95,8 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=DEFAULT)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--exact", action="store_true", help="float32 without TF32")
     parser.add_argument("--repeats", type=int, default=32)
     parser.add_argument("--out", type=pathlib.Path)
     commit_option(parser)
@@ -100,7 +106,7 @@ def main() -> None:
     print(f"{'shape':>12} {'tokens':>6} {'floor':>7} {'backward':>8} {'':17} {'given':>7} {'':17} keeps/inference")
     for name in args.shapes:
         tokens = SHAPES[name][-1][0]
-        row = measure(name, tokens, args.repeats)
+        row = measure(name, tokens, args.repeats, args.dtype, args.exact)
         row["nvidia_smi"] = {QUERY: nvidia_smi()}
         result["shapes"].append(row)
         figures = [f"{name:>12} {tokens:>6} {row['floor_ms']:7.3f}"]

@@ -49,12 +49,36 @@ def backward_floor_call(rows: int, hidden: int, inner: int, experts: int, w1: to
     offsets = torch.bincount(torch.randint(experts, (rows,), device=w1.device), minlength=experts).cumsum(0).int()
     x, dy = (torch.randn(rows, hidden, **make) for _ in range(2))
     a, dz = (torch.randn(rows, columns, **make) for columns in (inner, w1.shape[1]))
+    if w1.dtype == torch.float32:  # PyTorch's grouped GEMM has no kernel for it: a product of cuBLAS's for each expert
+        return by_expert(offsets, ((dy, w2), (dz, w1)), ((dy, a), (dz, x)))
 
     def call(_: int) -> None:
         torch._grouped_mm(dy, w2, offs=offsets)
         torch._grouped_mm(dz, w1, offs=offsets)
         torch._grouped_mm(dy.t(), a, offs=offsets)
         torch._grouped_mm(dz.t(), x, offs=offsets)
+
+    return call
+
+
+Pairs = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+def by_expert(offsets: torch.Tensor, of_rows: Pairs, over_rows: Pairs) -> Callable[[int], None]:
+    """Products of rows [M, A] by matrices [E, A, B], and over rows, of [M, A] and [M, B], an expert at a time; its rows
+    end at `offsets`, which the host knows before."""
+    ends = offsets.tolist()
+    spans = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+    results = [rows.new_empty(len(rows), matrices.shape[2]) for rows, matrices in of_rows]
+    sums = [left.new_empty(len(spans), left.shape[1], right.shape[1]) for left, right in over_rows]
+
+    def call(_: int) -> None:
+        for (rows, matrices), result in zip(of_rows, results, strict=True):
+            for expert, span in enumerate(spans):
+                torch.mm(rows[span], matrices[expert], out=result[span])
+        for (left, right), total in zip(over_rows, sums, strict=True):
+            for expert, span in enumerate(spans):
+                torch.mm(left[span].t(), right[span], out=total[expert])
 
     return call
 

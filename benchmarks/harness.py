@@ -244,15 +244,15 @@ def beside_floor(timed: dict[tuple[str, bool], list[float]]) -> dict[str, Any]:
 
 
 class LoneLayer:
-    """A layer of random weights on one GPU, in bf16, its context, of the built-in order, and its calls by number."""
+    """A layer of random weights on one GPU, its context, of the built-in order, and its calls by number."""
 
-    def __init__(self, name: str, tokens: int) -> None:
+    def __init__(self, name: str, tokens: int, dtype: str = "bfloat16", exact: bool = False) -> None:
         import flashmoe
         import torch
 
         hidden, inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
         torch.manual_seed(tokens)
-        make = {"device": "cuda", "dtype": torch.bfloat16}
+        make = {"device": "cuda", "dtype": getattr(torch, dtype)}
         self.router = torch.randn(self.experts, hidden, **make) * 0.02
         rows = inner * (2 if self.activation == "swiglu" else 1)
         self.w1 = torch.randn(self.experts, rows, hidden, **make) * 0.02
@@ -266,13 +266,12 @@ class LoneLayer:
             intermediate=inner,
             experts=self.experts,
             top_k=self.top_k,
-            dtype="bfloat16",
+            dtype=dtype,
             return_mode="direct",
             profile={},
         )
-        self.moe = functools.partial(
-            flashmoe.moe, self.context, router=self.router, top_k=self.top_k, activation=self.activation
-        )
+        how = {"top_k": self.top_k, "activation": self.activation, "exact": exact}
+        self.moe = functools.partial(flashmoe.moe, self.context, router=self.router, **how)
 
     def __call__(self, i: int) -> torch.Tensor:
         return self.moe(self.xs[i % 4], self.w1, self.w2)

@@ -21,6 +21,7 @@ MANY = 2048
 
 def sizes_of(spec: dict[str, Any], most: int, **limits: Any) -> dict[str, Any]:
     sizes = {name: spec[name] for name in ("hidden", "intermediate", "experts", "top_k")}
+    sizes["shared_intermediate"] = spec["intermediate"]
     return {**sizes, "max_tokens": most, "dtype": "bfloat16", "return_mode": "direct", **limits}
 
 
