@@ -1,6 +1,6 @@
 """A backward pass on one GPU beside the bare GEMMs of the same layer, and what it costs a forward pass to keep for it.
 
-    python benchmarks/backward.py [--shapes NAME ...] [--dtype D] [--exact] [--out benchmarks/results/backward/h200x1.json]
+    python benchmarks/backward.py [--shapes NAME ...] [--dtype float32 [--exact]] [--out FILE.json]
 
 Per shape, in one run, in turn, by three timers ("busy": with the GPU kept busy before each, so that no launch gap is in
 the figure; "plain": with the launches in it; "sustained": each behind others of its kind, at the clocks that the GPU's
@@ -8,8 +8,8 @@ power allows for long, which for layers of many milliseconds are not those of a 
 
   backward    of the whole layer under autograd: gradients of x, the router and both of the experts' matrices
   given       the same with the routing given: of x, the weights of the choices and both matrices
-  floor       PyTorch's four grouped GEMMs of a backward pass alone, on ready inputs (floors.py); of float32, of which it
-              has none, cuBLAS's products of each expert, in TF32 or, with --exact, in fp32
+  floor       PyTorch's four grouped GEMMs of a backward pass alone, on ready inputs (floors.py); in float32, which these
+              do not take, cuBLAS's products for each expert, in TF32 or, with --exact, in fp32
   keeps       the forward pass that keeps what gradients need
   inference   the forward pass that keeps nothing
 
@@ -49,7 +49,7 @@ DEFAULT = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64")
 
 
 def calls_of(layer: Any, exact: bool = False) -> dict[str, Any]:
-    """What is timed of a layer (`LoneLayer`, or one that has its attributes), by name; `exact`: as the layer's calls."""
+    """What is timed of a layer (`LoneLayer`, or one that has its attributes), by name. `exact`: as its own calls."""
     x = layer.xs[0].requires_grad_()
     matrices = [layer.w1.requires_grad_(), layer.w2.requires_grad_()]
     router, dy = layer.router.requires_grad_(), torch.randn_like(x)
