@@ -8,7 +8,7 @@ power allows for long, which for layers of many milliseconds are not those of a 
 
   backward    of the whole layer under autograd: gradients of x, the router and both of the experts' matrices
   given       the same with the routing given: of x, the weights of the choices and both matrices
-  floor       PyTorch's four grouped GEMMs of a backward pass alone, on ready inputs (floors.py); in float32, which these
+  floor       PyTorch's four grouped GEMMs of a backward pass alone, on ready inputs (floors.py); in float32, which they
               do not take, cuBLAS's products for each expert, in TF32 or, with --exact, in fp32
   keeps       the forward pass that keeps what gradients need
   inference   the forward pass that keeps nothing
