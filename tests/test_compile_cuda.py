@@ -102,6 +102,9 @@ def test_instances_of_transposed_weights(tool):
 
 def test_instances_of_experts_in_fp8(tool):
     units = [unit for unit in tool.units() if tool.QUANTISED in unit.defines]
+    of_groups = [unit for unit in units if tool.FEW_GROUP in unit.defines]
+    assert len(of_groups) == 1 and of_groups[0].required == (tool.MMA, *tool.LOADS)
+    units = [unit for unit in units if unit not in of_groups]
     assert [unit.defines for unit in units] == tool.quantised_instances(False)
     assert all({tool.WGMMA, tool.WGMMA_FP8} <= set(unit.required) for unit in units)
 

@@ -156,10 +156,10 @@ class Unit:
         """The instructions that it is built on."""
         if not self.fused:
             return ()
-        if QUANTISED in self.defines:
-            return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are of y's type
         if MXFP4 in self.defines or FEW_GROUP in self.defines:  # the kernel for a few tokens alone
             return (MMA, *LOADS)
+        if QUANTISED in self.defines:
+            return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are of y's type
         if EXACT in self.defines:
             return LOADS
         by_fragments = BACKWARD in self.defines and f"-DFLASHMOE_DTYPE={FP32}" in self.defines
@@ -239,11 +239,12 @@ def machines_instances(every: bool) -> list[tuple[str, ...]]:
 
 
 def few_group_instances(every: bool) -> list[tuple[str, ...]]:
-    """Of few tokens in groups; `every` one: of each type and activation, and traced."""
+    """Of few tokens in groups, of FP8 as well; `every` one: of each type and activation, and traced."""
+    kinds = ((FEW_GROUP,), (QUANTISED, FEW_GROUP))
     if not every:
-        return [instance(BF16, CLAMPED, FEW_GROUP)]
-    traced = instance(BF16, SWIGLU, TRACE, FEW_GROUP)
-    return [instance(dtype, each, FEW_GROUP) for dtype in (BF16, 2) for each in ACTIVATIONS] + [traced]
+        return [instance(BF16, CLAMPED, *kind) for kind in kinds]
+    found = [instance(dtype, each, *kind) for dtype in (BF16, 2) for each in ACTIVATIONS for kind in kinds]
+    return found + [instance(BF16, SWIGLU, TRACE, FEW_GROUP)]
 
 
 def rdma_units(source: Path, every: bool) -> list[Unit]:

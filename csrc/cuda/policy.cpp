@@ -60,7 +60,10 @@ bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
 bool few_in_group(const Limits& limits, const LayerSpec& spec) {
   if (!limits.few_in_group() || limits.machine_ranks != 0) return false;
   if (kExpertProducts != 0 || spec.transposed) return false;
-  if (element_bytes(spec.y_type) != 2 || has_scales(spec.weight_type)) return false;
+  if (element_bytes(spec.y_type) != 2 || spec.weight_type == DType::kMxFp4) return false;
+  // Intermediate rows are of fp32 there, in memory for tiles of rows in e4m3.
+  const uint64_t room = limits.max_tiles() * limits.tile_rows;
+  if (spec.quantised() && limits.few_rows() * sizeof(float) > room) return false;
   if (spec.shared != 0 || spec.slices != 1 || spec.capacity_factor != 0) return false;
   const uint64_t rows = uint64_t{limits.ranks} * limits.max_tokens * spec.top_k;
   return spec.return_mode == ReturnMode::kDirect && rows <= uint64_t{kMostFewRows} * spec.experts;

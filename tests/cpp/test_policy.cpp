@@ -180,6 +180,7 @@ void check_few_in_group() {
   limits.experts = 128;
   limits.max_local_experts = 32;
   limits.top_k = 8;
+  limits.tile_rows = sm90::kTileTokens;
   LayerSpec layer;
   layer.hidden = 2048;
   layer.intermediate = 768;
@@ -205,12 +206,51 @@ void check_few_in_group() {
   CHECK(refused([](Limits&, LayerSpec& s) { s.experts = 127; }));            // more than 16 rows an expert
   CHECK(refused([](Limits&, LayerSpec& s) { s.return_mode = ReturnMode::kReduced; }));
   CHECK(refused([](Limits&, LayerSpec& s) { s.set_types(DType::kFloat32); }));
-  CHECK(refused([](Limits&, LayerSpec& s) { s.weight_type = DType::kFloat8E4M3; }));
   CHECK(refused([](Limits&, LayerSpec& s) { s.weight_type = DType::kMxFp4; }));
   CHECK(refused([](Limits&, LayerSpec& s) { s.transposed = true; }) &&
         refused([](Limits&, LayerSpec& s) { s.shared = 1; }));
   CHECK(refused([](Limits&, LayerSpec& s) { s.slices = 2; }) &&
         refused([](Limits&, LayerSpec& s) { s.capacity_factor = 1.0; }));
+}
+
+// In FP8, with DeepSeek-V3's sizes. Intermediate rows are of fp32, in memory for tiles of rows in e4m3.
+void check_few_in_group_of_fp8() {
+  LayerSpec layer;
+  layer.hidden = 7168;
+  layer.intermediate = 2048;
+  layer.experts = 256;
+  layer.top_k = 8;
+  layer.token_type = layer.weight_type = layer.intermediate_type = DType::kFloat8E4M3;
+  Limits limits;
+  limits.ranks = 4;
+  limits.max_tokens = 64;
+  limits.hidden = 7168;
+  limits.intermediate = 2048;
+  limits.experts = 256;
+  limits.max_local_experts = 64;
+  limits.top_k = 8;
+  limits.x_bytes = limits.intermediate_bytes = 1;
+  limits.tile_rows = sm90::kTileTokens;
+  CHECK(cuda::few_in_group(limits, layer));
+  limits.max_tokens = 65;
+  CHECK(!cuda::few_in_group(limits, layer));
+  // Of eight ranks with few experts each there is no room for 16 rows an expert.
+  limits.ranks = 8;
+  limits.max_local_experts = 4;
+  limits.experts = layer.experts = 32;
+  limits.top_k = layer.top_k = 4;
+  uint32_t most = 0;
+  for (limits.max_tokens = 1; limits.max_tokens <= 16; ++limits.max_tokens) {
+    LayerSpec wide = layer;
+    wide.token_type = wide.weight_type = wide.intermediate_type = DType::kBFloat16;
+    CHECK(cuda::few_in_group(limits, wide));
+    if (!cuda::few_in_group(limits, layer)) continue;
+    most = limits.max_tokens;
+    const auto field = static_cast<uint32_t>(WorkField::kIntermediate);
+    const WorkLayout layout = make_work_layout(limits);
+    CHECK(limits.max_rows() * limits.intermediate * sizeof(float) <= layout.offset[field + 1] - layout.offset[field]);
+  }
+  CHECK_EQ(most, 10u);  // 320 rows, where there are five tiles of 256
 }
 
 void check_few_and_joined() {
@@ -244,6 +284,7 @@ void check_few_and_joined() {
   CHECK(cuda::few_most(two_ranks, 2, false) == 0 && cuda::few_most(few(1, 8, 2), 2, false) == 64);
   CHECK(cuda::few_most(few(1, 128, 8), 2, false) == 256 && cuda::few_most(few(1, 256, 8, 1), 2, false) == 227);
   check_few_in_group();
+  check_few_in_group_of_fp8();
   // Two rows a token: from tiles that are full on average. One: always.
   const Shape two = kPaper64.on(1);
   CHECK(cuda::joins_rows(two, 8192, 0) && !cuda::joins_rows(two, 8191, 0));

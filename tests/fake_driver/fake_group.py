@@ -126,6 +126,17 @@ class Put(NamedTuple):
     launch: dict
 
 
+def weights_of(experts, hidden, inner, weight_dtype=None):
+    dtype = torch.bfloat16 if weight_dtype is None else getattr(torch, weight_dtype)
+    made = {"gate_up_proj": on_gpu(experts, 2 * inner, hidden, dtype=dtype)}
+    made["down_proj"] = on_gpu(experts, hidden, inner, dtype=dtype)
+    if weight_dtype is None:
+        return made
+    scales = {"gate_up_scale": (2 * -(-inner // 128), -(-hidden // 128))}
+    scales["down_scale"] = (-(-hidden // 128), -(-inner // 128))
+    return made | {name: on_gpu(experts, *shape, dtype=torch.float32) for name, shape in scales.items()}
+
+
 def put(rank, ranks, name, environment, changes, cubin):
     """A call in a new group; what was said, or a `Put`."""
     compiled = pretend([rank], cubin, environment)
@@ -142,7 +153,7 @@ def put(rank, ranks, name, environment, changes, cubin):
         tokens, how = settings.pop("tokens", 100), settings.pop("how", {})
         with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:
             held = len(made.local_experts())
-            local = {"gate_up_proj": on_gpu(held, 2 * inner, hidden), "down_proj": on_gpu(held, hidden, inner)}
+            local = weights_of(held, hidden, inner, settings.get("weight_dtype"))
             flashmoe.moe(made, **arguments(tokens, x=on_gpu(tokens, hidden), router=on_gpu(E, hidden), **local), **how)
             seen = made.transport, made.return_mode, made.heap_bytes, made.workspace_bytes, *counted()
         return Put(*seen, counted(), compiled, launched())

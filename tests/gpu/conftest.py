@@ -33,6 +33,8 @@ OTHERS_IN_GROUP += [("bfloat16", "clamped_swiglu", OTHERS[1] | {"transposed": Tr
 OTHERS_IN_GROUP += [("float32", "swiglu", each) for each in ({"exact": True}, OTHERS[0], OTHERS[1])]
 OTHERS_IN_GROUP += [("float32", "swiglu", {"exact": True} | OTHERS[1])]
 """Types, activations and what else their kernels are told of in test_training_group.py."""
+FEW_IN_FP8 = [("bfloat16", "swiglu"), ("bfloat16", "silu"), ("float16", "swiglu")]
+"""Dtypes and activations of test_few_group_fp8.py."""
 PUT_TRANSPOSED = [("bfloat16", "clamped_swiglu"), ("float16", "swiglu")]
 
 
@@ -135,6 +137,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         ]
         variants += [jit.Variant(dtype, machines=True) for dtype in DTYPES]
         variants += [jit.Variant(activation=each, few_group=True) for each in ("swiglu", "gelu")]
+        variants += [jit.Variant(*each, quantised=True, few_group=True) for each in FEW_IN_FP8]
         variants += [jit.Variant(machines=True, quantised=True)]
         variants += [jit.Variant(*each, rdma=True) for each in PUT]
         variants += [jit.Variant(*each, rdma=True, transposed=True) for each in PUT_TRANSPOSED]

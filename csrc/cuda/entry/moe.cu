@@ -65,7 +65,7 @@ static_assert(!(kQuantisedBuild && kMxFp4Build));
 static_assert(FLASHMOE_TRANSPOSED == 0 || Dtype::kBytes == 2);
 static_assert(!(kKeepBuild || kIsBackward) || (!kQuantisedBuild && !kMxFp4Build));
 static_assert(!kTrainsInGroup || ((kKeepBuild || kIsBackward) && !kRdma));
-static_assert(!kFewGroup || (Dtype::kBytes == 2 && !kQuantisedBuild && !kMxFp4Build && !kTransposed && !kRdma));
+static_assert(!kFewGroup || (Dtype::kBytes == 2 && !kMxFp4Build && !kTransposed && !kRdma));
 static_assert(!kFewGroup || !(kKeepBuild || kIsBackward || SpansMachines<Platform>));
 static_assert(!SpansMachines<Platform> || !(kKeepBuild || kIsBackward || kRdma));
 

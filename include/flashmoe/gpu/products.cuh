@@ -44,6 +44,10 @@ class BlockSums {
   __device__ __forceinline__ void add(const uint32_t (&tokens)[4], uint32_t b0, uint32_t b1) {
     detail::mma<Dtype>(sum_, tokens[0], tokens[1], tokens[2], tokens[3], b0, b1);
   }
+  __device__ __forceinline__ void add(const BlockSums& other) {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) sum_[i] += other.sum_[i];
+  }
   // Calls store(token, sums) for what the lane has.
   template <class Store>
   __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) const {

@@ -195,8 +195,8 @@ struct Block {
   FewRouting& routing;
   uint64_t epoch;
 
-  // Whether products are summed in parts: as many tokens as have the same bits, whatever they are. In a group a row has the
-  // general kernel's bits, for it may have come from a rank that runs that.
+  // Whether products are summed in parts: as many tokens as have the same bits, whatever they are. In a group these are all:
+  // the general kernel's bits (of 16-bit weights), for a row may have come from a rank that runs that.
   __device__ __forceinline__ bool in_parts() const { return !kFewGroup && c.shape.tokens <= kFewExactTokens; }
   __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * args.few_choices; }
   // The slices of the shared expert are the last experts.

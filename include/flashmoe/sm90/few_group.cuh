@@ -17,6 +17,7 @@
 #include "flashmoe/actors/os.h"
 #include "flashmoe/sm90/few.cuh"
 #include "flashmoe/sm90/few_packets.cuh"
+#include "flashmoe/sm90/few_send.cuh"
 
 namespace flashmoe::sm90 {
 namespace few {
@@ -222,7 +223,7 @@ __device__ __forceinline__ void run_few_in_group(const KernelArgs& args, FewShar
   const Tracer<kTrace, kFewThreads> trace{args, s.trace_events, s.trace_starts};
   trace.begin();
   if (b.warp() == 0) few::announce(b);
-  few::for_own_token_blocks(b, [&](uint32_t n) { few::send_rows(b, n); });
+  few::for_own_token_blocks(b, [&](uint32_t n) { few::send_rows<Dtype>(b, n); });
   if (args.topk_ids == nullptr && b.c.shape.tokens != 0) few::compute_logits<typename Scores<Dtype>::Type>(b);
   trace.end(Phase::kGate, blockIdx.x, 0);
   bool ok = few::exchange<Dtype>(b);

@@ -12,36 +12,6 @@ using Builders = TeamPlatform<kFewWarps, 0>;
 
 // ---- out ------------------------------------------------------------------------------------------------------------
 
-// Calls f(n) for each token block n whose packets this block builds: the last thread blocks do, the first compute logits.
-template <class F>
-__device__ __forceinline__ void for_own_token_blocks(const Block& b, F&& f) {
-  for (uint32_t n = gridDim.x - 1 - blockIdx.x; n < b.c.blocks(); n += gridDim.x) f(n);
-}
-
-// All threads: the rows of token block n, to all other ranks. Most need most of them, and so they are on their way while
-// experts are chosen. A rank reads no row that none of its entries names.
-__device__ __forceinline__ void send_rows(const Block& b, uint32_t n) {
-  constexpr uint32_t kAtOnce = 4;
-  const Call& c = b.c;
-  const uint32_t chunks = c.memory.token_row_bytes / 16, of_rank = c.tokens_in_block(n) * chunks;
-  const uint32_t first = n << c.policy.log2_block, all = of_rank * (c.shape.ranks - 1);
-  for (uint32_t base = threadIdx.x; base < all; base += kAtOnce * kFewThreads) {
-    uint4 pieces[kAtOnce];
-    uint8_t* to[kAtOnce];
-#pragma unroll
-    for (uint32_t j = 0; j < kAtOnce; ++j) {
-      const uint32_t i = min_of(base + j * kFewThreads, all - 1), chunk = i % chunks;
-      const uint32_t token = first + i % of_rank / chunks, q = (c.rank + 1 + i / of_rank) % c.shape.ranks;
-      pieces[j] = load_row16(b.args.x + token * b.args.x_row_bytes + chunk * 16);
-      to[j] = c.dispatched_row(q, c.rank, token) + chunk * 16;
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < kAtOnce; ++j) {
-      if (base + j * kFewThreads < all) *reinterpret_cast<uint4*>(to[j]) = pieces[j];
-    }
-  }
-}
-
 // All warps: chooses for the tokens of token block n, and builds and signals its packets, a destination a warp. False if
 // the call is over.
 template <class Dtype>

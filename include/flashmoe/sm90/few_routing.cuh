@@ -87,10 +87,15 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
 }
 
 inline constexpr uint32_t kLogitTokens = 16;  // of a warp
+// Sums of a logit, of every so many-th step each. One has the general kernel's bits, and makes each step wait for the one before:
+// 8 us of H = 7168. Where the experts' products have bits of their own, in a group's calls of FP8, there are several, whatever the
+// number of tokens, and larger parts come at a time.
+inline constexpr bool kOwnLogits = kFewGroup && kQuantisedBuild;
+inline constexpr uint32_t kLogitSums = kOwnLogits ? 4 : 1;
 // What a block computes at a time of more tokens' logits: those of eight experts for some tokens, a warp for each 16. Their
 // rows come to shared memory in parts, swizzled like a stage's, some of which are on their way while one is multiplied.
 struct LogitJob {
-  static constexpr uint32_t kParts = 4, kMostPartBytes = 1024;  // in shared memory, and of a row
+  static constexpr uint32_t kParts = 4, kMostPartBytes = kOwnLogits ? 2048 : 1024;  // in shared memory, and of a row
 
   uint32_t expert, token, tokens;
 
@@ -122,14 +127,14 @@ __device__ __forceinline__ void load_logit_rows(const Block& b, const LogitJob& 
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// All threads. Steps of 16 elements of H in their order: the bits of the general kernel.
+// All threads. Steps of 16 elements of H in their order.
 template <class Dtype>
 __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob& job) {
   const uint32_t pitch = job.part_bytes(), parts = ceil_div(b.c.shape.hidden * Dtype::kBytes, pitch);
   const uint32_t matrix = P::lane() / 8, row = P::lane() % 8, first_token = b.warp() * kLogitTokens;
   // Where a token does not exist, another one's row: no sum but its own has it.
   const uint32_t x_row = min_of(kProductRows + first_token + matrix % 2 * 8 + row, job.rows() - 1);
-  BlockSums<Dtype> sums;
+  BlockSums<Dtype> sums[kLogitSums];
   for (uint32_t part = 0; part + 1 < LogitJob::kParts; ++part) load_logit_rows<Dtype>(b, job, part);
 #pragma unroll 1
   for (uint32_t part = 0; part < parts; ++part) {
@@ -150,15 +155,22 @@ __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob
         load_matrices(a[s], from + x_row * pitch + block * kRowBytes + ((2 * s + matrix / 2) ^ x_row % 8) * 16);
       }
 #pragma unroll
-      for (uint32_t s = 0; s < 4; ++s) sums.add(a[s], w[s / 2][s % 2 * 2], w[s / 2][s % 2 * 2 + 1]);
+      for (uint32_t s = 0; s < 4; ++s) {
+        sums[s % kLogitSums].add(a[s], w[s / 2][s % 2 * 2], w[s / 2][s % 2 * 2 + 1]);
+      }
     }
   }
   __syncthreads();  // another job's rows may come
   if (first_token >= job.tokens) return;
-  sums.finish(min_of(kLogitTokens, job.tokens - first_token), [&](uint32_t t, const float (&sum)[1][2]) {
+#pragma unroll
+  for (uint32_t apart = kLogitSums / 2; apart != 0; apart /= 2) {
+#pragma unroll
+    for (uint32_t s = 0; s < apart; ++s) sums[s].add(sums[s + apart]);
+  }
+  sums[0].finish(min_of(kLogitTokens, job.tokens - first_token), [&](uint32_t t, const float (&sum)[1][2]) {
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      const uint32_t e = job.expert + sums.first_row() + i;
+      const uint32_t e = job.expert + BlockSums<Dtype>::first_row() + i;
       if (e >= b.c.shape.routed_experts()) continue;
       store_logit(b, job.token + first_token + t, e, sum[0][i] + bias_at<Dtype>(b.args.router_bias, e, true));
     }
@@ -174,8 +186,10 @@ __device__ __forceinline__ void compute_logits(const Block& b) {
     return;
   }
   if constexpr (Dtype::kBytes == 2) {  // of fp32 there are no more tokens
-    // Of so many tokens that there is about one job for each block.
-    const uint32_t each = kLogitTokens * min_of(kFewWarps, ceil_div(eights * ceil_div(all, kLogitTokens), gridDim.x));
+    // Of so many tokens that there is about one job for each block; but for those that send rows meanwhile, the last ones.
+    const uint32_t busy = kFewGroup ? min_of(b.c.blocks(), gridDim.x - 1) : 0;
+    const uint32_t each =
+        kLogitTokens * min_of(kFewWarps, ceil_div(eights * ceil_div(all, kLogitTokens), gridDim.x - busy));
     for (uint32_t i = blockIdx.x; i < eights * ceil_div(all, each); i += gridDim.x) {
       const uint32_t token = i / eights * each;
       compute_logits_of<Dtype>(b, {i % eights * kProductRows, token, min_of(each, all - token)});

@@ -1,6 +1,7 @@
 // The warps that load rows beside weights in e4m3, in the kernel for a few tokens (sm90/few.cuh): x's or intermediate rows,
 // quantised as they come. So each is quantised anew for every task that multiplies it, by warps that would else wait: no
 // block waits until others have quantised, and a task of GEMM0 may be half as wide as a block of columns that share a scale.
+// In a group x's rows come quantised, own ones too (few_send.cuh).
 #pragma once
 
 #include "flashmoe/sm90/few_products_quantised.cuh"
@@ -36,25 +37,35 @@ struct RowPart {
   // What e4m3 has of them, times `inverse`.
   __device__ __forceinline__ StepPairs quantised(float inverse) const {
     StepPairs to;
+    for_fours(inverse, [&](uint32_t k, uint32_t four) { widen_e4m3(four, to.pair[k / 2], to.pair[k / 2 + 1]); });
+    return to;
+  }
+  // The same, as it is stored.
+  __device__ __forceinline__ uint4 packed(float inverse) const {
+    uint32_t to[kPartElements / 4];
+    for_fours(inverse, [&](uint32_t k, uint32_t four) { to[k / 4] = four; });
+    return {to[0], to[1], to[2], to[3]};
+  }
+
+ private:
+  static constexpr uint32_t kElements = 16 / From::kBytes;
+
+  // Calls to(k, four) with elements k, ..., k + 3 in e4m3.
+  template <class To>
+  __device__ __forceinline__ void for_fours(float inverse, To&& to) const {
 #pragma unroll
     for (uint32_t i = 0; i < kPieces; ++i) {
       float v[kElements];
       From::spread(v, pieces[i]);
 #pragma unroll
       for (uint32_t j = 0; j < kElements; j += 4) {
-        const uint32_t four = pack_e4m3(v[j], v[j + 1], inverse) | pack_e4m3(v[j + 2], v[j + 3], inverse) << 16,
-                       k = i * kElements + j;
-        widen_e4m3(four, to.pair[k / 2], to.pair[k / 2 + 1]);
+        to(i * kElements + j, pack_e4m3(v[j], v[j + 1], inverse) | pack_e4m3(v[j + 2], v[j + 3], inverse) << 16);
       }
     }
-    return to;
   }
-
- private:
-  static constexpr uint32_t kElements = 16 / From::kBytes;
 };
 
-// Of x in e4m3, whose scales are given.
+// Of rows in e4m3, whose scales are given.
 template <>
 struct RowPart<E4M3> {
   static constexpr bool kGiven = true;
@@ -69,6 +80,46 @@ struct RowPart<E4M3> {
     for (uint32_t i = 0; i < 4; ++i) widen_e4m3(fours[i], to.pair[2 * i], to.pair[2 * i + 1]);
     return to;
   }
+  __device__ __forceinline__ uint4 packed(float) const { return piece; }
+};
+
+// The largest magnitudes of the blocks of columns that lanes have parts of: of kParts lanes each.
+template <class From, uint32_t kCount>
+__device__ __forceinline__ void largest_of_blocks(const RowPart<From> (&parts)[kCount], float (&largest)[kCount]) {
+#pragma unroll
+  for (uint32_t g = 0; g < kCount; ++g) largest[g] = parts[g].largest();
+#pragma unroll
+  for (uint32_t apart = kParts / 2; !RowPart<From>::kGiven && apart != 0; apart /= 2) {
+#pragma unroll
+    for (uint32_t g = 0; g < kCount; ++g) {
+      largest[g] = fmaxf(largest[g], __shfl_xor_sync(kFullWarp, largest[g], apart));
+    }
+  }
+}
+
+// Where rows lie: a place of 32 bits says how many times 16 bytes behind an address.
+struct RowsBehind {
+  const uint8_t* first;
+
+  __device__ __forceinline__ const uint8_t* at(uint32_t place) const { return first + uint64_t{place} * 16; }
+};
+// In a group, as they were sent: this rank's own, and those that it received.
+class SentRows {
+ public:
+  explicit __device__ __forceinline__ SentRows(const Call& c)
+      : received_(c.heap<uint8_t>(c.rank, HeapField::kRows)), own_(c.out_row(0)) {}
+
+  __device__ __forceinline__ const uint8_t* at(uint32_t place) const {
+    return ((place & kOwn) != 0 ? own_ : received_) + uint64_t{place & ~kOwn} * 16;
+  }
+  __device__ __forceinline__ uint32_t place_of(const Call& c, const SentRow& row) const {
+    if (row.source == c.rank) return kOwn | static_cast<uint32_t>((c.out_row(row.token) - own_) / 16);
+    return static_cast<uint32_t>((c.dispatched_row(c.rank, row.source, row.token) - received_) / 16);
+  }
+
+ private:
+  static constexpr uint32_t kOwn = 1u << 31;
+  const uint8_t *received_, *own_;
 };
 
 // What one warp makes its stages of a task of, every kFewRowLoaders-th.
@@ -99,17 +150,21 @@ class StageRowLoader {
   const Stages stages;
   const uint32_t first, rows, columns;  // of the unit; of a row, those of K
   const TaskScales weights;
-  uint32_t row_at[kGroups];  // the lane's rows behind a base, in units of 16 bytes
+  uint32_t row_at[kGroups];  // places of the lane's rows
 
   __device__ __forceinline__ void load_own(uint32_t& next, StageSlot& slot) {
     auto x_at = [&](uint32_t row) { return b.token_at(token_of(row)); };
     auto inner_at = [&](uint32_t row) { return row * (b.c.shape.intermediate * Inner<Dtype>::kBytes / 16); };
     if (task.product != 0) {
-      load_from<Inner<Dtype>>(next, slot, b.inner_row<Dtype>(0), inner_at);
+      load_from<Inner<Dtype>>(next, slot, RowsBehind{b.inner_row<Dtype>(0)}, inner_at);
+    } else if constexpr (kFewGroup) {
+      const SentRows sent(b.c);
+      load_from<E4M3>(next, slot, sent,
+                      [&](uint32_t row) { return sent.place_of(b.c, SentRow::unpack(b.routing.ids[row])); });
     } else if (b.args.x_scale == nullptr) {
-      load_from<Dtype>(next, slot, b.args.x, x_at);
+      load_from<Dtype>(next, slot, RowsBehind{b.args.x}, x_at);
     } else {
-      load_from<E4M3>(next, slot, b.args.x, x_at);
+      load_from<E4M3>(next, slot, RowsBehind{b.args.x}, x_at);
     }
   }
   __device__ __forceinline__ uint32_t token_of(uint32_t row) const {
@@ -120,33 +175,40 @@ class StageRowLoader {
     return first + min_of(group * kRowsAtOnce + P::lane() / kParts, rows - 1);
   }
 
-  // From rows in this type, the i-th of all at_of(i) times 16 bytes behind `base`.
-  template <class From, class AtOf>
-  __device__ __forceinline__ void load_from(uint32_t& next, StageSlot& slot, const uint8_t* base, AtOf&& at_of) {
+  // The given scale of a row's k-block.
+  template <class Rows>
+  __device__ __forceinline__ float given_scale(const Rows& from, uint32_t place, uint32_t row, uint32_t k_block) const {
+    if constexpr (kFewGroup) return reinterpret_cast<const float*>(from.at(place) + scales_offset(columns))[k_block];
+    return b.args.x_scale[uint64_t{token_of(row)} * scale_blocks(columns) + k_block];
+  }
+
+  // From rows in this type, the i-th of all at place at_of(i).
+  template <class From, class Rows, class AtOf>
+  __device__ __forceinline__ void load_from(uint32_t& next, StageSlot& slot, const Rows& from, AtOf&& at_of) {
 #pragma unroll
     for (uint32_t g = 0; g < kGroups; ++g) {
       row_at[g] = g == 0 || g * kRowsAtOnce < rows ? at_of(row_of(g)) : row_at[0];
     }
     if (rows <= kRowsAtOnce) {
-      load_stages<From, 1>(next, slot, base);
+      load_stages<From, 1>(next, slot, from);
     } else if (rows <= 2 * kRowsAtOnce) {
-      load_stages<From, 2>(next, slot, base);
+      load_stages<From, 2>(next, slot, from);
     } else {
-      load_stages<From, kMostAtOnce>(next, slot, base);
+      load_stages<From, kMostAtOnce>(next, slot, from);
     }
   }
   // So many groups of rows at once. What can be loaded is so before a stage is empty.
-  template <class From, uint32_t kAtOnce>
-  __device__ __forceinline__ void load_stages(uint32_t& next, StageSlot& slot, const uint8_t* base) const {
+  template <class From, uint32_t kAtOnce, class Rows>
+  __device__ __forceinline__ void load_stages(uint32_t& next, StageSlot& slot, const Rows& from) const {
 #pragma unroll 1
     for (; next < stages.count; next += kFewRowLoaders) {
       RowPart<From> parts[kAtOnce];
       float scales[kAtOnce];
-      load_parts(parts, scales, base, 0, stages.first + next);
+      load_parts(parts, scales, from, 0, stages.first + next);
       wait(barrier_of(b.s.pipeline.empty, slot), slot.parity ^ 1);
       store_parts(parts, scales, slot, 0);
       if (kAtOnce == kMostAtOnce && rows > kAtOnce * kRowsAtOnce) {
-        load_parts(parts, scales, base, kAtOnce, stages.first + next);
+        load_parts(parts, scales, from, kAtOnce, stages.first + next);
         store_parts(parts, scales, slot, kAtOnce);
       }
       arrive(barrier_of(b.s.pipeline.rows_full, slot));
@@ -156,9 +218,9 @@ class StageRowLoader {
   }
   // Groups of rows from number `group` on (0 or kMostAtOnce), of one k-block; zeros outside. scales: those of weights, times
   // those of rows that have theirs.
-  template <class From, uint32_t kAtOnce>
+  template <class From, uint32_t kAtOnce, class Rows>
   __device__ __forceinline__ void load_parts(RowPart<From> (&parts)[kAtOnce], float (&scales)[kAtOnce],
-                                             const uint8_t* base, uint32_t group, uint32_t k_block) const {
+                                             const Rows& from, uint32_t group, uint32_t k_block) const {
     const uint32_t part = P::lane() % kParts, column = k_block * kScaleBlock + part * kPartElements;
     float of_weights = 1.0f;
     if (part < kBlocks && weights.first != nullptr) {
@@ -169,10 +231,8 @@ class StageRowLoader {
       parts[g] = {};
       scales[g] = of_weights;
       const uint32_t at = group == 0 ? row_at[g] : row_at[kGroups - kAtOnce + g];
-      if (column < columns) parts[g].load(base + uint64_t{at} * 16 + column * From::kBytes);
-      if constexpr (RowPart<From>::kGiven) {
-        scales[g] *= b.args.x_scale[uint64_t{token_of(row_of(group + g))} * scale_blocks(columns) + k_block];
-      }
+      if (column < columns) parts[g].load(from.at(at) + column * From::kBytes);
+      if constexpr (RowPart<From>::kGiven) scales[g] *= given_scale(from, at, row_of(group + g), k_block);
     }
   }
   template <class From, uint32_t kAtOnce>
@@ -182,15 +242,7 @@ class StageRowLoader {
     uint8_t* const stage = b.s.rows[slot.at];
     auto* const stage_scales = reinterpret_cast<float*>(stage + kFewScalesAt);
     float largest[kAtOnce];
-#pragma unroll
-    for (uint32_t g = 0; g < kAtOnce; ++g) largest[g] = parts[g].largest();
-#pragma unroll
-    for (uint32_t apart = kParts / 2; !RowPart<From>::kGiven && apart != 0; apart /= 2) {
-#pragma unroll
-      for (uint32_t g = 0; g < kAtOnce; ++g) {
-        largest[g] = fmaxf(largest[g], __shfl_xor_sync(kFullWarp, largest[g], apart));
-      }
-    }
+    largest_of_blocks(parts, largest);
 #pragma unroll
     for (uint32_t g = 0; g < kAtOnce; ++g) {
       const uint32_t row = (group + g) * kRowsAtOnce + P::lane() / kParts;

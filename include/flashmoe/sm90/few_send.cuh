@@ -1,0 +1,94 @@
+// Rows of a few tokens on their way to the other ranks of a group (sm90/few_group.cuh), by the blocks that build their packets.
+//
+// To all ranks, before any expert is chosen: most need most of them, and so they are on their way while logits are computed. A
+// rank reads no row that none of its entries names. The packet's signal, by the same block, releases them.
+#pragma once
+
+#include "flashmoe/sm90/few_rows_quantised.cuh"
+
+namespace flashmoe::sm90::few {
+
+// Calls f(n) for each token block n whose packets this block builds: the last thread blocks do, the first compute logits.
+template <class F>
+__device__ __forceinline__ void for_own_token_blocks(const Block& b, F&& f) {
+  for (uint32_t n = gridDim.x - 1 - blockIdx.x; n < b.c.blocks(); n += gridDim.x) f(n);
+}
+
+// All threads: the rows of token block n, to all other ranks.
+__device__ __forceinline__ void copy_rows(const Block& b, uint32_t n) {
+  constexpr uint32_t kAtOnce = 4;
+  const Call& c = b.c;
+  const uint32_t chunks = c.memory.token_row_bytes / 16, of_rank = c.tokens_in_block(n) * chunks;
+  const uint32_t first = n << c.policy.log2_block, all = of_rank * (c.shape.ranks - 1);
+  for (uint32_t base = threadIdx.x; base < all; base += kAtOnce * kFewThreads) {
+    uint4 pieces[kAtOnce];
+    uint8_t* to[kAtOnce];
+#pragma unroll
+    for (uint32_t j = 0; j < kAtOnce; ++j) {
+      const uint32_t i = min_of(base + j * kFewThreads, all - 1), chunk = i % chunks;
+      const uint32_t token = first + i % of_rank / chunks, q = (c.rank + 1 + i / of_rank) % c.shape.ranks;
+      pieces[j] = load_row16(b.args.x + token * b.args.x_row_bytes + chunk * 16);
+      to[j] = c.dispatched_row(q, c.rank, token) + chunk * 16;
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < kAtOnce; ++j) {
+      if (base + j * kFewThreads < all) *reinterpret_cast<uint4*>(to[j]) = pieces[j];
+    }
+  }
+}
+
+// The same, quantised; and to this rank's own memory, where all its blocks read them: where an expert is changes no bit, and
+// no loader quantises what another has. From x in this type. A thread has 16 elements at a time, 8 neighbours a scale.
+template <class From>
+__device__ __forceinline__ void quantise_rows(const Block& b, uint32_t n) {
+  constexpr uint32_t kAtOnce = 2;
+  const Call& c = b.c;
+  const uint32_t hidden = c.shape.hidden, blocks = scale_blocks(hidden), of_row = blocks * kParts;
+  const uint32_t first = n << c.policy.log2_block, all = c.tokens_in_block(n) * of_row;
+  for (uint32_t base = 0; base < all; base += kAtOnce * kFewThreads) {
+    RowPart<From> parts[kAtOnce];
+    uint32_t token[kAtOnce], column[kAtOnce];
+    float scale[kAtOnce], largest[kAtOnce];
+#pragma unroll
+    for (uint32_t j = 0; j < kAtOnce; ++j) {
+      const uint32_t i = min_of(base + j * kFewThreads + threadIdx.x, all - 1);
+      token[j] = first + i / of_row;
+      column[j] = i % of_row * kPartElements;
+      parts[j] = {};
+      if (column[j] < hidden) parts[j].load(b.args.x + token[j] * b.args.x_row_bytes + column[j] * From::kBytes);
+      if constexpr (RowPart<From>::kGiven) scale[j] = b.args.x_scale[uint64_t{token[j]} * blocks + column[j] / kScaleBlock];
+    }
+    largest_of_blocks(parts, largest);
+    uint4 elements[kAtOnce];
+#pragma unroll
+    for (uint32_t j = 0; j < kAtOnce; ++j) {
+      const BlockScale of_block(largest[j]);
+      elements[j] = parts[j].packed(of_block.inverse);
+      if constexpr (!RowPart<From>::kGiven) scale[j] = of_block.scale;
+    }
+    for (uint32_t i = 1; i <= c.shape.ranks; ++i) {
+      const uint32_t q = (c.rank + i) % c.shape.ranks;
+#pragma unroll
+      for (uint32_t j = 0; j < kAtOnce; ++j) {
+        if (base + j * kFewThreads + threadIdx.x >= all) break;
+        uint8_t* const to = q == c.rank ? c.out_row(token[j]) : c.dispatched_row(q, c.rank, token[j]);
+        if (column[j] < hidden) *reinterpret_cast<uint4*>(to + column[j]) = elements[j];
+        if (column[j] % kScaleBlock != 0) continue;
+        reinterpret_cast<float*>(to + scales_offset(hidden))[column[j] / kScaleBlock] = scale[j];
+      }
+    }
+  }
+}
+
+template <class Dtype>
+__device__ __forceinline__ void send_rows(const Block& b, uint32_t n) {
+  if constexpr (!kQuantised<Dtype>) {
+    copy_rows(b, n);
+  } else if (b.args.x_scale == nullptr) {
+    quantise_rows<Dtype>(b, n);
+  } else {
+    quantise_rows<E4M3>(b, n);
+  }
+}
+
+}  // namespace flashmoe::sm90::few
