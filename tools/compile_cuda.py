@@ -244,7 +244,7 @@ def few_group_instances(every: bool) -> list[tuple[str, ...]]:
     if not every:
         return [instance(BF16, CLAMPED, *kind) for kind in kinds]
     found = [instance(dtype, each, *kind) for dtype in (BF16, 2) for each in ACTIVATIONS for kind in kinds]
-    return found + [instance(BF16, SWIGLU, TRACE, FEW_GROUP)]
+    return [*found, instance(BF16, SWIGLU, TRACE, FEW_GROUP)]
 
 
 def rdma_units(source: Path, every: bool) -> list[Unit]:

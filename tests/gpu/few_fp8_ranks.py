@@ -1,7 +1,7 @@
 """What tests/gpu/test_few_group_fp8.py runs in the processes of a group, one rank each.
 
-Contexts of few tokens. A token's row has the same bits in every call of one, however many tokens there are; that a rank's
-first rows are right the float64 reference says, in the test's own process."""
+Contexts of few tokens. A token's row has the same bits in every call of one, however many tokens there are; that a
+rank's first rows are right the float64 reference says, in the test's own process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def first_tokens(problem: Problem, tokens: list[int]) -> Problem:
     """So many of each rank's."""
     names = ("x", "x_scale", "topk_ids", "topk_weights")
     given = {name: getattr(problem, name) for name in names if getattr(problem, name) is not None}
-    return replace(problem, **{name: [a[:n] for a, n in zip(each, tokens, strict=True)] for name, each in given.items()})
+    return replace(
+        problem, **{name: [a[:n] for a, n in zip(each, tokens, strict=True)] for name, each in given.items()}
+    )
 
 
 def without_shared(problem: Problem) -> Problem:
@@ -70,8 +72,8 @@ class OnGpu:
 
 
 def prefixes(rank: int, ranks: int, name: str, problem: Problem, calls: list[list[int]], late: bool = False) -> Rows:
-    """A call of all tokens, and then calls of so many of each rank, back to back, on outputs that begin as NaN. late: each
-    rank comes late now and then."""
+    """A call of all tokens, and then calls of so many of each rank, back to back, on outputs that begin as NaN. late:
+    each rank comes late now and then."""
     local = OnGpu(rank, problem)
     draw = random.Random(f"rank {rank}")
     with joined_for(rank, ranks, f"{name}-few", problem) as context, poisoned_outputs():
@@ -113,8 +115,8 @@ def operations(rank: int, ranks: int, name: str, problem: Problem) -> list[str]:
 
 
 def mixed(rank: int, ranks: int, name: str, problem: Problem, calls: list[list[int]]) -> list[Rows]:
-    """Calls of the layer, and of the same without its shared expert, in turn in one context of few tokens: the general kernel
-    takes those with it. Of each layer the rows of all tokens, and how many later calls differ."""
+    """Calls of the layer, and of the same without its shared expert, in turn in one context of few tokens: the general
+    kernel takes those with it. Of each layer the rows of all tokens, and how many later calls differ."""
     layers = [OnGpu(rank, each) for each in (problem, without_shared(problem))]
     with joined_for(rank, ranks, name, problem) as context, poisoned_outputs():
         whole = []
@@ -132,8 +134,8 @@ def mixed(rank: int, ranks: int, name: str, problem: Problem, calls: list[list[i
 
 
 def met(rank: int, ranks: int, name: str, problem: Problem, calls: int) -> list[Rows]:
-    """Calls in which every other rank has the shared expert, and so the general kernel, and the others have not; then the
-    other way round, and so on. Of all tokens."""
+    """Calls in which every other rank has the shared expert, and so the general kernel, and the others have not; then
+    the other way round, and so on. Of all tokens."""
     layers = [OnGpu(rank, each) for each in (problem, without_shared(problem))]
     found = []
     with joined_for(rank, ranks, name, problem) as context, poisoned_outputs():

@@ -1,10 +1,11 @@
 """Contexts of few tokens among several ranks whose experts are in FP8, which a kernel of their own computes
-(sm90/few_group.cuh). Its rows are the reference's, within the derived bound, and a token's are the same in all calls."""
+(sm90/few_group.cuh). Rows are the reference's, within the derived bound, and a token's are the same in all calls."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import few_fp8_ranks as on_rank
@@ -43,7 +44,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
     "all tokens to the same experts": {"skew": 50.0},
     "interleaved": {"interleaved": True},
-    "Qwen3's sizes": {"hidden": 2048, "intermediate": 768, "experts": 16, "top_k": 2},
 }
 
 
@@ -111,6 +111,11 @@ def test_the_most_tokens(pool):
     confirm(problem, everywhere(pool, on_rank.prefixes, problem, calls))
 
 
+def test_as_many_numbers_as_a_models_layer_has(pool):
+    problem = layer(pool, {"hidden": 2048, "intermediate": 768, "experts": 16, "top_k": 2}, most=9)
+    confirm(problem, everywhere(pool, on_rank.prefixes, problem, uneven(pool, 9)))
+
+
 @pytest.mark.parametrize("owner", [0, 1])
 def test_all_experts_on_one_rank(pool, owner):
     problem = layer(pool, {"placement": [owner] * USUAL["experts"]}, most=16)
@@ -153,23 +158,17 @@ def test_among_calls_of_the_general_kernel(pool):
 def test_beside_the_general_kernel_in_one_call(pool):
     """Ranks that have a shared expert run it, the others do not: they speak of rows and scales in the same way."""
     problem = layer(pool, {"shared": 1})
-    both = (problem, without_shared(problem))
-    results = everywhere(pool, on_rank.met, problem, 8)
-    for i in range(8):
-        for rank, of_rank in enumerate(results):
-            outcomes = [Outcome(rows[i].y, rows[i].report) for rows in results]
-            own = both[(rank + i) % 2]
-            check_rank(own, rank, outcomes[rank])
-            np.testing.assert_array_equal(of_rank[i].y, of_rank[i % 2].y)
-
-
-def check_rank(problem: Problem, rank: int, outcome: Outcome) -> None:
-    """One rank's, of a problem that is not the others'."""
-    check(problem, [outcome], tensor_cores=True, first_rank=rank)
+    layers = (problem, without_shared(problem))
+    for rank, calls in enumerate(everywhere(pool, on_rank.met, problem, 8)):
+        for rows, first in zip(calls[2:], calls, strict=False):
+            np.testing.assert_array_equal(rows.y, first.y)
+        for i, rows in enumerate(calls[:2]):
+            own = replace(layers[(rank + i) % 2], x=[problem.x[rank]])  # as if alone: a direct return is the same
+            check(own, [Outcome(rows.y, rows.report)], tensor_cores=True)
 
 
 def test_uneven_first_calls(pool):
-    """The first call of a context, whose memory nothing was written to before, of a rank without tokens among others."""
+    """The first call of a context, to whose memory nothing was written before, with a rank without tokens."""
     tokens = [0, 5, 1, 24][: pool.ranks]
     problem = first_tokens(layer(pool, {}), tokens)
     confirm(problem, everywhere(pool, on_rank.prefixes, problem, []))

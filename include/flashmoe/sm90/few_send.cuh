@@ -41,7 +41,7 @@ __device__ __forceinline__ void copy_rows(const Block& b, uint32_t n) {
 // no loader quantises what another has. From x in this type. A thread has 16 elements at a time, 8 neighbours a scale.
 template <class From>
 __device__ __forceinline__ void quantise_rows(const Block& b, uint32_t n) {
-  constexpr uint32_t kAtOnce = 2;
+  constexpr uint32_t kAtOnce = 4;
   const Call& c = b.c;
   const uint32_t hidden = c.shape.hidden, blocks = scale_blocks(hidden), of_row = blocks * kParts;
   const uint32_t first = n << c.policy.log2_block, all = c.tokens_in_block(n) * of_row;
@@ -56,7 +56,8 @@ __device__ __forceinline__ void quantise_rows(const Block& b, uint32_t n) {
       column[j] = i % of_row * kPartElements;
       parts[j] = {};
       if (column[j] < hidden) parts[j].load(b.args.x + token[j] * b.args.x_row_bytes + column[j] * From::kBytes);
-      if constexpr (RowPart<From>::kGiven) scale[j] = b.args.x_scale[uint64_t{token[j]} * blocks + column[j] / kScaleBlock];
+      if constexpr (RowPart<From>::kGiven)
+        scale[j] = b.args.x_scale[uint64_t{token[j]} * blocks + column[j] / kScaleBlock];
     }
     largest_of_blocks(parts, largest);
     uint4 elements[kAtOnce];
