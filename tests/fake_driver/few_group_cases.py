@@ -1,4 +1,4 @@
-"""Which calls of several ranks the kernel for few tokens takes: those of a context of few, by what all have agreed on."""
+"""Which calls of several ranks the kernel for few tokens takes: of a context of few, by what all have agreed on."""
 
 from __future__ import annotations
 

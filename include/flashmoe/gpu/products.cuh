@@ -36,7 +36,7 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
 }  // namespace detail
 
 // Of one block with at most 16 tokens, by the tensor cores, in fp32. A step is 16 elements of K, in the order in which
-// memory has them: as in the general kernel, so that a logit has the same bits there and here.
+// memory has them: as in the general kernel, so that a logit that is one sum of all steps has the same bits there and here.
 template <class Dtype>
 class BlockSums {
  public:

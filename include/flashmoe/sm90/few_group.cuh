@@ -4,14 +4,15 @@
 // What goes between ranks, and when, is what the general kernel writes and awaits (docs/protocol.md): to the others it is
 // the same rank. It has none of its actors; what one of them would do is done by
 //   announcing    block 0 to this rank, the last block to the others, first of all
-//   packets       a token block each, by the last blocks: rows to all ranks, while logits are computed; then the choice, and
-//                 entries, offsets and the signal (few_packets.cuh)
+//   packets       a token block each, by the last blocks: rows to all ranks, while logits are computed (few_send.cuh); then the
+//                 choice, and entries, offsets and the signal (few_packets.cuh)
 //   arrival       warp 0 of every block, until all packets of all ranks are here; each block lists its rank's rows for itself
 //   returning     the consumers, as they compute rows; who counts the last block signals all groups to all ranks
 //   combining     blocks that have sums to make await all returns
 // Block 0's waits are the rank's OS actor: they keep its heartbeat, watch the others', and name who does not come.
 //
-// Only results that go home as rows, and sums in the general kernel's order: so every bit is that of any other way.
+// Only results that go home as rows, and sums in the general kernel's order: so every bit is that of any other way; but for
+// experts in e4m3 (docs/fp8.md).
 #pragma once
 
 #include "flashmoe/actors/os.h"

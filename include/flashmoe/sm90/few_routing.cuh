@@ -87,9 +87,9 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
 }
 
 inline constexpr uint32_t kLogitTokens = 16;  // of a warp
-// Sums of a logit, of every so many-th step each. One has the general kernel's bits, and makes each step wait for the one before:
-// 8 us of H = 7168. Where the experts' products have bits of their own, in a group's calls of FP8, there are several, whatever the
-// number of tokens, and larger parts come at a time.
+// Sums of a logit, of every so many-th step each. One has the general kernel's bits, and makes each step wait for the one before,
+// some 33 clocks: 8 us of H = 7168. Where the experts' products have bits of their own, in a group's calls of FP8, there are
+// several, whatever the number of tokens, and larger parts come at a time.
 inline constexpr bool kOwnLogits = kFewGroup && kQuantisedBuild;
 inline constexpr uint32_t kLogitSums = kOwnLogits ? 4 : 1;
 // What a block computes at a time of more tokens' logits: those of eight experts for some tokens, a warp for each 16. Their
