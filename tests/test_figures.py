@@ -187,5 +187,5 @@ def test_files_that_are_cited_are_there_and_all_others_too():
     uncited = ("tests", "integrations", "integrations_training", "release")
     files = [path for path in FILES if path.parent.name not in uncited]
     # README cites what it is made of by the columns of its table.
-    cited |= {"fused_gpu/h200x1.json", "fused_group/h200x2.json", "fused_group/h100x4.json"}
+    cited |= {"fused_gpu/h200x1.json", "fused_group/h200x2.json", "fused_group/h200x4.json"}
     assert cited == {path.relative_to(RESULTS).as_posix() for path in files}

@@ -25,6 +25,7 @@ MEASURED = [
     ("fused_gpu_slices/h100x1.json", 1),
     ("fused_group/h200x2.json", 2),
     ("fused_group/h100x2.json", 2),
+    ("fused_group/h200x4.json", 4),
 ]
 
 
@@ -45,7 +46,7 @@ def test_task_times_are_those_measured():
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_predicted_as_measured(layer, gpus):
     call = predicted(layer, gpus)
     for file in (file for file, of in MEASURED if of == gpus):
