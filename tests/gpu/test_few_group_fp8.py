@@ -112,8 +112,8 @@ def test_the_most_tokens(pool):
 
 
 def test_as_many_numbers_as_a_models_layer_has(pool):
-    problem = layer(pool, {"hidden": 2048, "intermediate": 768, "experts": 16, "top_k": 2}, most=9)
-    confirm(problem, everywhere(pool, on_rank.prefixes, problem, uneven(pool, 9)))
+    problem = layer(pool, {"hidden": 2048, "intermediate": 768, "experts": 8, "top_k": 2}, most=5)
+    confirm(problem, everywhere(pool, on_rank.prefixes, problem, uneven(pool, 5)))
 
 
 @pytest.mark.parametrize("owner", [0, 1])
