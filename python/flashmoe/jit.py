@@ -137,13 +137,16 @@ COMMON = (
     *(Variant(dtype, each, transposed=True) for dtype in TRANSPOSED for each in ("swiglu", "clamped_swiglu")),
     Variant(quantised=True),
     Variant(activation="clamped_swiglu", mxfp4=True),
+    *(Variant(dtype, few_group=True) for dtype in TRANSPOSED),
+    Variant(quantised=True, few_group=True),
     *(Variant(**{which: True}, group=group) for which in ("keeps", "backward") for group in (False, True)),
     Variant(trace=True),
 )
 """What a release carries: the layers of nearly all published models (docs/models.md), those of Llama 4 and gpt-oss as
 they are stored, checkpoints in FP8 and gpt-oss's in MXFP4; training with SwiGLU in bfloat16; and what ``flashmoe run``
-traces. Published weights are in bfloat16, or quantised from it, so that float16 has the plain calls alone. Models of
-other activations are few, and each kernel is a megabyte, a quarter of one in the wheel."""
+traces. Where there is a kernel for plain calls, ranks of a group have one for few tokens. Published weights are in
+bfloat16, or quantised from it, so that float16 has these alone. Models of other activations are few, and each kernel is
+a megabyte, a quarter of one in the wheel."""
 
 RELEASED_CUDA = (13, 0)
 """The CUDA release whose nvcc compiles what a release carries: the one that kernels are measured with. Drivers of an

@@ -18,6 +18,7 @@ from flashmoe import jit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 
+import few_fp8_ranks
 import layers
 import leaves
 import problems
@@ -34,7 +35,9 @@ pytestmark = [
 ]
 
 SIZES: dict[str, Any] = {"hidden": 512, "intermediate": 256, "experts": 24, "top_k": 4}
-PLAIN = [each for each in jit.COMMON if not (each.quantised or each.mxfp4 or each.keeps or each.backward or each.trace)]
+FEW_IN_GROUP = [each for each in jit.COMMON if each.few_group]
+OTHERS = ("quantised", "mxfp4", "keeps", "backward", "trace", "few_group")
+PLAIN = [each for each in jit.COMMON if not any(getattr(each, name) for name in OTHERS)]
 FEW, MORE = 5, 333
 """Tokens of a call of the kernel for a few, which is in each file, and of the general one."""
 
@@ -91,6 +94,18 @@ def test_gradients_of_a_group():
     seed, tokens, sizes = call
     problem, grads = trainable(seed, tokens, **sizes)
     check(problem, grads, [each[0] for each in found], engine="cuda")
+
+
+@pytest.mark.parametrize("variant", FEW_IN_GROUP, ids=[each.title for each in FEW_IN_GROUP])
+def test_few_tokens_of_a_group(variant):
+    """Two ranks, as above."""
+    problem = problems.random_problem(7, [FEW, FEW], dtype=variant.dtype, **SIZES)
+    if variant.quantised:
+        problem = problems.quantised(problem)
+    with on_rank.pool_of(2) as pool:
+        found = pool.call(few_fp8_ranks.prefixes, [(problem, [[1, FEW]])] * 2, timeout=120.0)
+    problems.check(problem, [problems.Outcome(each.y, each.report) for each in found], tensor_cores=True)
+    assert [each.differing for each in found] == [0, 0]
 
 
 def test_what_is_not_carried_needs_a_compiler():
