@@ -8,6 +8,11 @@
 
 namespace flashmoe::sm90::few {
 
+// Whether the block builds any packets, see for_own_token_blocks().
+__device__ __forceinline__ bool builds_packets(const Block& b) {
+  return gridDim.x - 1 - blockIdx.x < b.c.blocks();
+}
+
 // Calls f(n) for each token block n whose packets this block builds: the last thread blocks do, the first compute logits.
 template <class F>
 __device__ __forceinline__ void for_own_token_blocks(const Block& b, F&& f) {
