@@ -59,24 +59,32 @@ struct FewScratch {
       uint16_t rows[kFewExperts];               // of an expert, and the first of them
       uint16_t first[kFewExperts];
     } groups;
-    // In a group: what a token block's packets are built with (protocol/packet.h).
-    struct {
-      uint16_t place[kFewWarps * kMaxExperts], count[kMaxExperts], start[kMaxExperts];
-      uint32_t owner[kMaxExperts], entries[kMaxRanks], bad;
-    } packets;
   };
 };
 
 // In a group, packets as they come, before their entries are rows of units.
 struct FewPackets {
   static constexpr uint32_t kMost = kFewChoices / kMinTokenBlock + kMaxRanks;
-  Source sources[kMaxRanks];
-  uint16_t source[kMost], block[kMost];  // of a packet
-  uint16_t first[kMost + 1];             // its first entry, among those of all
-  uint32_t count;                        // of packets
-  uint16_t offsets[kFewOffsets];         // [packet][El + 1]
-  uint32_t tokens[kFewChoices], choices[kFewChoices];
+  uint16_t source[kMost], block[kMost],
+      token[kMost];               // of a packet: its rank, its token block, and the first token of that
+  uint16_t first[kMost + 1];      // its first entry, among those of all
+  uint32_t count;                 // of packets
+  uint16_t offsets[kFewOffsets];  // [packet][El + 1], as they came
+  // [packet][El + 1] Where entry i of the packet has its row if it is one of this expert's: so many behind the i-th, modulo 2^16.
+  uint16_t shift[kFewOffsets];
+  // Of entries, packet by packet.
+  int32_t sent[kFewChoices];  // SentRow
   float weights[kFewChoices];
+  uint16_t packet[kFewChoices];
+};
+
+// In a group, what a token block's packets are built with. A slot is a place in CallPlacement::by_owner: an expert has one, and
+// a rank's are its local experts in their order.
+struct FewOutbox {
+  uint16_t slot[kMaxExperts];
+  uint16_t base[kMaxRanks + 1];  // where a rank's slots begin
+  uint16_t count[kFewOffsets];   // [slot] choices of the token block; then its first entry, in its packet
+  uint16_t place[kFewChoices];   // of a choice, among those of its expert
 };
 
 // The pipeline: a ring of stages, each of weights and of rows, and tasks. More stages under way are slower: 11 took 1 % longer
@@ -138,6 +146,7 @@ struct FewShared {
     };
     struct {  // in a group, in place of the gate's rows: so FewScratch::groups is there beside it
       FewPackets packets;
+      FewOutbox outbox;
       Status seen[kMaxRanks];  // the peers', also when all tasks are done
     };
   };
@@ -150,7 +159,8 @@ struct FewShared {
   TraceStarts trace_starts;
 };
 static_assert(sizeof(FewShared) <= kFewSharedBytes);
-static_assert(sizeof(FewPackets) + kMaxRanks * sizeof(Status) <= sizeof(FewShared::logit_rows));
+static_assert(sizeof(FewPackets) + sizeof(FewOutbox) + kMaxRanks * sizeof(Status) + 128 <=
+              sizeof(FewShared::logit_rows));
 
 namespace few {
 

@@ -264,6 +264,14 @@ __device__ __forceinline__ void choose(const Block& b, const Tokens& tokens) {
   }
 }
 
+// A given choice of a token: an expert that does not exist, or one that the token has twice.
+__device__ __forceinline__ Fault fault_of_given(const Block& b, bool exists, uint32_t token, int32_t id) {
+  return {.kind = exists ? FaultKind::kDuplicateExpert : FaultKind::kExpertRange,
+          .index = token,
+          .expected = b.c.shape.routed_experts(),
+          .seen = static_cast<uint32_t>(id)};
+}
+
 // Given routing is not trusted: every block finds what is wrong with it, and block 0 posts that.
 template <class Dtype>
 __device__ __forceinline__ void take_given(const Block& b) {
@@ -282,10 +290,7 @@ __device__ __forceinline__ void take_given(const Block& b) {
     bool twice = false;
     for (uint32_t i = p - p % top_k; i < p; ++i) twice |= id_of(i) == id;
     if (exists && !twice) continue;
-    fail_everywhere(b, {.kind = exists ? FaultKind::kDuplicateExpert : FaultKind::kExpertRange,
-                        .index = p / top_k,
-                        .expected = b.c.shape.routed_experts(),
-                        .seen = static_cast<uint32_t>(id)});
+    fail_everywhere(b, fault_of_given(b, exists, p / top_k, id));
   }
 }
 
