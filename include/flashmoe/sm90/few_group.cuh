@@ -166,7 +166,6 @@ __device__ __forceinline__ void run_few_in_group(const KernelArgs& args, FewShar
   few::announce(b);
   few::for_own_token_blocks(b, [&](uint32_t n) { few::send_rows<Dtype>(b, n); });
   if (args.topk_ids == nullptr && b.c.shape.tokens != 0) few::compute_logits<typename Scores<Dtype>::Type>(b);
-  if (threadIdx.x == kFewThreads - 1) few::fetch_first_weights<Dtype, is_gated(kActivation)>(b);
   trace.end(Phase::kGate, blockIdx.x, 0);
   if (few::builds_packets(b)) few::list_slots(b);
   bool ok = few::exchange<Dtype>(b);

@@ -126,31 +126,6 @@ __device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks
   }
 }
 
-// Stages of a block's first task that the L2 fetches before anybody knows which experts have rows: memory would idle
-// until the routing is known.
-#ifndef FETCHED
-#define FETCHED 12
-#endif
-inline constexpr uint32_t kFetchedStages = FETCHED;
-
-// One thread, where by this rank's tokens nearly every expert has rows (two on average, and one of eight has none): fetches
-// the first weights of the block's first task, as if the units were the experts in turn. Who guesses wrong has fetched some
-// for another block, or for nobody.
-template <class Dtype, bool kGated>
-__device__ __forceinline__ void fetch_first_weights(const Block& b) {
-  using TheTasks = Tasks<Dtype, kGated>;
-  const TheTasks tasks{b};
-  const CallShape& shape = b.c.shape;
-  const uint32_t expert = blockIdx.x / tasks.tiles(0), tile = blockIdx.x % tasks.tiles(0);
-  if (shape.tokens * shape.ranks * shape.routed_top_k() < 2 * shape.routed_experts()) return;
-  if (expert >= (kFewGroup ? shape.local_experts : shape.routed_experts())) return;
-  const uint32_t stages = min_of(ceil_div(tasks.chunks(0), TheTasks::kStageChunks), kFetchedStages);
-  for (uint32_t i = 0; i < stages; ++i) {
-    prefetch_box_to_l2(&b.args.gate_up, i * kRowBytes / TheTasks::kMapBytes, 0, 0,
-                       tile * TheTasks::kFeatures / kProductRows, expert);
-  }
-}
-
 // One thread: takes tasks, hands them on and loads their weights, as far ahead as there are stages.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_weights(const Block& b) {

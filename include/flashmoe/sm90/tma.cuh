@@ -121,14 +121,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
 }
 
-// Has the L2 fetch a box.
-__device__ __forceinline__ void prefetch_box_to_l2(const TensorMap* map, uint32_t c0, uint32_t c1, uint32_t c2,
-                                                   uint32_t c3, uint32_t c4) {
-  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(c0), "r"(c1),
-               "r"(c2), "r"(c3), "r"(c4)
-               : "memory");
-}
-// So many bytes, a multiple of 16, as the address is.
+// Has the L2 fetch so many bytes, a multiple of 16, as the address is.
 __device__ __forceinline__ void prefetch_to_l2(const uint8_t* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
