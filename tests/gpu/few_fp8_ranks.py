@@ -22,6 +22,8 @@ from ranks import device_of, joined
 MANY = 2048
 """A context of so many tokens is none of few."""
 
+OF_TOKENS = ("x", "x_scale", "topk_ids", "topk_weights")
+"""What of a problem is a rank's."""
 SHARED = ("shared_gate_up", "shared_down", "shared_gate_up_scale", "shared_down_scale")
 
 
@@ -36,8 +38,7 @@ class Rows(NamedTuple):
 
 def first_tokens(problem: Problem, tokens: list[int]) -> Problem:
     """So many of each rank's."""
-    names = ("x", "x_scale", "topk_ids", "topk_weights")
-    given = {name: getattr(problem, name) for name in names if getattr(problem, name) is not None}
+    given = {name: getattr(problem, name) for name in OF_TOKENS if getattr(problem, name) is not None}
     return replace(
         problem, **{name: [a[:n] for a, n in zip(each, tokens, strict=True)] for name, each in given.items()}
     )
@@ -63,11 +64,7 @@ class OnGpu:
 
     def call(self, context: flashmoe.Context, tokens: int | None = None) -> torch.Tensor:
         """Of its first so many tokens."""
-        cut = {
-            name: self.arguments[name][:tokens]
-            for name in ("x", "x_scale", "topk_ids", "topk_weights")
-            if self.arguments.get(name) is not None
-        }
+        cut = {name: self.arguments[name][:tokens] for name in OF_TOKENS if self.arguments.get(name) is not None}
         return flashmoe.moe(context, **self.arguments | cut)
 
 

@@ -1,7 +1,7 @@
 """What sanitizer.py runs under NVIDIA's sanitizers: small calls of every kind of tile, few thread blocks.
 
 `sanitized.py KIND CALLS`: on one GPU, one of KINDS or of OTHERS, so many calls of each shape.
-`sanitized.py WAY CALLS RANK RANKS NAME`: as a rank of a group, one of WAYS.
+`sanitized.py WAY CALLS RANK RANKS NAME`: as a rank of a group, one of WAYS or, in contexts of few tokens, of FEW.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+import few_fp8_ranks
 import flashmoe
 import flashmoe.slices
 import problems
@@ -67,6 +68,11 @@ OF_FP8 = (
     {"tokens": [90], "biases": (True, True, True), "capacity_factor": 0.7},
     {"tokens": [300], "fused": False, "shared": 1, "shared_gate": True},
 )
+OF_FEW = (
+    {"tokens": [9, 2], "experts": 24, "biases": (True, True, True)},
+    {"tokens": [0, 20], "experts": 30, "top_k": 3, "fused": False},
+)
+"""Of two ranks; at most 1.5 and 4 rows an expert."""
 OF_MXFP4 = ({"tokens": [1]}, {"tokens": [20], "biases": (True, True, True)})
 TRAINED = (
     {"tokens": [90], "biases": (True, True, True), "capacity_factor": 0.7},
@@ -118,6 +124,25 @@ def backward(calls: int) -> None:
 
 OTHERS = {"fp8": fp8, "mxfp4": mxfp4, "backward": backward}
 """Kinds of layers that tests describe otherwise."""
+FEW = ("few", "few_fp8")
+
+
+def few_in_group(kind: str, calls: int, rank: int, ranks: int, name: str) -> None:
+    """Calls of contexts of few tokens, of 16-bit layers or with experts in FP8."""
+    for turn, shape in enumerate(OF_FEW):
+        problem = problems.random_problem(turn, **SMALL | shape)
+        if kind == "few_fp8":
+            problem = problems.quantised(problem)
+        own = {name: each[rank:] for name in few_fp8_ranks.OF_TOKENS if (each := getattr(problem, name)) is not None}
+        local = few_fp8_ranks.OnGpu(rank, problem)
+        limits = {"processors": 4, "timeout": 300.0}  # see in_group()
+        with few_fp8_ranks.joined_for(rank, ranks, f"{name}-{turn}", problem, **limits) as context:
+            for _ in range(calls):
+                y = local.call(context)
+                context.synchronize()
+                outcome = problems.Outcome(quantised_on_gpu.on_host(y), context.last_call)
+                problems.check(replace(problem, **own), [outcome], tensor_cores=True)
+        print(f"sanitized {kind} {shape}", flush=True)
 
 
 def in_group(way: str, calls: int, rank: int, ranks: int, name: str) -> None:
@@ -171,7 +196,7 @@ def main(what: str, calls: str, *of_group: str) -> None:
     torch.zeros(1, device="cuda")  # else memcheck minds that FlashMoE asks whether a context is current
     if of_group:
         rank, ranks, name = of_group
-        in_group(what, int(calls), int(rank), int(ranks), name)
+        (few_in_group if what in FEW else in_group)(what, int(calls), int(rank), int(ranks), name)
     elif what in OTHERS:
         OTHERS[what](int(calls))
     else:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import RANKS_A_GPU, WAYS
-from sanitized import KINDS, OTHERS
+from sanitized import FEW, KINDS, OTHERS
 
 SCRIPT = Path(__file__).resolve().parent / "sanitized.py"
 FOUND = 86
@@ -26,9 +26,9 @@ LIMIT = 1800
 GLOBAL_MEMORY = ("memcheck", "initcheck")
 """The tools that look at global memory, where a context's second call finds what its first has left behind. The others
 look at shared memory, which no launch leaves to the next: they are shown one call."""
-RELEASING = ("fp8", "backward")
+RELEASING = ("fp8", "few_fp8", "backward")
 """What racecheck looks at in a build of its own: threads load from the stages, not the tensor cores for all of them."""
-PARTS = [(kind, 1) for kind in (*KINDS, *OTHERS)] + [(way, 2) for way in WAYS]
+PARTS = [(kind, 1) for kind in (*KINDS, *OTHERS)] + [(way, 2) for way in (*WAYS, *FEW)]
 every_part = pytest.mark.parametrize(
     "part, ranks", PARTS, ids=[f"{part}-{'alone' if n == 1 else f'{n}ranks'}" for part, n in PARTS]
 )
