@@ -63,11 +63,12 @@ def flops(name: str, tokens: int) -> int:
 # ---- where a figure comes from ---------------------------------------------------------------------------------------
 
 
-def output(*command: str) -> str:
-    """What a command prints, empty if it fails or does not exist."""
+def output(*command: str, seconds: float = 30.0) -> str:
+    """What a command prints; empty if it fails, is not there or takes longer: a driver may keep nvidia-smi waiting."""
+    how: dict[str, Any] = {"capture_output": True, "text": True, "cwd": ROOT, "check": True, "timeout": seconds}
     try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, **how).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return ""
 
 

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import harness
-from harness import beside_floor, in_turn
+from harness import beside_floor, in_turn, output
 
 
 def test_calls_are_timed_in_turn():
@@ -28,6 +28,11 @@ def test_calls_are_timed_in_turn():
     assert asked == [*there, *back, (2, 2, False), (1, 2, False)] * 2
     assert timed["floor", True] == [2, 2, 5, 5, 10, 10, 13, 13]
     assert list(timed) == [("fused", True), ("fused", False), ("floor", True), ("floor", False)]
+
+
+def test_a_command_that_does_not_end_says_nothing():
+    assert output("sleep", "60", seconds=0.1) == output("false") == output("no such command") == ""
+    assert output("echo", "something") == "something"
 
 
 def test_a_layer_stands_beside_its_floor():

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 _SECONDS = 0.02
+_PATIENCE = 10.0
 _SM, _MEMORY = 1, 2  # nvmlClockType_t
 
 
@@ -47,7 +48,7 @@ class Clocks:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_PATIENCE)  # a driver that does not answer costs no more than the samples
 
     def _watch(self, nvml: ctypes.CDLL, device: ctypes.c_void_p) -> None:
         number = ctypes.c_uint()
