@@ -106,7 +106,7 @@ class Variant:
         words = ["exact"] * self.exact + ["FP8"] * self.quantised + ["MXFP4"] * self.mxfp4 + [dtype, activation]
         words += ["transposed"] * self.transposed + ["keeping"] * self.keeps
         words += ["backward"] * self.backward + ["group"] * self.group + ["weights on the input"] * self.on_input
-        words += ["sliced"] * self.sliced + ["few tokens, group"] * self.few_group
+        words += ["sliced"] * self.sliced + ["few tokens of a group"] * self.few_group
         return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma + ["machines"] * self.machines)
 
     @property
