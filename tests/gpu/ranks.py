@@ -83,6 +83,11 @@ def pool_of(ranks: int) -> Iterator[RankPool]:
         yield made
 
 
+def everywhere(pool: RankPool, fn: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
+    """What each rank's call of these arguments returns."""
+    return pool.call(fn, [arguments] * pool.ranks, timeout=timeout)
+
+
 def processors() -> int | None:
     """Thread blocks of a context, None: as many as fit. Ranks that share a GPU leave each other room."""
     if RANKS_A_GPU == 1:

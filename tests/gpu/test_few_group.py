@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import few_ranks as on_rank
 import pytest
-import ranks
 from flashmoe.launch import RankPool
+from ranks import everywhere, pool_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -31,12 +31,8 @@ SHAPES = {
 
 @pytest.fixture(scope="module", params=(2, 4), ids=["2ranks", "4ranks"])
 def pool(request) -> Iterator[RankPool]:
-    with ranks.pool_of(request.param) as made:
+    with pool_of(request.param) as made:
         yield made
-
-
-def everywhere(pool: RankPool, fn, *arguments, timeout: float = 120.0) -> list:
-    return pool.call(fn, [arguments] * pool.ranks, timeout=timeout)
 
 
 def uneven(pool: RankPool) -> list[list[int]]:

@@ -11,10 +11,10 @@ from typing import Any
 import few_fp8_ranks as on_rank
 import numpy as np
 import pytest
-import ranks
 from few_fp8_ranks import Rows, first_tokens, without_shared
 from flashmoe.launch import RankPool
 from problems import Outcome, Problem, check, quantised, random_problem
+from ranks import everywhere, pool_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -49,12 +49,8 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=(2, 4), ids=["2ranks", "4ranks"])
 def pool(request) -> Iterator[RankPool]:
-    with ranks.pool_of(request.param) as made:
+    with pool_of(request.param) as made:
         yield made
-
-
-def everywhere(pool: RankPool, fn, *arguments, timeout: float = 120.0) -> list:
-    return pool.call(fn, [arguments] * pool.ranks, timeout=timeout)
 
 
 def layer(pool: RankPool, options: dict[str, Any], scales: str = "block", x: bool = False, most: int = MOST) -> Problem:

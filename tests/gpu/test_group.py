@@ -18,6 +18,7 @@ from flashmoe.memory import plan_memory
 from flashmoe.placement import contiguous
 from layer_options import CLAMPED
 from layers import SEED
+from ranks import everywhere
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -38,10 +39,6 @@ def pool(request) -> Iterator[RankPool]:
 def ways(request) -> tuple[str, ...]:
     """How results come home. By puts, forced on memory that is mapped: beside what they are to be equal to."""
     return on_rank.RETURN_MODES if request.param == "mapped" else ("reduced", "rdma")
-
-
-def everywhere(pool: RankPool, fn, *arguments, timeout: float = 120.0) -> list:
-    return pool.call(fn, [arguments] * pool.ranks, timeout=timeout)
 
 
 SHAPES = {
