@@ -12,8 +12,8 @@
 namespace flashmoe::cuda {
 
 // Which kernels a cubin has: that for any number of tokens, and that for a few. Passes that train have no second, and
-// experts in mxfp4 the second alone, as in groups whose calls are all of few tokens. Forward passes that keep among several ranks have two that count and move what they have
-// kept; what traces, one that tells the time.
+// experts in mxfp4 the second alone, as in groups whose calls are all of few tokens. Forward passes that keep among several
+// ranks have two that count and move what they have kept; what traces, one that tells the time.
 struct KernelSet {
   bool general, few, moves, traces;
 };

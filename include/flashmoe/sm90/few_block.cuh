@@ -1,11 +1,9 @@
 // What a thread block of the kernel for a few tokens (sm90/few.cuh) knows of its call, and how it waits for the others.
 #pragma once
 
-#include "flashmoe/actors/os.h"
 #include "flashmoe/gpu/products.cuh"
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/protocol/fault.h"
-#include "flashmoe/protocol/packet.h"
 #include "flashmoe/protocol/wait.h"
 #include "flashmoe/sm90/barrier.cuh"
 #include "flashmoe/sm90/geometry.h"
@@ -65,8 +63,9 @@ struct FewScratch {
 // In a group, packets as they come, before their entries are rows of units.
 struct FewPackets {
   static constexpr uint32_t kMost = kFewChoices / kMinTokenBlock + kMaxRanks;
-  uint16_t source[kMost], block[kMost],
-      token[kMost];               // of a packet: its rank, its token block, and the first token of that
+  uint16_t source[kMost];         // of a packet: its rank,
+  uint16_t block[kMost];          // its token block,
+  uint16_t token[kMost];          // and the first token of that
   uint16_t first[kMost + 1];      // its first entry, among those of all
   uint32_t count;                 // of packets
   uint16_t offsets[kFewOffsets];  // [packet][El + 1], as they came
