@@ -95,7 +95,7 @@ def measure(name: str, tokens: int, repeats: int, dtype: str, exact: bool) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=DEFAULT)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--exact", action="store_true", help="float32 without TF32")
     parser.add_argument("--repeats", type=int, default=32)
     parser.add_argument("--out", type=pathlib.Path)

@@ -171,21 +171,27 @@ void check_few_rows_fit() {
   CHECK(checked > 500);
 }
 
+// Of four ranks with 64 tokens each, whose tokens have eight experts.
+struct Decoding {
+  Limits limits;
+  LayerSpec layer;
+};
+Decoding decoding(uint32_t hidden, uint32_t intermediate, uint32_t experts) {
+  Decoding made;
+  made.limits.ranks = 4;
+  made.limits.max_tokens = 64;
+  made.limits.tile_rows = sm90::kTileTokens;
+  made.limits.max_local_experts = experts / 4;
+  made.limits.hidden = made.layer.hidden = hidden;
+  made.limits.intermediate = made.layer.intermediate = intermediate;
+  made.limits.experts = made.layer.experts = experts;
+  made.limits.top_k = made.layer.top_k = 8;
+  return made;
+}
+
 // By what all ranks have agreed on, and by no call's number of tokens.
 void check_few_in_group() {
-  Limits limits;
-  limits.ranks = 4;
-  limits.max_tokens = 64;
-  limits.hidden = 2048;
-  limits.experts = 128;
-  limits.max_local_experts = 32;
-  limits.top_k = 8;
-  limits.tile_rows = sm90::kTileTokens;
-  LayerSpec layer;
-  layer.hidden = 2048;
-  layer.intermediate = 768;
-  layer.experts = 128;
-  layer.top_k = 8;
+  const auto [limits, layer] = decoding(2048, 768, 128);
   CHECK(cuda::few_in_group(limits, layer));
   // Units of at most 32 rows: an expert has one that is not full, at most.
   CHECK_EQ(limits.few_rows(), kFewChoices);
@@ -193,9 +199,8 @@ void check_few_in_group() {
   const auto field = static_cast<uint32_t>(WorkField::kFewDone);
   const WorkLayout layout = make_work_layout(limits);
   CHECK(layout.offset[field + 1] - layout.offset[field] >= limits.few_units() * sizeof(uint32_t));
-  auto refused = [&](auto&& change) {
-    Limits l = limits;
-    LayerSpec spec = layer;
+  auto refused = [](auto&& change) {
+    auto [l, spec] = decoding(2048, 768, 128);
     change(l, spec);
     return !cuda::few_in_group(l, spec);
   };
@@ -215,22 +220,9 @@ void check_few_in_group() {
 
 // In FP8, with DeepSeek-V3's sizes. Intermediate rows are of fp32, in memory for tiles of rows in e4m3.
 void check_few_in_group_of_fp8() {
-  LayerSpec layer;
-  layer.hidden = 7168;
-  layer.intermediate = 2048;
-  layer.experts = 256;
-  layer.top_k = 8;
+  auto [limits, layer] = decoding(7168, 2048, 256);
   layer.token_type = layer.weight_type = layer.intermediate_type = DType::kFloat8E4M3;
-  Limits limits;
-  limits.ranks = 4;
-  limits.max_tokens = 64;
-  limits.hidden = 7168;
-  limits.intermediate = 2048;
-  limits.experts = 256;
-  limits.max_local_experts = 64;
-  limits.top_k = 8;
   limits.x_bytes = limits.intermediate_bytes = 1;
-  limits.tile_rows = sm90::kTileTokens;
   CHECK(cuda::few_in_group(limits, layer));
   limits.max_tokens = 65;
   CHECK(!cuda::few_in_group(limits, layer));

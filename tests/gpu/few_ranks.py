@@ -6,14 +6,13 @@ Two contexts of the same ranks: one of few tokens, and one of so many that the g
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from typing import Any
 
 import flashmoe
 import torch
 from layers import Problem, call, capture, check, gpu_operations, poisoned_outputs, random_problem
-from ranks import device_of, joined, share_of, with_experts
+from ranks import device_of, joined, share_of, told_of_a_stall, with_experts
 
 MANY = 2048
 """A context of so many tokens is none of few."""
@@ -135,17 +134,11 @@ def stall(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, who
     """Rank `who` stays out of the third call until the others have given up; what each is told. Then all make a new
     group, whose calls are right."""
     own = own_problem(rank, ranks, spec, most, 67)
-    told = ""
     with joined(rank, ranks, f"{name}-1", **sizes_of(spec, most), timeout=timeout) as context:
         local = with_experts(own, context.local_experts())
         for _ in range(2):
             call(context, local)
-        try:
-            if rank == who:
-                time.sleep(3 * timeout)
-            call(context, local)
-        except flashmoe.FlashMoEError as error:
-            told = f"{type(error).__name__}: {error}"
+        told = told_of_a_stall(rank, who, timeout, lambda: call(context, local))
     with joined(rank, ranks, f"{name}-2", **sizes_of(spec, most)) as context:
         check(own, *call(context, local))
     return told

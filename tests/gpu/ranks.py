@@ -507,22 +507,27 @@ def meet(store: torch.distributed.Store, ranks: int, where: str) -> None:
     store.wait([f"{where}: all"])
 
 
+def told_of_a_stall(rank: int, who: int, timeout: float, run: Callable[[], Any]) -> str:
+    """Rank `who` stays out of what all run until the others have given up; what each is told."""
+    try:
+        if rank == who:
+            time.sleep(3 * timeout)
+        run()
+    except flashmoe.FlashMoEError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def stall(rank: int, ranks: int, name: str, transport: str, who: int, timeout: float) -> str:
     """Rank `who` stays out of a call until the others have given up; what each is told. Then all make a new group,
     whose calls are right."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
     whole = random_problem(7, 100, device=f"cuda:{device_of(rank)}", **spec)
     limits = {**spec, "max_tokens": 100, "dtype": "bfloat16", "transport": transport}
-    told = ""
     with joined(rank, ranks, f"{name}-1", **limits, timeout=timeout) as context:
         local = with_experts(whole, context.local_experts())
         call(context, local)
-        try:
-            if rank == who:
-                time.sleep(3 * timeout)
-            call(context, local)
-        except flashmoe.FlashMoEError as error:
-            told = f"{type(error).__name__}: {error}"
+        told = told_of_a_stall(rank, who, timeout, lambda: call(context, local))
     with joined(rank, ranks, f"{name}-2", **limits) as context:
         y, report = call(context, local)
         check(whole, y, report)
