@@ -116,7 +116,8 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   const KernelSet which{.general = !only_few(spec) && (trains || !few_in_group(spec)),
                         .few = !trains,
                         .moves = layer.pass == Pass::kForward && l.ranks != 1,
-                        .traces = layer.traced};
+                        .traces = layer.traced,
+                        .few_threads = sm90::few_warps(has_scales(spec.weight_type)) * 32};
   const Kernels& loaded = kernels(layer.cubin, which, stream);
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {

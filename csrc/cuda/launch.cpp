@@ -10,7 +10,8 @@ Kernels::Kernels(const Device& device, const std::string& cubin, KernelSet which
       few_(which.few ? module_.kernel("flashmoe_few", sm90::kFewSharedBytes) : nullptr),
       count_(which.moves ? module_.kernel("flashmoe_count", 0) : nullptr),
       move_(which.moves ? module_.kernel("flashmoe_move", 0) : nullptr),
-      clock_(which.traces ? module_.kernel("flashmoe_clock", 0) : nullptr) {
+      clock_(which.traces ? module_.kernel("flashmoe_clock", 0) : nullptr),
+      few_threads_(which.few_threads) {
   if (api_ == nullptr) return;
   NvshmemVersion compiled_with{};
   module_.read("nvshmemi_device_lib_version_d", &compiled_with, sizeof(compiled_with));
@@ -31,7 +32,7 @@ void Kernels::launch(sm90::KernelArgs& args, const Machines* machines, bool few,
   cooperative.value.cooperative = 1;
   LaunchConfig config{blocks, 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};
   if (few) {
-    config.block_x = sm90::kFewThreads;
+    config.block_x = few_threads_;
     config.shared_bytes = sm90::kFewSharedBytes;
   }
   void* parameters[] = {&args, &machines};  // the driver takes as many as the kernel has

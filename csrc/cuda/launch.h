@@ -16,6 +16,7 @@ namespace flashmoe::cuda {
 // ranks have two that count and move what they have kept; what traces, one that tells the time.
 struct KernelSet {
   bool general, few, moves, traces;
+  uint32_t few_threads;  // of a block of the second
 };
 
 class Kernels {
@@ -41,6 +42,7 @@ class Kernels {
   const Nvshmem* const api_;
   const Module module_;
   const DriverFunction general_, few_, count_, move_, clock_;
+  const uint32_t few_threads_;
 };
 
 }  // namespace flashmoe::cuda

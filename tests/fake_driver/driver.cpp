@@ -139,7 +139,8 @@ void describe(const sm90::KernelArgs& a, const Machines* machines, const cuda::L
   out << "{";
   put("grid", config.grid_x);
   put("few", few);
-  put("geometry", config.block_x == (few ? sm90::kFewThreads : sm90::kThreads) &&
+  put("threads", config.block_x);
+  put("geometry", (few || config.block_x == sm90::kThreads) &&
                       config.shared_bytes == (few ? sm90::kFewSharedBytes : sm90::kSharedBytes));
   put("stream", reinterpret_cast<uint64_t>(config.stream));
   put("cooperative", config.attribute_count == 1 && config.attributes->id == 2 && config.attributes->value.cooperative);

@@ -49,7 +49,7 @@ def test_layers_are_found_again(ctx, device):
     for tokens in (1, 8, 9, 64, 65, 4096):
         flashmoe.moe(ctx, **{**args, "x": on_gpu(tokens, H)})
         assert (launched()["tokens"], launched()["block"]) == (tokens, 32 if tokens == 4096 else 8)
-        assert (launched()["few"], launched()["geometry"]) == (tokens <= 64, 1)
+        assert (launched()["few"], launched()["threads"], launched()["geometry"]) == (tokens <= 64, 384, 1)
         assert (launched()["token_rows"] is None) == (tokens <= 64)  # not made for a kernel that does not read it
     assert len(prepared(ctx)) == 1 and len(device) == 1
     flashmoe.moe(ctx, **args, renormalize=False)

@@ -31,6 +31,7 @@ def test_experts_in_mxfp4(device):
     assert device == [jit.Variant("bfloat16", "swiglu", mxfp4=True)]
     seen, row = launched(), H // 2
     assert (seen["few"], seen["geometry"], seen["token_rows"], seen["scales_by_row"]) == (1, 1, None, 0)
+    assert seen["threads"] == 416
     assert (seen["token_row_bytes"], seen["intermediate_row_bytes"], seen["return_row_bytes"]) == (2 * H, 2 * I, 2 * H)
     assert seen["gate_up"] == {
         "base": wide.data_ptr(),

@@ -26,8 +26,9 @@ LIMIT = 1800
 GLOBAL_MEMORY = ("memcheck", "initcheck")
 """The tools that look at global memory, where a context's second call finds what its first has left behind. The others
 look at shared memory, which no launch leaves to the next: they are shown one call."""
-RELEASING = ("fp8", "few_fp8", "backward")
-"""What racecheck looks at in a build of its own: threads load from the stages, not the tensor cores for all of them."""
+RELEASING = ("fp8", "few", "few_fp8", "backward")
+"""What racecheck looks at in a build of its own: threads load from the stages, not the tensor cores for all of them. (Of few
+tokens it needs none where a block has fewer stages to load than it has room for.)"""
 PARTS = [(kind, 1) for kind in (*KINDS, *OTHERS)] + [(way, 2) for way in (*WAYS, *FEW)]
 every_part = pytest.mark.parametrize(
     "part, ranks", PARTS, ids=[f"{part}-{'alone' if n == 1 else f'{n}ranks'}" for part, n in PARTS]
@@ -47,7 +48,7 @@ def sanitizer() -> str | None:
 
 @functools.cache
 def releasing() -> dict[str, str]:
-    """Variables for kernels whose threads release stages as racecheck knows it (include/flashmoe/sm90/pipeline.cuh)."""
+    """Variables for kernels whose threads release stages as racecheck knows it (include/flashmoe/sm90/barrier.cuh)."""
     cache = tempfile.mkdtemp(prefix="flashmoe-racecheck-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     return {"NVCC_APPEND_FLAGS": "-DFLASHMOE_RACECHECK=1", "FLASHMOE_CACHE": cache}

@@ -1,5 +1,5 @@
 // The layer of a few tokens (kFewTokens at most) on a rank that is alone: one cooperative launch, one block per SM, 12 warps
-// a block.
+// a block, or 13 where weights have scales.
 //
 // Such a call takes the time to read its experts' weights once, plus every round trip to memory before and between.
 // Through the actors of sm90/kernel.cuh these are a chain of some twenty, for tiles of a few rows that are handed out by
@@ -14,6 +14,7 @@
 //   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored. In FP8 9 to 11, which quantise them
 //           (few_rows_quantised.cuh)
 //   10, 11  in mxfp4: load the scales of the weights (few_scales_mxfp4.cuh); consumers meet in named barrier 1, once
+//   10      or 12 where weights have scales: tells all blocks of rows that the consumers have stored (one thread)
 //   and when all blocks have met, all warps sum the rows of each token. No return, no combine.
 //
 // Bits: a token's row is the same in every call of up to kFewExactTokens tokens, whatever the others are: products are summed
@@ -65,6 +66,8 @@ __device__ __forceinline__ void run_tasks(const Block& b, const Trace& trace) {
     consume_tasks<Dtype, kActivation>(b, trace);
   } else if (b.warp() == kFewConsumers) {
     if (P::lane() == 0) load_weights<Dtype, kGated>(b);
+  } else if (b.warp() == kFewTeller) {
+    if (P::lane() == 0) tell_of_stored(b);
   } else if constexpr (kQuantised<Dtype>) {
     load_quantised_rows<Dtype, kGated>(b, b.warp() - kFewConsumers - 1);
   } else if (b.warp() == kFewConsumers + 1) {

@@ -14,6 +14,10 @@
 
 namespace flashmoe::sm90 {
 
+inline constexpr uint32_t kFewWarps = few_warps(kQuantisedBuild || kMxFp4Build), kFewThreads = kFewWarps * 32;
+// Warps that route, the first ones: a 13th has no part in it, so that bits do not depend on whether there is one.
+inline constexpr uint32_t kFewRouters = 12;
+
 // Whether the kernel is that of a rank of a group (few_group.cuh), and not of one that is alone.
 inline constexpr bool kFewGroup = FLASHMOE_FEW_GROUP != 0;
 
@@ -48,10 +52,10 @@ static_assert(kFewTokens <= 0xfff && kMaxExperts <= 0xfff && kMaxRanks <= 0x7f);
 
 // What only the routing needs.
 struct FewScratch {
-  static constexpr uint32_t kSegments = kFewWarps;  // of choices, for a warp each
+  static constexpr uint32_t kSegments = kFewRouters;  // of choices, for a warp each
   union {
-    float partial[kFewWarps][8 * kProductRows];  // [warp][token][expert] sums of the gate's products
-    float logits[kFewWarps * kMaxExperts];       // [token][expert]
+    float partial[kFewRouters][8 * kProductRows];  // [warp][token][expert] sums of the gate's products
+    float logits[kFewRouters * kMaxExperts];       // [token][expert]
     struct {
       uint16_t count[kSegments * kFewExperts];  // [segment][expert], choices; then those of the segments before
       uint16_t rows[kFewExperts];               // of an expert, and the first of them
@@ -93,16 +97,19 @@ struct FewOutbox {
 //   rows     the same k-block of a unit's rows, swizzled likewise, 16 bytes at a time; full: the warp's 32 lanes
 //            empty, of both: an arrival of each consumer warp
 //            behind them, where these and the weights are in e4m3: what their products are multiplied by
-//   tasks    handed on by the warp that loads weights; full: one arrival; empty: the consumers' and the other loaders'
+//   tasks    handed on by the warp that loads weights; full: one arrival; empty: of each other warp; stored, of GEMM0's tasks: of
+//            each consumer
 inline constexpr uint32_t kFewConsumers = 8;  // warps, of 16 features each
 // Beside mxfp4 rows are four times as wide, and pairs of numbers take 64 KiB: more stages have no room.
 inline constexpr uint32_t kFewStages = kMxFp4Build ? 4 : 7;
 inline constexpr uint32_t kFewTasks = 8;  // handed on, and not yet begun by all
 // Warps that load rows. Those that are quantised as they come take more instructions than one warp has time for.
 inline constexpr uint32_t kFewRowLoaders = kQuantisedBuild ? 3 : 1;
-static_assert(!kQuantisedBuild || kFewConsumers + 1 + kFewRowLoaders == kFewWarps);
 // Warps that load scales of weights, where these have some of their own.
 inline constexpr uint32_t kFewScaleLoaders = kMxFp4Build ? 2 : 0;
+// And the one that tells of what the consumers have stored.
+inline constexpr uint32_t kFewTeller = kFewConsumers + 1 + kFewRowLoaders + kFewScaleLoaders;
+static_assert(kFewTeller < kFewWarps);
 // A k-block of a row in shared memory, which holds e4m3 as fp16 (few_rows_quantised.cuh), and has 16 bits beside weights
 // of 4.
 inline constexpr uint32_t kFewRowPitch = kQuantisedBuild ? 2 * kRowBytes : kMxFp4Build ? 4 * kRowBytes : kRowBytes;
@@ -127,9 +134,8 @@ inline constexpr uint32_t kFewWeightStageBytes =
 inline constexpr uint32_t kPairBytes = 256, kPairWords = 64;
 struct FewPipeline {
   uint64_t weights_full[kFewStages], rows_full[kFewStages], empty[kFewStages];
-  uint64_t task_full[kFewTasks], task_empty[kFewTasks];
-  uint32_t task[kFewTasks];
-  uint32_t stored[kFewTasks];  // consumers that have stored what they have of the task
+  uint64_t task_full[kFewTasks], task_empty[kFewTasks], stored[kFewTasks];
+  uint64_t task[kFewTasks];  // few::Handed
 };
 
 struct FewShared {
@@ -239,9 +245,10 @@ struct Block {
   }
 };
 
-// Where a part of `all` begins, of `parts` that follow one another, and differ by one in length at most.
+// Where a part of `all` begins, of `parts` that follow one another, and differ by one in length at most. (all: of a row's
+// stages or less, so that 32 bits suffice.)
 __device__ __forceinline__ uint32_t begin_of_part(uint32_t all, uint32_t part, uint32_t parts) {
-  return static_cast<uint32_t>(uint64_t{all} * part / parts);
+  return all * part / parts;
 }
 
 // By one thread: ends the call for this block. The first that fails decides which fault the block posts (kNone: none).

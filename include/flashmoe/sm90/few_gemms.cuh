@@ -36,7 +36,7 @@ __device__ __forceinline__ void multiply_stages(const Block& b, StageSlot& at, A
   P::sync();
 #pragma unroll
   for (uint32_t s = 0; s < kStages; ++s, at.advance()) {
-    if (P::lane() == 0) arrive(barrier_of(p.empty, at));
+    release(barrier_of(p.empty, at));
   }
 }
 
@@ -122,19 +122,26 @@ __device__ __forceinline__ void store_intermediate(const Block& b, const Biases&
   }
 }
 
-// A warp has stored its columns of the task in this slot. The last of the consumers to say so tells all blocks: a release waits
-// until the L2 has all that was stored, 1.5 us where memory is busy, and the others go on meanwhile. A slot is another task's only
-// when all have stored: none is more stages ahead than there are, and a task has one or more.
-__device__ __forceinline__ void announce_stored(const Block& b, uint32_t slot, uint32_t unit) {
-  static_assert(kFewTasks > kFewStages);
+// A warp has stored its columns of the task in this slot.
+__device__ __forceinline__ void announce_stored(const Block& b, const HandedSlot& slot) {
   P::sync();
-  if (P::lane() != 0) return;
-  uint32_t before;
-  asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;"
-               : "=r"(before)
-               : "r"(shared_address(&b.s.pipeline.stored[slot]))
-               : "memory");
-  if (before % kFewConsumers == kFewConsumers - 1) P::add_release(b.c.few_done(unit), 1u);
+  if (P::lane() == 0) arrive(barrier_of(b.s.pipeline.stored, slot));
+}
+
+// One thread: tells all blocks of each task of GEMM0 that is stored. A release waits until the L2 has all that was, 1.5 us where
+// memory is busy; who multiplies would keep its stages for so long.
+__device__ __forceinline__ void tell_of_stored(const Block& b) {
+  FewPipeline& p = b.s.pipeline;
+  for (HandedSlot slot;; slot.advance()) {
+    const Handed handed = handed_task(b, slot);
+    if (!handed.exists()) return;
+    // GEMM0's come first: so of all rounds of a slot that have these none is without.
+    if (const Task task = handed.task(); task.product == 0) {
+      wait(barrier_of(p.stored, slot), slot.parity);
+      P::add_release(b.c.few_done(task.unit), 1u);
+    }
+    arrive(barrier_of(p.task_empty, slot));
+  }
 }
 
 // ---- GEMM1: weighted rows -------------------------------------------------------------------------------------------
@@ -173,10 +180,11 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
   StageSlot at;
   trace.begin();
   while (true) {
-    const uint32_t slot = handed.at, word = next_task(b, handed);
+    const HandedSlot slot = handed;
+    const Handed next = next_task(b, handed);
     trace.end(Phase::kWait, blockIdx.x, 0);
-    if (word == kNoTask) return;
-    const Task task = Task::unpack(word);
+    if (!next.exists()) return;
+    const Task task = next.task();
     const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
     const uint32_t rows = b.routing.unit_rows[task.unit];
     Sums<Dtype> sums;
@@ -186,7 +194,7 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
     // An expert's biases are as far away as its weights, so they come meanwhile. (Beside FP8 there are no registers for them.)
     TaskBiases<Dtype, kGated> biases;
     if constexpr (!kQuantised<Dtype>) biases.load(b, task, expert, column);
-    multiply<Dtype>(b, rows, tasks.stages(task).count, at, sums);
+    multiply<Dtype>(b, rows, next.stages().count, at, sums);
     if constexpr (kQuantised<Dtype>) biases.load(b, task, expert, column);
     sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
       scales.scale(sum, [&](const auto& scaled) {
@@ -199,7 +207,7 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
         }
       });
     });
-    if (task.product == 0) announce_stored(b, slot, task.unit);
+    if (task.product == 0) announce_stored(b, slot);
     trace.end_product(task.product == 0 ? Product<kFirst>::kPhase : Product<kReturning>::kPhase, task.unit, task.tile,
                       expert);
   }

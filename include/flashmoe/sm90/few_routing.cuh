@@ -10,7 +10,7 @@
 namespace flashmoe::sm90::few {
 
 // With so many tokens every block chooses for all: cheaper, in two turns of its warps, than to choose once and pass it on.
-inline constexpr uint32_t kMostChosenByAll = 2 * kFewWarps;
+inline constexpr uint32_t kMostChosenByAll = 2 * kFewRouters;
 
 // ---- gate -----------------------------------------------------------------------------------------------------------
 
@@ -66,21 +66,23 @@ template <class Dtype>
 __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expert) {
   const uint32_t experts = b.c.shape.routed_experts(), tokens = b.c.shape.tokens;
   const uint32_t chunks = b.c.shape.hidden * Dtype::kBytes / 16, fours = ceil_div(chunks, 4u);
-  const uint32_t begin = begin_of_part(fours, b.warp(), kFewWarps) * 4;
-  const uint32_t end = min_of(begin_of_part(fours, b.warp() + 1, kFewWarps) * 4, chunks);
-  const auto sums =
-      sum_chunks<Dtype>(b, b.args.router_rows.row(0, min_of(expert + P::lane() / 4, experts - 1)), begin, end);
-  float* const partial = b.s.scratch.partial[b.warp()];
-  sums.finish(tokens, [&](uint32_t t, const float (&sum)[1][2]) {
-    const uint32_t at = t * kProductRows + sums.first_row();
-    partial[at] = sum[0][0];
-    partial[at + 1] = sum[0][1];
-  });
+  if (b.warp() < kFewRouters) {
+    const uint32_t begin = begin_of_part(fours, b.warp(), kFewRouters) * 4;
+    const uint32_t end = min_of(begin_of_part(fours, b.warp() + 1, kFewRouters) * 4, chunks);
+    const auto sums =
+        sum_chunks<Dtype>(b, b.args.router_rows.row(0, min_of(expert + P::lane() / 4, experts - 1)), begin, end);
+    float* const partial = b.s.scratch.partial[b.warp()];
+    sums.finish(tokens, [&](uint32_t t, const float (&sum)[1][2]) {
+      const uint32_t at = t * kProductRows + sums.first_row();
+      partial[at] = sum[0][0];
+      partial[at + 1] = sum[0][1];
+    });
+  }
   __syncthreads();
   const uint32_t i = threadIdx.x, e = expert + i % kProductRows;
   if (i < tokens * kProductRows && e < experts) {
     float logit = bias_at<Dtype>(b.args.router_bias, e, true);
-    for (uint32_t w = 0; w < kFewWarps; ++w) logit += b.s.scratch.partial[w][i];
+    for (uint32_t w = 0; w < kFewRouters; ++w) logit += b.s.scratch.partial[w][i];
     store_logit(b, i / kProductRows, e, logit);
   }
   __syncthreads();
@@ -106,7 +108,7 @@ struct LogitJob {
     return min_of(kMostPartBytes, uint32_t{sizeof(FewShared::logit_rows)} / kParts / rows() / kRowBytes * kRowBytes);
   }
 };
-static_assert(sizeof(FewShared::logit_rows) / LogitJob::kParts / (kProductRows + kFewWarps * kLogitTokens) >=
+static_assert(sizeof(FewShared::logit_rows) / LogitJob::kParts / (kProductRows + kFewRouters * kLogitTokens) >=
               kRowBytes);
 
 // All threads: part `part` of the rows, as a group of copies. Experts' rows, then tokens'. Who multiplies has no time for it.
@@ -189,7 +191,7 @@ __device__ __forceinline__ void compute_logits(const Block& b) {
     // Of so many tokens that there is about one job for each block; but for those that send rows meanwhile, the last ones.
     const uint32_t busy = kFewGroup ? min_of(b.c.blocks(), gridDim.x - 1) : 0;
     const uint32_t each =
-        kLogitTokens * min_of(kFewWarps, ceil_div(eights * ceil_div(all, kLogitTokens), gridDim.x - busy));
+        kLogitTokens * min_of(kFewRouters, ceil_div(eights * ceil_div(all, kLogitTokens), gridDim.x - busy));
     for (uint32_t i = blockIdx.x; i < eights * ceil_div(all, each); i += gridDim.x) {
       const uint32_t token = i / eights * each;
       compute_logits_of<Dtype>(b, {i % eights * kProductRows, token, min_of(each, all - token)});
@@ -247,7 +249,8 @@ __device__ __forceinline__ void choose(const Block& b, const Tokens& tokens) {
   const uint32_t experts = b.c.shape.routed_experts(), top_k = b.c.shape.routed_top_k();
   const RouterRule& rule = b.args.rule;
   float* const logits = b.s.scratch.logits + b.warp() * experts;
-  for (uint32_t i = b.warp(); i < tokens.count && b.s.failed == 0; i += kFewWarps) {
+  if (b.warp() >= kFewRouters) return;
+  for (uint32_t i = b.warp(); i < tokens.count && b.s.failed == 0; i += kFewRouters) {
     const uint32_t t = tokens[i];
     collect_logits(b, t, logits);
     if (b.args.router_logits != nullptr && (kFewGroup || t % gridDim.x == blockIdx.x)) {

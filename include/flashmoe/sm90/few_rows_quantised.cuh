@@ -268,11 +268,11 @@ __device__ __forceinline__ void load_quantised_rows(const Block& b, uint32_t own
   for (uint32_t i = 0; i < own; ++i) slot.advance();
   uint32_t next = own;
   while (true) {
-    const uint32_t word = next_task(b, handed);
-    if (word == kNoTask) return;
-    const Task task = Task::unpack(word);
+    const Handed taken = next_task(b, handed);
+    if (!taken.exists()) return;
+    const Task task = taken.task();
     if (task.product != 0) wait_for_unit(b, task.unit, tasks.arrivals());
-    StageRowLoader<Dtype, kGated>{b, task, tasks.stages(task)}.load(next, slot);
+    StageRowLoader<Dtype, kGated>{b, task, taken.stages()}.load(next, slot);
   }
 }
 

@@ -95,14 +95,13 @@ class StageScaleLoader {
 
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_scales(const Block& b, uint32_t loader) {
-  const Tasks<Dtype, kGated> tasks{b};
   HandedSlot handed;
   StageSlot slot;
   while (true) {
-    const uint32_t word = next_task(b, handed);
-    if (word == kNoTask) return;
-    const Task task = Task::unpack(word);
-    const Stages stages = tasks.stages(task);
+    const Handed next = next_task(b, handed);
+    if (!next.exists()) return;
+    const Task task = next.task();
+    const Stages stages = next.stages();
     const StageScaleLoader<Dtype, kGated> load{b, task, stages, loader};
     for (uint32_t s = 0; s < stages.count; ++s, slot.advance()) load.load(slot, s);
   }

@@ -22,9 +22,23 @@ struct Task {
 inline constexpr uint32_t kNoTask = ~0u;
 static_assert(kFewUnits < 0x7ff && kMostFewParts <= 0xf);  // tiles: of 2^20 columns at most, 64 or more each
 
-// A task's k-blocks.
+// A task's k-blocks. (A row of 2^20 columns has 2^14.)
 struct Stages {
   uint32_t first, count;
+};
+
+// What the warp that loads weights hands on: it alone divides.
+struct Handed {
+  uint32_t word, range;
+
+  __device__ __forceinline__ Handed(const Task& task, const Stages& stages)
+      : word(task.pack()), range(stages.first << 16 | stages.count) {}
+  explicit __device__ __forceinline__ Handed(uint64_t packed)
+      : word(static_cast<uint32_t>(packed)), range(static_cast<uint32_t>(packed >> 32)) {}
+  __device__ __forceinline__ uint64_t pack() const { return uint64_t{range} << 32 | word; }
+  __device__ __forceinline__ bool exists() const { return word != kNoTask; }
+  __device__ __forceinline__ Task task() const { return Task::unpack(word); }
+  __device__ __forceinline__ Stages stages() const { return {range >> 16, range & 0xffffu}; }
 };
 
 template <class Dtype, bool kGated>
@@ -54,6 +68,7 @@ struct Tasks {
   }
   __device__ __forceinline__ Stages stages(const Task& task) const {
     const uint32_t all = ceil_div(chunks(task.product), kStageChunks), n = parts(task.product);
+    if (n == 1) return {0, all};
     const uint32_t first = begin_of_part(all, task.part, n);
     return {first, begin_of_part(all, task.part + 1, n) - first};
   }
@@ -78,36 +93,50 @@ __device__ __forceinline__ uint32_t barrier_of(const uint64_t (&barriers)[kCount
   return shared_address(barriers + slot.at);
 }
 
+// Arrivals of a warp that has read what a barrier is to let others overwrite.
+inline constexpr uint32_t kWarpReleases = FLASHMOE_RACECHECK != 0 ? P::kLanes : 1;
+
+// A warp has read what is behind the barrier.
+__device__ __forceinline__ void release(uint32_t barrier) {
+  if (kWarpReleases != 1 || P::lane() == 0) arrive(barrier);
+}
+
 // One thread, some synchronization of the block before its first task.
 __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
   for (uint32_t i = 0; i < kFewStages; ++i) {
     barrier_init(shared_address(&p.weights_full[i]), 1 + kFewScaleLoaders * P::kLanes);
     barrier_init(shared_address(&p.rows_full[i]), P::kLanes);
-    barrier_init(shared_address(&p.empty[i]), kFewConsumers);
+    barrier_init(shared_address(&p.empty[i]), kFewConsumers * kWarpReleases);
   }
   for (uint32_t i = 0; i < kFewTasks; ++i) {
     barrier_init(shared_address(&p.task_full[i]), 1);
-    p.stored[i] = 0;
-    barrier_init(shared_address(&p.task_empty[i]), kFewConsumers + kFewRowLoaders + kFewScaleLoaders);
+    barrier_init(shared_address(&p.stored[i]), kFewConsumers);
+    barrier_init(shared_address(&p.task_empty[i]),
+                 (kFewConsumers + kFewRowLoaders + kFewScaleLoaders) * kWarpReleases + 1);
   }
   fence_barrier_init();
 }
 
-// The next task that is handed on, kNoTask behind the last; leaves its slot. One warp.
-__device__ __forceinline__ uint32_t next_task(const Block& b, HandedSlot& slot) {
+// The task in this slot, once it is handed on.
+__device__ __forceinline__ Handed handed_task(const Block& b, const HandedSlot& slot) {
   wait(barrier_of(b.s.pipeline.task_full, slot), slot.parity);
-  const uint32_t word = *const_cast<volatile uint32_t*>(&b.s.pipeline.task[slot.at]);
+  return Handed(*const_cast<volatile uint64_t*>(&b.s.pipeline.task[slot.at]));
+}
+// The next task that is handed on, none behind the last; leaves its slot. One warp.
+__device__ __forceinline__ Handed next_task(const Block& b, HandedSlot& slot) {
+  const Handed handed = handed_task(b, slot);
   P::sync();
-  if (P::lane() == 0) arrive(barrier_of(b.s.pipeline.task_empty, slot));
+  release(barrier_of(b.s.pipeline.task_empty, slot));
   slot.advance();
-  return word;
+  return handed;
 }
 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
+// Stages [begin, end) of the task's.
 template <class TheTasks>
-__device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks& tasks, const Task& task,
-                                                  StageSlot& stage) {
+__device__ __forceinline__ void load_task_weights(const Block& b, const Task& task, const Stages& stages,
+                                                  uint32_t begin, uint32_t end, StageSlot& stage) {
   FewPipeline& p = b.s.pipeline;
   const uint32_t expert = b.routing.unit_expert[task.unit];
   const bool shared = b.is_shared(expert);
@@ -116,8 +145,7 @@ __device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks
       task.product == 0 ? (shared ? &a.shared_gate_up : &a.gate_up) : (shared ? &a.shared_down : &a.down);
   const uint32_t matrix = shared ? expert - b.c.shape.routed_experts() : expert;
   const uint32_t group = task.tile * (task.product == 0 ? TheTasks::kFeatures : kBoxFeatures) / kProductRows;
-  const Stages stages = tasks.stages(task);
-  for (uint32_t i = 0; i < stages.count; ++i, stage.advance()) {
+  for (uint32_t i = begin; i < end; ++i, stage.advance()) {
     const uint32_t full = barrier_of(p.weights_full, stage);
     wait(barrier_of(p.empty, stage), stage.parity ^ 1);
     arrive_expect_tx(full, kBoxFeatures * kRowBytes);
@@ -126,24 +154,29 @@ __device__ __forceinline__ void load_task_weights(const Block& b, const TheTasks
   }
 }
 
-// One thread: takes tasks, hands them on and loads their weights, as far ahead as there are stages.
+// One thread: takes tasks, hands them on and loads their weights, as far ahead as there are stages. It asks for the next task
+// before it loads the last stages, which the answer takes as long as to load; not before, since a block that has not loaded its
+// task should leave the next to another.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_weights(const Block& b) {
-  const Tasks<Dtype, kGated> tasks{b};
+  using TheTasks = Tasks<Dtype, kGated>;
+  constexpr uint32_t kLast = 4;  // stages
+  const TheTasks tasks{b};
   FewPipeline& p = b.s.pipeline;
   HandedSlot handed;
   StageSlot stage;
   for (uint32_t i = blockIdx.x;; handed.advance()) {
     const bool exists = i < tasks.count();
-    wait(barrier_of(p.task_empty, handed), handed.parity ^ 1);
     const Task task = tasks.task(i);
-    p.task[handed.at] = exists ? task.pack() : kNoTask;
+    const Stages stages = tasks.stages(task);
+    wait(barrier_of(p.task_empty, handed), handed.parity ^ 1);
+    p.task[handed.at] = exists ? Handed(task, stages).pack() : kNoTask;
     arrive(barrier_of(p.task_full, handed));
     if (!exists) return;
-    load_task_weights(b, tasks, task, stage);
-    // Not before: while the answer comes, a ring of stages is on its way, and a block that has not loaded its task should
-    // leave the next to another.
+    const uint32_t before = stages.count - min_of(stages.count, kLast);
+    load_task_weights<TheTasks>(b, task, stages, 0, before, stage);
     i = gridDim.x + static_cast<uint32_t>(P::fetch_add(&b.c.control()->few_tasks.value, uint64_t{1}));
+    load_task_weights<TheTasks>(b, task, stages, before, stages.count, stage);
   }
 }
 
@@ -170,9 +203,9 @@ __device__ __forceinline__ void load_rows(const Block& b) {
   HandedSlot handed;
   StageSlot stage;
   while (true) {
-    const uint32_t word = next_task(b, handed);
-    if (word == kNoTask) return;
-    const Task task = Task::unpack(word);
+    const Handed next = next_task(b, handed);
+    if (!next.exists()) return;
+    const Task task = next.task();
     const uint32_t row = b.routing.unit_first[task.unit], rows = b.routing.unit_rows[task.unit];
     if (task.product != 0) wait_for_unit(b, task.unit, tasks.arrivals());
     const uint8_t* from[kMost];
@@ -181,7 +214,7 @@ __device__ __forceinline__ void load_rows(const Block& b) {
       const uint32_t r = row + min_of(first + i * kRowsApart, rows - 1);
       from[i] = task.product != 0 ? b.c.intermediate_row(0, 0) + r * pitch : b.x_row(r);
     }
-    const Stages stages = tasks.stages(task);
+    const Stages stages = next.stages();
     for (uint32_t s = 0; s < stages.count; ++s, stage.advance()) {
       const uint32_t at = (stages.first + s) * TheTasks::kStageChunks + chunk;
       uint32_t valid[kEights];

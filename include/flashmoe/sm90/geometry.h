@@ -107,8 +107,9 @@ FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_exper
 }
 
 // The kernel of a few tokens (sm90/few.cuh).
-inline constexpr uint32_t kFewWarps = 12;
-inline constexpr uint32_t kFewThreads = kFewWarps * 32;
+FLASHMOE_HD constexpr uint32_t few_warps(bool scales) {  // of a thread block; scales: whether weights have some
+  return scales ? 13 : 12;
+}
 inline constexpr uint32_t kFewSharedBytes = kSharedBytes;
 
 // Columns of results that a task of each product has. With a gate, an intermediate column takes two rows of weights.

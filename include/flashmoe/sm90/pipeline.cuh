@@ -121,13 +121,6 @@ static_assert(Gate<kSmallGate>::Ring::kCount == 8 && Gate<kMiddleGate>::Ring::kC
 static_assert(Gate<kBoxFeatures>::Ring::kCount == 6);
 static_assert(GateInPasses::Ring::kCount == 4);
 
-// nvcc -DFLASHMOE_RACECHECK=1: each thread releases what it has read itself, also where a barrier of the warp or of the warpgroup
-// is behind all of their loads and one thread says so, relaxed. The tool takes no arrival for other threads' reads, and nothing
-// relaxed for an order.
-#ifndef FLASHMOE_RACECHECK
-#define FLASHMOE_RACECHECK 0
-#endif
-
 // Whether threads load fragments of what they multiply from the stages (mainloop_fragments.cuh): in backward passes of fp32.
 template <class Dtype>
 inline constexpr bool kByFragments = kIsBackward && Dtype::kBytes == 4;
