@@ -26,7 +26,7 @@ LIMIT = 1800
 GLOBAL_MEMORY = ("memcheck", "initcheck")
 """The tools that look at global memory, where a context's second call finds what its first has left behind. The others
 look at shared memory, which no launch leaves to the next: they are shown one call."""
-RELEASING = ("bfloat16", "fp8", "few", "few_fp8", "backward")
+RELEASING = ("bfloat16", "float32", "exact", "fp8", "few", "few_fp8", "backward")
 """What racecheck looks at in a build of its own: threads load from the stages, not the tensor cores for all of them,
 and of few tokens more stages than a block has room for."""
 PARTS = [(kind, 1) for kind in (*KINDS, *OTHERS)] + [(way, 2) for way in (*WAYS, *FEW)]
