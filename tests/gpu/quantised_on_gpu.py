@@ -160,6 +160,12 @@ def random_layer(
     }
 
 
+def with_shared(draw: st.DrawFn, problem: dict[str, Any]) -> dict[str, Any]:
+    """The same with weights on the input, or a shared expert, or both. Beside that experts have no biases."""
+    problem = problem | {"weights_on_input": draw(st.booleans()), "shared": draw(st.sampled_from([0, 0, 1]))}
+    return problem | ({"biases": (problem["biases"][0], False, False)} if problem["shared"] else {})
+
+
 def layer_and_quantisation(draw: st.DrawFn, experts: int, top_k: int, tokens: int) -> tuple[dict, dict]:
     """The arguments of `random_problem` and of `quantised` for a random layer."""
     size = st.integers(1, 40).map(lambda n: 16 * n) | st.sampled_from([128, 256, 384])

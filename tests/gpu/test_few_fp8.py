@@ -22,6 +22,7 @@ from quantised_on_gpu import (
     first_tokens,
     layer_and_quantisation,
     run_and_check,
+    with_shared,
 )
 
 pytestmark = pytest.mark.gpu
@@ -141,8 +142,7 @@ def cases(draw) -> tuple[dict[str, Any], dict[str, Any]]:
     top_k = draw(st.integers(1, min(8, experts)))
     tokens = draw(st.integers(1, min(256, 16 * experts // top_k)) | st.integers(1, 8))
     problem, how = layer_and_quantisation(draw, experts, top_k, tokens)
-    problem |= {"weights_on_input": draw(st.booleans()), "shared": draw(st.sampled_from([0, 0, 1]))}
-    return problem, how
+    return with_shared(draw, problem), how
 
 
 @pytest.mark.timeout(0)

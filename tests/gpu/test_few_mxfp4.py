@@ -27,6 +27,7 @@ from quantised_on_gpu import (
     on_host,
     random_layer,
     run_and_check,
+    with_shared,
 )
 
 pytestmark = pytest.mark.gpu
@@ -198,8 +199,7 @@ def cases(draw) -> dict[str, Any]:
     top_k = draw(st.integers(1, min(8, experts)))
     tokens = draw(st.integers(1, min(256, 16 * experts // top_k)) | st.integers(1, 8))
     size = st.integers(1, 20).map(lambda n: 32 * n) | st.sampled_from([128, 256, 512])
-    problem = random_layer(draw, size, experts, top_k, tokens)
-    return problem | {"weights_on_input": draw(st.booleans()), "shared": draw(st.sampled_from([0, 0, 1]))}
+    return with_shared(draw, random_layer(draw, size, experts, top_k, tokens))
 
 
 @pytest.mark.timeout(0)
