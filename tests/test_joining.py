@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +119,22 @@ def join_another_group(processes: Processes) -> None:
     assert [rank.hear().error for rank in ranks] == [None, None]
 
 
-def killed_while_joining(processes: Processes, rank: int, ranks: int) -> Path:
+def killed_while_joining(
+    processes: Processes, rank: int, ranks: int, change: Callable[[Page], None] = lambda page: None
+) -> Path:
+    """`change`: of what the page says, while the rank lives; later any group may remove it, another test's, too."""
     process = processes.join(rank, ranks, PATIENT)
     path = processes.await_path(rank)
     with page_of(path) as page:
         await_condition(lambda: page["state"] == Page.READY, "it is not ready")
+        process.signal(signal.SIGSTOP)
+        change(page)
     process.signal(signal.SIGKILL)
     return path
+
+
+def of_another_process(page: Page) -> None:
+    page["pid"] = os.getpid()  # which started at another time
 
 
 def test_heaps_of_ranks_that_were_all_killed_are_removed_by_the_next_group(processes: Processes):
@@ -133,33 +143,29 @@ def test_heaps_of_ranks_that_were_all_killed_are_removed_by_the_next_group(proce
     left = [processes.await_path(rank) for rank in range(3)]
     for rank in ranks:
         rank.signal(signal.SIGSTOP)  # nobody is to clear up behind another
+    assert all(path.exists() for path in left)
     for rank in ranks:
         rank.signal(signal.SIGKILL)
-    assert all(path.exists() for path in left)
     join_another_group(processes)
     assert not any(path.exists() for path in left)
 
 
 def test_a_heap_is_removed_though_its_processs_number_is_anothers(processes: Processes):
-    path = killed_while_joining(processes, 0, 2)
-    with page_of(path) as page:
-        page["pid"] = os.getpid()  # which started at another time
+    path = killed_while_joining(processes, 0, 2, of_another_process)
     join_another_group(processes)
     assert not path.exists()
 
 
 def test_a_rank_takes_its_place_though_its_processs_number_is_anothers(processes: Processes):
-    with page_of(killed_while_joining(processes, 0, 2)) as page:
-        page["pid"] = os.getpid()
+    killed_while_joining(processes, 0, 2, of_another_process)
     ranks = [processes.join(rank, 2) for rank in range(2)]
     assert [rank.hear().error for rank in ranks] == [None, None]
 
 
 def test_what_may_be_in_use_is_not_removed(processes: Processes):
     """A living rank's, one of another space of process numbers, a file of this user's own, a name in the making."""
-    elsewhere = killed_while_joining(processes, 3, 4)
-    with page_of(elsewhere) as page:
-        page.write(24, bytes([0xFF] * 8))  # the number space of its process
+    # The number space of its process:
+    elsewhere = killed_while_joining(processes, 3, 4, lambda page: page.write(24, bytes([0xFF] * 8)))
     processes.join(0, 4, PATIENT)
     living = processes.await_path(0)
     own = SHARED_MEMORY / f"flashmoe-{processes.name}-notes.txt"
