@@ -140,7 +140,8 @@ void describe(const sm90::KernelArgs& a, const Machines* machines, const cuda::L
   put("grid", config.grid_x);
   put("few", few);
   put("threads", config.block_x);
-  put("geometry", (few || config.block_x == sm90::kThreads) &&
+  auto has = [&](uint32_t warps) { return config.block_x == warps * 32; };
+  put("geometry", (few ? has(sm90::few_warps(false)) || has(sm90::few_warps(true)) : has(sm90::kWarps)) &&
                       config.shared_bytes == (few ? sm90::kFewSharedBytes : sm90::kSharedBytes));
   put("stream", reinterpret_cast<uint64_t>(config.stream));
   put("cooperative", config.attribute_count == 1 && config.attributes->id == 2 && config.attributes->value.cooperative);

@@ -19,8 +19,8 @@ def test_few_tokens_of_several_ranks(cubin, tokens):
     plan = plan_memory(engine="cuda", ranks=3, **{**SIZES, **sizes})
     for seen in put_by(3, {**FEW, "tokens": tokens}, cubin=cubin):
         assert seen.variants == [jit.Variant("bfloat16", "swiglu", few_group=True)]
-        names = ("few", "geometry", "cooperative", "tokens", "mapped", "block", "groups")
-        assert [seen.launch[name] for name in names] == [1, 1, 1, tokens, 3, 8, [0, 1]]
+        names = ("few", "geometry", "threads", "cooperative", "tokens", "mapped", "block", "groups")
+        assert [seen.launch[name] for name in names] == [1, 1, 384, 1, tokens, 3, 8, [0, 1]]
         assert seen.launch["token_rows"] is None  # its gate takes no tensor map
         assert (seen.heap_bytes, seen.workspace_bytes) == (plan.heap_bytes, plan.workspace_bytes)
 
@@ -29,8 +29,9 @@ def test_of_experts_in_fp8(cubin):
     """The gate reads x as it is, and takes no tensor map; what is sent is quantised."""
     for seen in put_by(3, {**FEW, "weight_dtype": "float8_e4m3fn"}, cubin=cubin):
         assert seen.variants == [jit.Variant("bfloat16", "swiglu", quantised=True, few_group=True)]
-        names = ("few", "geometry", "cooperative", "mapped", "token_row_bytes", "return_row_bytes", "x_scale")
-        assert [seen.launch[name] for name in names] == [1, 1, 1, 3, H + 16, 2 * H, 0]
+        names = ("few", "geometry", "threads", "cooperative", "mapped", "token_row_bytes", "return_row_bytes")
+        assert [seen.launch[name] for name in names] == [1, 1, 416, 1, 3, H + 16, 2 * H]
+        assert seen.launch["x_scale"] == 0
         assert seen.launch["token_rows"] is None and seen.launch["gate_up"]["type"] == 0
         assert seen.launch["gate_up_scale"][0] != 0 and seen.launch["down_scale"][0] != 0
 

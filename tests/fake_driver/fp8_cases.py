@@ -37,7 +37,8 @@ def test_experts_in_fp8(device, scales, of_up, of_down):
     args = in_fp8(100, scales)
     with flashmoe.Context(engine="cuda", **FP8_SIZES) as ctx:
         flashmoe.moe(ctx, **args | {"x": args["x"][:3]})
-        assert (launched()["few"], launched()["threads"], launched()["token_rows"]) == (1, 416, None)
+        seen = launched()
+        assert (seen["few"], seen["geometry"], seen["threads"], seen["token_rows"]) == (1, 1, 416, None)
         y = flashmoe.moe(ctx, **args)
     assert y.dtype == torch.bfloat16
     assert device == [jit.Variant("bfloat16", "swiglu", quantised=True)]
