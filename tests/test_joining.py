@@ -119,15 +119,22 @@ def join_another_group(processes: Processes) -> None:
     assert [rank.hear().error for rank in ranks] == [None, None]
 
 
+def stopped(processes: Processes, rank: int, ranks: int) -> Process:
+    """A rank that has come as far as its page."""
+    process = processes.join(rank, ranks, PATIENT)
+    with page_of(processes.await_path(rank)) as page:
+        await_condition(lambda: page["state"] == Page.READY, "it is not ready")
+    process.signal(signal.SIGSTOP)
+    return process
+
+
 def killed_while_joining(
     processes: Processes, rank: int, ranks: int, change: Callable[[Page], None] = lambda page: None
 ) -> Path:
     """`change`: of what the page says, while the rank lives; later any group may remove it, another test's, too."""
-    process = processes.join(rank, ranks, PATIENT)
-    path = processes.await_path(rank)
+    process = stopped(processes, rank, ranks)
+    path = processes.path(rank)
     with page_of(path) as page:
-        await_condition(lambda: page["state"] == Page.READY, "it is not ready")
-        process.signal(signal.SIGSTOP)
         change(page)
     process.signal(signal.SIGKILL)
     return path
@@ -190,9 +197,11 @@ def test_a_name_that_was_never_finished_is_removed_after_a_minute(processes: Pro
 
 def test_a_lock_is_waited_for_no_longer_than_the_timeout(processes: Processes):
     """One of this user's other processes, on what a rank has left."""
-    path = killed_while_joining(processes, 0, 2)
+    process = stopped(processes, 0, 2)
+    path = processes.path(0)
     with path.open("rb") as locked:
-        fcntl.flock(locked, fcntl.LOCK_EX)
+        fcntl.flock(locked, fcntl.LOCK_EX)  # while it lives: later any group may remove it, another test's, too
+        process.signal(signal.SIGKILL)
         told = processes.join(0, 2, 1.0).hear()
         assert type(told.error) is PeerTimeout, told
         assert re.search(rf"{path}, which process \d+ has left behind: another .* locked", str(told.error))
@@ -204,15 +213,6 @@ def test_a_lock_is_waited_for_no_longer_than_the_timeout(processes: Processes):
 
 
 # ---- a page that is wrong --------------------------------------------------------------------------------------------
-
-
-def stopped(processes: Processes, rank: int, ranks: int) -> Process:
-    """A rank that has come as far as its page."""
-    process = processes.join(rank, ranks, PATIENT)
-    with page_of(processes.await_path(rank)) as page:
-        await_condition(lambda: page["state"] == Page.READY, "it is not ready")
-    process.signal(signal.SIGSTOP)
-    return process
 
 
 WRONG_PAGES = {

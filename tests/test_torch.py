@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import io
-import os
 import subprocess
 import sys
 import warnings
@@ -19,6 +18,7 @@ from flashmoe import torch_op
 from flashmoe.checkpoint import shipped_layer
 from flashmoe.nn import MoE
 from flashmoe.torch_op import context_id
+from gloo import Gloo
 from problems import DTYPES, PATIENCE, Outcome, check, random_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -716,20 +716,14 @@ def test_compiled_on_two_ranks(pool):
     assert pool.call(_run_compiled, arguments, ranks=2, timeout=6 * PATIENCE) == [[True] * 3] * 2
 
 
-def _from_torch(rank, ranks, _, folder, members, arguments, limits):
+def _from_torch(rank, members, of_ranks, limits):
     """Call the layer in the process group of the ranks `members`; None for the others."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    try:
-        group = None if members is None else dist.new_group(members)
-        if members is not None and rank not in members:
-            return None
-        with flashmoe.Context.from_torch(group, **limits) as ctx:
-            y = flashmoe.moe(ctx, **as_tensors(arguments))
-            return ctx.rank, ctx.ranks, ctx.name, y.numpy(), ctx.last_call
-    finally:
-        dist.destroy_process_group()
+    group = None if members is None else dist.new_group(members)
+    if members is not None and rank not in members:
+        return None
+    with flashmoe.Context.from_torch(group, **limits) as ctx:
+        y = flashmoe.moe(ctx, **as_tensors(of_ranks[ctx.rank]))
+        return ctx.rank, ctx.ranks, ctx.name, y.numpy(), ctx.last_call
 
 
 @pytest.mark.parametrize(
@@ -741,11 +735,8 @@ def test_context_from_a_process_group(pool, tmp_path, ranks, members):
     # torch orders the ranks of a group by their rank in the world
     group = list(range(ranks)) if members is None else sorted(members)
     problem = random_problem(10, [9, 14, 0, 5][: len(group)], **SIZES)
-    position = {rank: index for index, rank in enumerate(group)}
-    arguments = [
-        (str(tmp_path), members, problem.arguments(position.get(rank, 0)), problem.limits()) for rank in range(ranks)
-    ]
-    results = pool.call(_from_torch, arguments, ranks=ranks, timeout=6 * PATIENCE)
+    of_ranks = [problem.arguments(index) for index in range(len(group))]
+    results = Gloo(pool, tmp_path)(ranks, _from_torch, members, of_ranks, problem.limits())
     assert [rank for rank, result in enumerate(results) if result is not None] == group
     results = [result for result in results if result is not None]
     assert [result[:2] for result in results] == [(index, len(group)) for index in range(len(group))]
