@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashmoe import ucx
+from flashmoe import openssl
 from namespaces import enter
 from processes import Process, Processes
 from relay import Cable, Carried, carry
@@ -174,9 +174,9 @@ class Network:
 def why_not() -> str | None:
     """Why there can be no hosts here; None if there can."""
     try:
-        ctypes.CDLL(ucx.library())
+        ctypes.CDLL(openssl.library())
     except OSError as error:
-        return f"expected UCX ({ucx.INSTALL}), got: {error}"
+        return f"expected OpenSSL ({openssl.INSTALL}), got: {error}"
     try:
         host = Host("probe")
     except OSError as error:

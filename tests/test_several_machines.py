@@ -1,4 +1,4 @@
-"""Groups whose ranks are on several machines: hosts that are network namespaces, which UCX connects over TCP."""
+"""Groups whose ranks are on several machines: hosts that are network namespaces, which TLS connects over TCP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import flashmoe
 import numpy as np
 import pytest
-from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, _ffi, ucx
+from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, _ffi, openssl
 from flashmoe.meeting import StoreMeeting
 from flashmoe.rendezvous import AddressMeeting
 from hosts import Network, network
@@ -314,14 +314,14 @@ def test_a_group_without_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/nowhere/libucp.so.0", "expected the library /nowhere/libucp.so.0, which a group on several machines needs"),
-        ("libc.so.6", "expected UCX 1.13 or newer .*, got libc.so.6 without ucp_get_version"),
+        ("/nowhere/libssl.so.3", "expected the library /nowhere/libssl.so.3, which a group on several machines needs"),
+        ("libc.so.6", "expected OpenSSL 3 .*, got libc.so.6 without TLS_method"),
     ],
 )
 def test_a_missing_library_is_named(path: str, message: str):
     with pytest.raises(FlashMoEError, match=message) as error:
-        _ffi.library().network_open(0, 2, "00" * 16, 10**9, path, "")
-    assert ucx.INSTALL in str(error.value)
+        _ffi.library().network_open(0, 2, "00" * 32, 10**9, path, "")
+    assert openssl.INSTALL in str(error.value)
 
 
 # ---- What goes wrong while ranks compute

@@ -173,14 +173,7 @@ ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t ti
 
 // ---- Groups on several machines ------------------------------------------------------------------------------------------
 
-std::string to_hex(const std::string& bytes) {
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  for (const unsigned char c : bytes) text += {kDigits[c >> 4], kDigits[c & 15]};
-  return text;
-}
-
-// Of what to_hex() has made, or Python's bytes.hex().
+// Of Python's bytes.hex().
 std::string from_hex(const std::string& text) {
   const auto digit = [](char c) { return static_cast<unsigned>(c <= '9' ? c - '0' : c - 'a' + 10); };
   std::string bytes;
@@ -196,21 +189,25 @@ ffi::String limits_difference(Map mine, int64_t rank, Map theirs, int64_t peer) 
   });
 }
 
-// A rank's courier, as a handle that is owned. key: 16 bytes in hexadecimal digits, which the group's ranks know.
+// A rank's courier, as a handle that is owned. key: 32 bytes in hexadecimal digits, which the group's ranks alone know.
+// library, at: see network::Wire.
 ffi::Function network_open(int64_t rank, int64_t ranks, ffi::String key, int64_t timeout_ns, ffi::String library,
-                           ffi::String devices) {
+                           ffi::String at) {
   return guarded([&] {
     const std::string bytes = from_hex(key);
-    network::Key of_group{};
-    std::memcpy(of_group.data(), bytes.data(), std::min(bytes.size(), sizeof(of_group)));
+    network::GroupKey of_group{};
+    if (bytes.size() != of_group.size()) {
+      throw host::Error(host::Error::Kind::kOther, host::concat("key: expected 32 bytes, got ", bytes.size()));
+    }
+    std::memcpy(of_group.data(), bytes.data(), bytes.size());
     return owned(std::make_shared<network::Courier>(static_cast<uint32_t>(rank), static_cast<uint32_t>(ranks), of_group,
-                                                    static_cast<uint64_t>(timeout_ns), library, devices));
+                                                    static_cast<uint64_t>(timeout_ns), library, at));
   });
 }
 
-// By which the others' couriers reach it, in hexadecimal digits.
+// By which the others' couriers reach it.
 ffi::String network_address(int64_t network) {
-  return guarded([&] { return ffi::String(to_hex(registry<network::Courier>().get(network)->address())); });
+  return guarded([&] { return ffi::String(registry<network::Courier>().get(network)->address()); });
 }
 
 // context_create() of a rank some of whose peers are on other machines. machines, addresses, hosts: by rank.
@@ -224,7 +221,7 @@ ffi::Function network_context(int64_t network, Map map, int64_t rank, ffi::Strin
     for (uint32_t p = 0; p < of.size(); ++p) {
       if (of[p] == of[static_cast<uint32_t>(rank)]) spread.here.push_back(p);
     }
-    for (const ffi::String& each : addresses) spread.addresses.push_back(from_hex(each));
+    for (const ffi::String& each : addresses) spread.addresses.push_back(each);
     for (const ffi::String& each : hosts) spread.hosts.push_back(each);
     const auto self = static_cast<uint32_t>(rank);
     const auto timeout = static_cast<uint64_t>(timeout_ns);

@@ -21,7 +21,7 @@ using host::monotonic_ns;
 // A wait of a peer sees this rank's progress as often as this at least: it compares two looks half its timeout apart.
 constexpr uint64_t kStatusesPerTimeout = 16;
 constexpr uint64_t kMostStatusNs = 100'000'000, kLeastStatusNs = 2'000'000;
-// While there is no call nobody watches; then only UCX's own timers want to be called.
+// While there is no call nobody watches.
 constexpr uint64_t kIdleMs = 500;
 // A rank that ends waits so long for others to have what it sent.
 constexpr uint64_t kFarewellNs = 5'000'000'000;
@@ -46,14 +46,13 @@ uint64_t status_interval(uint64_t timeout_ns) {
 
 }  // namespace
 
-Courier::Courier(uint32_t rank, uint32_t ranks, const Key& key, uint64_t timeout_ns, const std::string& library,
-                 const std::string& devices)
+Courier::Courier(uint32_t rank, uint32_t ranks, const GroupKey& key, uint64_t timeout_ns, const std::string& library,
+                 const std::string& at)
     : rank_(rank),
       ranks_(ranks),
-      key_(key),
       timeout_ns_(timeout_ns),
       status_ns_(status_interval(timeout_ns)),
-      wire_(std::make_unique<Wire>(library, devices, ranks)),
+      wire_(std::make_unique<Wire>(library, key, rank, ranks, at)),
       peers_(ranks) {}
 
 void Courier::stop() {
@@ -75,8 +74,8 @@ void Courier::start(const Place& place, const std::vector<std::string>& addresse
     peers_[q].host = std::move(hosts[q]);
     if (peers_[q].mirror != nullptr) wire_->connect(q, addresses[q]);
   }
-  wire_->deliver_to([this](const Header& h, const uint8_t* data, uint64_t bytes) { deliver(h, data, bytes); });
-  for (uint32_t q = 0; q < ranks_; ++q) {  // the first message: each hears from each
+  wire_->deliver_to(*this);
+  for (uint32_t q = 0; q < ranks_; ++q) {  // the first message: each hears from each, as a connection needs it
     if (peers_[q].mirror != nullptr) post(q, Packing(peers_[q].mirror).take(Header::kData, nullptr, 0));
   }
   thread_ = std::thread([this] { run(); });
@@ -95,11 +94,14 @@ void Courier::await_peers() {
   if (met && missing == ranks_) return;
   const std::lock_guard lock(mutex_);
   const Peer& p = peers_[missing];
-  const std::string why =
-      p.lost.empty() ? concat("nothing within ", static_cast<double>(timeout_ns_) * 1e-9, " s") : p.lost;
+  std::string why = p.lost;
+  if (why.empty()) {
+    why = concat("nothing within ", static_cast<double>(timeout_ns_) * 1e-9, " s");
+    if (!p.trouble.empty()) why += concat(" (", p.trouble, ")");
+  }
   throw Error(Error::Kind::kPeerTimeout,
-              concat("network: rank ", rank_, " cannot reach rank ", missing, " on host ", p.host, " by UCX: ", why,
-                     "; UCX_NET_DEVICES names the network interfaces that it uses"));
+              concat("network: rank ", rank_, " cannot reach rank ", missing, " on host ", p.host, ": ", why,
+                     "; FLASHMOE_INTERFACE names the network interfaces where a rank is reached"));
 }
 
 // ---- Calls ------------------------------------------------------------------------------------------------------
@@ -152,10 +154,8 @@ void Courier::pick_up(uint32_t q, Peer& peer) {
 
 void Courier::post(uint32_t q, Messages messages) {
   for (auto& m : messages) {
-    m->header.key = key_;
-    m->header.source = rank_;
-    m->header.number = ++peers_[q].last;
-    const uint64_t bytes = m->data.size() - m->header.ranges * sizeof(Range);
+    ++peers_[q].sent;
+    const uint64_t bytes = m->payload();
     crossed_.messages += 1;
     crossed_.bytes += bytes;
     const size_t size = bytes == 0 ? 0 : static_cast<size_t>(std::bit_width(bytes) - 1);
@@ -195,7 +195,7 @@ bool Courier::deliver_and_send() {
     letters.swap(letters_);
   }
   for (Letter& l : letters) {
-    l.message->header.received = peers_[l.peer].inbox.complete();
+    l.message->header.received = peers_[l.peer].received;
     wire_->send(l.peer, std::move(l.message));
   }
   send_status();
@@ -206,6 +206,7 @@ void Courier::note_losses() {
   bool any = false;
   for (uint32_t q = 0; q < ranks_; ++q) {
     if (peers_[q].lost.empty() && !wire_->lost(q).empty()) peers_[q].lost = wire_->lost(q), any = true;
+    peers_[q].trouble = wire_->trouble(q);
   }
   if (any) news_.notify_all();
 }
@@ -217,70 +218,57 @@ void Courier::send_status() {
   if (!(status_due_ && !often) && now - status_sent_ns_ < status_ns_) return;
   status_sent_ns_ = now;
   status_due_ = false;
-  ++status_number_;
   const Status* own = status_at(place_.heap);
   const Status status{load(&own->entered), load(&own->left), load(&own->heartbeat), load(&own->progress)};
   for (uint32_t q = 0; q < ranks_; ++q) {
     if (peers_[q].mirror == nullptr) continue;
-    auto m = std::make_unique<Message>();
-    m->header = {key_, rank_, Header::kStatus, status_number_, peers_[q].inbox.complete(), 0, {}};
-    m->data.resize(sizeof(Status));
-    std::memcpy(m->data.data(), &status, sizeof(Status));
+    auto m = std::make_unique<Message>(sizeof(Status));
+    m->header.kind = Header::kStatus;
+    m->header.received = peers_[q].received;
+    std::memcpy(m->behind_header(), &status, sizeof(Status));
     wire_->send(q, std::move(m));
   }
 }
 
 // ---- What comes ---------------------------------------------------------------------------------------------------
 
-// Whatever does not fit is not of this group, and is dropped: anyone on the network may send to a worker of UCX.
-void Courier::deliver(const Header& header, const uint8_t* data, uint64_t bytes) {
-  if (header.key != key_ || header.source >= ranks_ || peers_[header.source].mirror == nullptr) return;
-  Peer& peer = peers_[header.source];
+// Only a rank of the group comes here, and its messages in order. One that does not lie within the heap all the same is of
+// another version, or of a rank that is damaged: the connection is lost with it.
+std::vector<Receiver::Place> Courier::places(uint32_t q, const Header& header, const std::vector<Range>& ranges) {
+  Peer& peer = peers_[q];
+  if (header.kind == Header::kStatus) return {{reinterpret_cast<uint8_t*>(&peer.status), sizeof(Status)}};
+  if (header.kind > Header::kGoodbye) throw Error(Error::Kind::kGroup, "it sends a message of an unknown kind");
+  const uint64_t word = header.word.offset;
+  bool lies_within = word == Word::kNone || (word % 8 == 0 && word <= place_.heap_bytes - 8);
+  uint8_t* const to = header.kind == Header::kConfigs ? peer.mirror : place_.heap;
+  std::vector<Receiver::Place> places;
+  for (const Range& r : ranges) {
+    lies_within = lies_within && r.bytes <= place_.heap_bytes && r.offset <= place_.heap_bytes - r.bytes;
+    places.push_back({to + r.offset, r.bytes});
+  }
+  if (!lies_within) throw Error(Error::Kind::kGroup, "what it sends does not lie within the heap");
+  return places;
+}
+
+void Courier::arrived(uint32_t q, const Header& header) {
+  Peer& peer = peers_[q];
   if (header.kind == Header::kStatus) {
-    if (header.number <= peer.last_status) return;
-    peer.last_status = header.number;
-    write_status(peer, data, bytes);
+    write_status(peer);
   } else {
-    uint8_t* const to = header.kind == Header::kConfigs ? peer.mirror : place_.heap;
-    if (header.kind != Header::kGoodbye && !write_ranges(to, header, data, bytes)) return;
-    if (!peer.inbox.take(header.number)) return;
-    if (header.word.offset != Word::kNone) peer.inbox.hold(header.number, header.word);
-    peer.inbox.release([&](const Word& w) {
-      auto* const word = reinterpret_cast<uint64_t*>(place_.heap + w.offset);
-      if (w.value > load(word)) store(word, w.value);  // of a later call: it has overtaken this one
-    });
+    ++peer.received;
+    const Word& word = header.word;
+    if (word.offset != Word::kNone) store(reinterpret_cast<uint64_t*>(place_.heap + word.offset), word.value);
   }
   const std::lock_guard lock(mutex_);
   // Who begins, and who goes, waits for the answer; all others have it in time.
   if (header.kind == Header::kGoodbye) peer.gone = true;
-  if (header.kind == Header::kGoodbye || (header.kind != Header::kStatus && header.number == 1)) status_due_ = true;
+  if (header.kind == Header::kGoodbye || (header.kind != Header::kStatus && peer.received == 1)) status_due_ = true;
   peer.acknowledged = std::max(peer.acknowledged, header.received);
   news_.notify_all();
 }
 
-bool Courier::write_ranges(uint8_t* to, const Header& header, const uint8_t* data, uint64_t bytes) const {
-  const Word& word = header.word;
-  if (word.offset != Word::kNone && (word.offset % 8 != 0 || word.offset > place_.heap_bytes - 8)) return false;
-  if (header.ranges > bytes / sizeof(Range)) return false;
-  uint64_t left = bytes - header.ranges * sizeof(Range);
-  std::vector<Range> ranges(header.ranges);
-  if (!ranges.empty()) std::memcpy(ranges.data(), data, ranges.size() * sizeof(Range));
-  for (const Range& r : ranges) {
-    if (r.bytes > left || r.bytes > place_.heap_bytes || r.offset > place_.heap_bytes - r.bytes) return false;
-    left -= r.bytes;
-  }
-  const uint8_t* from = data + ranges.size() * sizeof(Range);
-  for (const Range& r : ranges) {
-    std::memcpy(to + r.offset, from, r.bytes);
-    from += r.bytes;
-  }
-  return left == 0;
-}
-
-void Courier::write_status(Peer& peer, const uint8_t* data, uint64_t bytes) const {
-  if (bytes != sizeof(Status)) return;
-  Status s;
-  std::memcpy(&s, data, sizeof(s));
+void Courier::write_status(const Peer& peer) const {
+  const Status& s = peer.status;
   Status* const to = status_at(peer.mirror);
   store(&to->heartbeat, s.heartbeat);
   store(&to->progress, s.progress);
@@ -316,7 +304,7 @@ void Courier::say_goodbye() {
   const uint64_t most = timeout_ns_ == 0 ? kFarewellNs : std::min(timeout_ns_, kFarewellNs);
   await(monotonic_ns() + most, false, [&] {
     return std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) {
-      return p.mirror == nullptr || p.gone || !p.lost.empty() || p.acknowledged >= p.last;
+      return p.mirror == nullptr || p.gone || !p.lost.empty() || p.acknowledged >= p.sent;
     });
   });
 }

@@ -8,7 +8,7 @@
 // (docs/protocol.md, "Why nothing is cleared") covers the mirror as well. What actors read in a peer's heap, its
 // status, its courier sends again and again, to the mirror.
 //
-// UCX moves bytes over TCP only while it is called: that, too, is why there is a thread.
+// Bytes are encrypted, sent and received only while somebody does it: that, too, is why there is a thread.
 #pragma once
 
 #include <condition_variable>
@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "host/bell.h"
-#include "network/inbox.h"
 #include "network/pickup.h"
 #include "network/wire.h"
 
@@ -34,11 +33,11 @@ struct Crossed {
   std::array<uint64_t, 32> bytes_of_size{};
 };
 
-class Courier {
+class Courier final : private Receiver {
  public:
-  // library: UCX's. devices: see Wire. Throws Error.
-  Courier(uint32_t rank, uint32_t ranks, const Key& key, uint64_t timeout_ns, const std::string& library,
-          const std::string& devices);
+  // library, at: see Wire. Throws Error.
+  Courier(uint32_t rank, uint32_t ranks, const GroupKey& key, uint64_t timeout_ns, const std::string& library,
+          const std::string& at);
   ~Courier() { stop(); }
   Courier(const Courier&) = delete;
   Courier& operator=(const Courier&) = delete;
@@ -69,12 +68,12 @@ class Courier {
  private:
   struct Peer {
     uint8_t* mirror = nullptr;
-    std::string host, lost;
-    bool gone = false;          // it has said goodbye
-    uint64_t last = 0;          // number of the last message to it
-    uint64_t acknowledged = 0;  // of those that it has
-    uint64_t last_status = 0;   // number of its newest status
-    Inbox inbox;                // of the courier's thread
+    std::string host, lost, trouble;  // of the wire, why it is lost, and why it is not there yet
+    bool gone = false;                // it has said goodbye
+    uint64_t sent = 0;                // messages to it, but for statuses
+    uint64_t acknowledged = 0;        // of those that it has
+    uint64_t received = 0;            // from it; of the courier's thread, as what follows
+    Status status{};                  // as it comes
     // Of the call: which signals are picked up.
     bool call = false, returns = false, fault = false;
     std::vector<bool> batches;  // to a relay
@@ -91,21 +90,20 @@ class Courier {
   void post(uint32_t q, Messages messages);
   void send_status();
   void note_losses();
-  void deliver(const Header& header, const uint8_t* data, uint64_t bytes);
-  bool write_ranges(uint8_t* to, const Header& header, const uint8_t* data, uint64_t bytes) const;
-  void write_status(Peer& peer, const uint8_t* data, uint64_t bytes) const;
+  std::vector<Receiver::Place> places(uint32_t q, const Header& header, const std::vector<Range>& ranges) override;
+  void arrived(uint32_t q, const Header& header) override;
+  void write_status(const Peer& peer) const;
   Status* status_at(uint8_t* heap) const { return place_.layout.at<Status>(heap, HeapField::kStatus); }
   bool await(uint64_t deadline_ns, bool interruptible, const std::function<bool()>& over);
   void say_goodbye();
 
   const uint32_t rank_, ranks_;
-  const Key key_;
   const uint64_t timeout_ns_, status_ns_;
   Place place_{};
   std::unique_ptr<Wire> wire_;  // of the courier's thread, while there is one
   host::Bell bell_;
 
-  mutable std::mutex mutex_;  // of what follows, but for inboxes
+  mutable std::mutex mutex_;  // of what follows, but for what is of the courier's thread
   std::condition_variable news_;
   std::vector<Peer> peers_;
   std::vector<Letter> letters_;  // not yet given to the wire
@@ -113,7 +111,7 @@ class Courier {
   Crossed crossed_;
   bool stopping_ = false;
 
-  uint64_t status_sent_ns_ = 0, status_number_ = 0;  // of the courier's thread
+  uint64_t status_sent_ns_ = 0;  // of the courier's thread
   bool status_due_ = false;
   std::thread thread_;
 };

@@ -1,11 +1,8 @@
 // What goes from one rank's machine to another's, in one message: parts of the receiver's symmetric heap and, in the
 // last message of what a signal announces, the signal; or the sender's status, or nothing, by which it says that it
-// goes.
-//
-// A message is told by who knows the group's key, which comes with each. It is not encrypted (docs/security.md).
+// goes. Messages to a rank come in the order in which they are sent, from a rank that has proved to be the one (tls.h).
 #pragma once
 
-#include <array>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -14,15 +11,12 @@
 
 namespace flashmoe::network {
 
-using Key = std::array<uint64_t, 2>;
-
 // Bytes of a heap.
 struct Range {
   uint64_t offset, bytes;
 };
 
-// A word of a heap, written once all that was sent before has been: no signal is written before what it announces, also
-// where messages overtake one another.
+// A word of a heap, written once all that was sent before has been: no signal is written before what it announces.
 struct Word {
   static constexpr uint64_t kNone = ~uint64_t{0};
   uint64_t offset = kNone, value = 0;
@@ -31,21 +25,31 @@ struct Word {
 struct Header {
   enum Kind : uint32_t {
     kData = 0,     // `ranges`, their bytes one behind the other, and `word`
-    kStatus = 1,   // the sender's Status: data too, but of none of the receiver's memory; the newest counts
+    kStatus = 1,   // the sender's Status, which is of none of the receiver's memory
     kConfigs = 2,  // `ranges` of the sender's heap, not of the receiver's: how it words a disagreement
     kGoodbye = 3,  // the sender will need and send nothing more, once what it has sent is acknowledged
   };
-  Key key;
-  uint32_t source, kind;
-  uint64_t number;    // 1, 2, ... to this receiver, over all kinds but kStatus; that of a status is of its own
-  uint64_t received;  // all of the receiver's messages up to this number are here
-  uint64_t ranges;
+  uint64_t bytes;  // behind the header
+  uint32_t kind, ranges;
+  uint64_t received;  // so many of the receiver's messages are here, of all kinds but kStatus
   Word word;
 };
 
 struct Message {
+  // bytes: behind the header, which the caller fills in.
+  explicit Message(uint64_t bytes)
+      : size(sizeof(Header) + bytes), bytes(std::make_unique_for_overwrite<uint8_t[]>(size)) {
+    header.bytes = bytes;
+  }
+
   Header header{};
-  std::vector<uint8_t> data;  // the ranges, then their bytes
+  const uint64_t size;                     // in all
+  const std::unique_ptr<uint8_t[]> bytes;  // as they go: the header, ranges, their bytes
+
+  uint8_t* behind_header() const { return bytes.get() + sizeof(Header); }
+  uint64_t payload() const { return header.bytes - header.ranges * sizeof(Range); }
+  // Writes the header, once nothing of it will change.
+  void seal() const { std::memcpy(bytes.get(), &header, sizeof(Header)); }
 };
 
 // Where tokens suffice a message has so many bytes: enough for a fast network, and little enough that a receiver need
@@ -82,11 +86,12 @@ class Packing {
 
  private:
   void close() {
-    auto m = std::make_unique<Message>();
-    m->header.ranges = ranges_.size();
-    m->data.resize(ranges_.size() * sizeof(Range) + bytes_);
-    if (!ranges_.empty()) std::memcpy(m->data.data(), ranges_.data(), ranges_.size() * sizeof(Range));
-    uint8_t* to = m->data.data() + ranges_.size() * sizeof(Range);
+    const uint64_t words = ranges_.size() * sizeof(Range);
+    auto m = std::make_unique<Message>(words + bytes_);
+    m->header.ranges = static_cast<uint32_t>(ranges_.size());
+    uint8_t* to = m->behind_header();
+    if (words != 0) std::memcpy(to, ranges_.data(), words);
+    to += words;
     for (const Range& r : ranges_) {
       std::memcpy(to, heap_ + r.offset, r.bytes);
       to += r.bytes;

@@ -1,31 +1,31 @@
-// Messages to ranks on other machines, by UCX: an endpoint for each, one worker for all. One thread at a time.
+// Messages to ranks on other machines: a connection to each. One thread at a time.
+//
+// Of two ranks the higher connects to the lower's door (door.h), which is closed when all higher ones have come: nothing
+// listens while a group runs.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "network/connection.h"
+#include "network/dialling.h"
+#include "network/door.h"
 #include "network/message.h"
-#include "network/ucx.h"
 
 namespace flashmoe::network {
 
 class Wire {
  public:
-  // What comes, before it is known from whom: `data` is the caller's only until it returns.
-  using Deliver = std::function<void(const Header&, const uint8_t* data, uint64_t bytes)>;
+  // library: OpenSSL's. at: see own_addresses(). Throws Error.
+  Wire(const std::string& library, const GroupKey& key, uint32_t rank, uint32_t ranks, const std::string& at);
 
-  // devices: network interfaces, as UCX_NET_DEVICES has them; empty: all. Throws Error.
-  Wire(const std::string& library, const std::string& devices, uint32_t ranks);
-  ~Wire();
-  Wire(const Wire&) = delete;
-  Wire& operator=(const Wire&) = delete;
-
-  // By which others reach this worker.
-  std::string address() const;
+  // Where others reach this rank.
+  std::string address() const { return address_; }
+  // That the peer is on another machine, and where.
   void connect(uint32_t peer, const std::string& address);
-  void deliver_to(Deliver deliver) { deliver_ = std::move(deliver); }
+  // Who is told of what comes, which must outlive it.
+  void deliver_to(Receiver& receiver) { receiver_ = &receiver; }
   // Sends, sooner or later, unless the peer is lost.
   void send(uint32_t peer, std::unique_ptr<Message> message);
   // Receives and sends what can be; whether there was anything.
@@ -33,27 +33,28 @@ class Wire {
   // Waits until there may be something, until `fd` can be read, or for so long.
   void wait(int fd, int milliseconds);
   // Why nothing more gets to or from the peer; empty as long as it does.
-  const std::string& lost(uint32_t peer) const { return peers_[peer].lost; }
+  const std::string& lost(uint32_t peer) const { return peers_[peer].connection.lost(); }
+  // Why there is no connection to the peer yet, as far as is known here.
+  std::string trouble(uint32_t peer) const;
 
  private:
   struct Peer {
-    Wire* wire = nullptr;
-    UcpEndpoint endpoint = nullptr;
-    std::string lost;
+    bool expected = false;  // it is on another machine
+    Connection connection;
+    std::unique_ptr<Dialling> dialling;  // until the connection is sure; null where the peer connects
   };
-  static void failed(void* peer, UcpEndpoint, UcsStatus status);
-  static void sent(void* request, UcsStatus, void* message);
-  static UcsStatus received(void* wire, const void* header, size_t header_bytes, void* data, size_t bytes,
-                            const UcpReceived* how);
-  void close(Peer& peer);
-  void open(const std::string& devices);
+  void meet();
+  void poll_all(int extra, int milliseconds);
 
-  const Ucx& api_;
-  UcpContext context_ = nullptr;
-  UcpWorker worker_ = nullptr;
-  int event_ = -1;
+  const uint32_t rank_;
+  const TlsOfRank tls_;
+  std::unique_ptr<Door> door_;  // while somebody is missing
+  const std::string address_;
+  bool meeting_ = true;
   std::vector<Peer> peers_;
-  Deliver deliver_;
+  std::vector<int> ready_;  // by peer: what its socket is ready for
+  bool polled_ = false;     // since progress() has looked last
+  Receiver* receiver_ = nullptr;
 };
 
 }  // namespace flashmoe::network

@@ -72,8 +72,8 @@ class Meeting(ABC):
         """Give back what the meeting needs. Idempotent."""
 
     @property
-    def device(self) -> str | None:
-        """The network interface that this rank has met the others by, where that is known."""
+    def address(self) -> str | None:
+        """This host's address by which this rank has met the others, where that is known."""
         return None
 
     def missing(self, rank: int) -> PeerTimeout:

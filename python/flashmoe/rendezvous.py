@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hmac
 import json
 import secrets
@@ -84,9 +83,8 @@ class AddressMeeting(Meeting):
             self._listener.close()
 
     @property
-    def device(self) -> str | None:
-        own = self._listener.local if self._listener is not None else self._link and self._link.local
-        return None if own is None else _interface_of(own)
+    def address(self) -> str | None:
+        return self._listener.local if self._listener is not None else self._link and self._link.local
 
     def _connect(self, address: tuple[str, int]) -> _Link:
         """A connection whose other side has proved that it knows the secret, and taken this rank."""
@@ -437,14 +435,3 @@ def _listening(address: tuple[str, int]) -> socket.socket:
             ) from error
         raise FlashMoEError(f"rendezvous: rank 0 cannot listen at {what}: {error.strerror}") from error
     return listener
-
-
-def _interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(any_socket, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None

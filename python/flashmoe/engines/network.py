@@ -4,15 +4,20 @@ others are reached through the network."""
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .. import machine, ucx
+from .. import machine, openssl
 from .._version import __version__
 from ..errors import GroupError
 from ..meeting import Meeting, proof
 from .base import Membership
+
+INTERFACE = "FLASHMOE_INTERFACE"
+"""The environment variable that names the network interfaces, or addresses of this host, where others reach a rank,
+separated by commas. Default: the address by which a rank met rank 0; all of the host's where ranks met in a store."""
 
 
 class Joined(NamedTuple):
@@ -61,8 +66,8 @@ def _join(library: Any, limits: dict[str, Any], who: Membership, meeting: Meetin
     if len(here) == len(said):
         owner = library.context_create(limits, who.rank, name, who.timeout_ns, [])
     else:
-        sizes = who.rank, len(said), key[:16].hex(), who.timeout_ns
-        network = library.network_open(*sizes, ucx.library(), meeting.device or "")
+        at = os.environ.get(INTERFACE) or meeting.address or ""
+        network = library.network_open(who.rank, len(said), key.hex(), who.timeout_ns, openssl.library(), at)
         addresses = meeting.exchange("address", str(library.network_address(network())))
         place = machines, [str(each) for each in addresses], list(hosts)
         owner = library.network_context(network(), limits, who.rank, name, who.timeout_ns, *place)

@@ -1,0 +1,135 @@
+"""What crosses between two hosts in a second, by one or several versions of the package in turn.
+
+    python benchmarks/network.py --pythons NEW=.venv/bin/python OLD=PATH [--out FILE.json]
+
+The hosts are network namespaces of this machine, joined by a veth pair, so root is needed. Each has one rank of a group on
+the CPU engine, and all tokens of a rank go to the other's expert: T rows of 8 KiB there, and T rows back. The expert is
+tiny, so that a call is little but what crosses. Rounds take the versions in turn; each is a new group. Prints, for each T,
+the median of a version's rounds in MB/s, both directions together, and its ratio to the first version's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TOKENS = {1: 400, 8: 400, 64: 200, 4096: 20}
+"""Calls of a round, by T."""
+H, ADDRESSES, PORT = 2048, ("10.77.1.1", "10.77.1.2"), 7799
+
+
+def rank_of_a_round(rank: int) -> None:
+    """Prints, as JSON, what this rank has measured, by T."""
+    import flashmoe
+    import numpy as np
+
+    rng = np.random.default_rng(rank)
+    router = np.zeros((2, H), np.float32)
+    router[1 - rank, 0] = router[rank, 1] = 1.0
+    up, down = (rng.standard_normal((1, *shape)).astype(np.float32) for shape in ((2, H), (H, 1)))
+    where = f"{ADDRESSES[0]}:{PORT}"
+    sizes = {"max_tokens": max(TOKENS), "hidden": H, "intermediate": 1, "experts": 2, "top_k": 1, "dtype": "float32"}
+    measured = {}
+    with flashmoe.Context(rank=rank, ranks=2, name="network", rendezvous=where, return_mode="direct", **sizes) as ctx:
+        for tokens, calls in TOKENS.items():
+            x = rng.standard_normal((tokens, H)).astype(np.float32)
+            x[:, 0], x[:, 1] = 9.0, -9.0
+            ids = np.full((tokens, 1), 1 - rank, np.int64)
+            weights = np.ones((tokens, 1), np.float32)
+            for call in range(calls + 2):
+                if call == 2:
+                    since, before = time.perf_counter(), ctx._engine.crossed().bytes
+                flashmoe.moe(ctx, x, up, down, topk_ids=ids, topk_weights=weights)
+            seconds, crossed = time.perf_counter() - since, ctx._engine.crossed().bytes - before
+            measured[tokens] = {"seconds": seconds / calls, "bytes": crossed / calls}
+    print(json.dumps(measured), flush=True)
+
+
+class Hosts:
+    """Two, each a process that keeps its namespaces open."""
+
+    def __init__(self) -> None:
+        keep = "mount -t tmpfs none /dev/shm && hostname host$0 && echo && exec sleep infinity"
+        self._keepers = [
+            subprocess.Popen(
+                ["unshare", "--net", "--mount", "--uts", "sh", "-c", keep, str(number)], stdout=subprocess.PIPE
+            )
+            for number in (0, 1)
+        ]
+        for keeper in self._keepers:
+            assert keeper.stdout is not None and keeper.stdout.read(1) == b"\n"
+        peer = ["type", "veth", "peer", "eth0", "netns", str(self._keepers[1].pid)]
+        self._run(0, "ip", "link", "add", "eth0", *peer)
+        for number, address in enumerate(ADDRESSES):
+            for command in (["link", "set", "lo", "up"], ["address", "add", f"{address}/24", "dev", "eth0"]):
+                self._run(number, "ip", *command)
+            self._run(number, "ip", "link", "set", "eth0", "up")
+
+    def inside(self, number: int, *command: str) -> list[str]:
+        return ["nsenter", "--target", str(self._keepers[number].pid), "--net", "--mount", "--uts", *command]
+
+    def _run(self, number: int, *command: str) -> None:
+        subprocess.run(self.inside(number, *command), check=True)
+
+    def close(self) -> None:
+        for keeper in self._keepers:
+            keeper.kill()
+            keeper.wait()
+
+
+def round_of(hosts: Hosts, python: str) -> dict[str, float]:
+    """MB/s, by T."""
+    environment = {**os.environ, "FLASHMOE_SECRET": "a secret of this benchmark", "OPENBLAS_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            hosts.inside(rank, python, __file__, "--rank", str(rank)), env=environment, stdout=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    told = [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks]
+    return {
+        tokens: sum(each[tokens]["bytes"] for each in told) / max(each[tokens]["seconds"] for each in told) / 1e6
+        for tokens in told[0]
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pythons", nargs="+", metavar="NAME=PYTHON", default=[f"this={sys.executable}"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank is not None:
+        rank_of_a_round(given.rank)
+        return 0
+    pythons = dict(each.split("=", 1) for each in given.pythons)
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in pythons}
+    hosts = Hosts()
+    try:
+        for _ in range(given.rounds):
+            for name, python in pythons.items():
+                rounds[name].append(round_of(hosts, python))
+    finally:
+        hosts.close()
+    first = next(iter(pythons))
+    table = {
+        name: {tokens: statistics.median(each[tokens] for each in told) for tokens in told[0]}
+        for name, told in rounds.items()
+    }
+    for name, row in table.items():
+        said = [f"T={tokens}: {rate:7.1f} MB/s ({rate / table[first][tokens]:.2f})" for tokens, rate in row.items()]
+        print(f"{name:>10}  " + "  ".join(said))
+    if given.out:
+        given.out.write_text(json.dumps({"row_bytes": 4 * H, "mb_per_s": table, "rounds": rounds}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+#include "network/tls.h"
+
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "host/error.h"
+#include "host/text.h"
+
+namespace flashmoe::network {
+namespace {
+
+using host::concat;
+using host::Error;
+
+constexpr char kProtocol[16] = "flashmoe ranks1";
+
+// Whose functions OpenSSL calls back: of its calls on connections a thread has one at a time.
+thread_local Tls* calling = nullptr;
+
+template <class T>
+T* checked(T* made) {
+  if (made == nullptr) throw Error(Error::Kind::kOther, "openssl: expected memory for a connection, got none");
+  return made;
+}
+
+// What is written is sent at once: there is nothing that OpenSSL could ask for.
+long control(Bio*, int command, long, void*) {
+  return command == kBioCtrlFlush ? 1 : 0;
+}
+
+}  // namespace
+
+TlsOfRank::TlsOfRank(const std::string& library, const GroupKey& group_key, uint32_t own_rank)
+    : api(openssl(library)),
+      key(group_key),
+      rank(own_rank),
+      sockets(checked(api.BIO_meth_new(kBioOfApplication, "flashmoe"))),
+      context(checked(api.SSL_CTX_new(api.TLS_method()))) {
+  const bool set = api.SSL_CTX_ctrl(context, kCtrlLeastProtocol, kTls13, nullptr) == 1 &&
+                   api.SSL_CTX_ctrl(context, kCtrlMostProtocol, kTls13, nullptr) == 1 &&
+                   api.SSL_CTX_set_ciphersuites(context, "TLS_AES_128_GCM_SHA256") == 1 &&
+                   api.SSL_CTX_set_num_tickets(context, 0) == 1 && api.BIO_meth_set_write(sockets, Tls::send_to) == 1 &&
+                   api.BIO_meth_set_read(sockets, Tls::receive_from) == 1 &&
+                   api.BIO_meth_set_ctrl(sockets, control) == 1;
+  if (!set) {
+    api.SSL_CTX_free(context);
+    api.BIO_meth_free(sockets);
+    throw Error(Error::Kind::kOther,
+                "openssl: expected TLS 1.3 with TLS_AES_128_GCM_SHA256, got a library that is not allowed to use it");
+  }
+  api.SSL_CTX_ctrl(context, kCtrlMode, kPartialWrites | kMovingBuffers, nullptr);
+  api.SSL_CTX_ctrl(context, kCtrlReadAhead, 1, nullptr);   // a read of the socket for each record, not two
+  api.SSL_CTX_set_options(context, kIgnoreUnexpectedEof);  // a goodbye is a message: the connection's end says nothing
+  api.SSL_CTX_set_psk_find_session_callback(context, Tls::find_key);
+  api.SSL_CTX_set_psk_use_session_callback(context, Tls::use_key);
+}
+
+TlsOfRank::~TlsOfRank() {
+  api.SSL_CTX_free(context);
+  api.BIO_meth_free(sockets);
+}
+
+Tls::Tls(const TlsOfRank& of, host::FileDescriptor socket, uint32_t peer)
+    : of_(of),
+      socket_(std::move(socket)),
+      connects_(peer != kAnyone),
+      peer_(peer),
+      identity_{{}, of.rank, peer},
+      ssl_(checked(of.api.SSL_new(of.context))) {
+  std::memcpy(identity_.protocol, kProtocol, sizeof(kProtocol));
+  Bio* const bio = of.api.BIO_new(of.sockets);
+  if (bio == nullptr) of.api.SSL_free(ssl_);
+  of.api.BIO_set_init(checked(bio), 1);
+  of.api.SSL_set_bio(ssl_, bio, bio);  // which frees it
+  if (connects_) {
+    // Who is asked to connect trusts no certificate, so that a stranger's does not stand in for the key.
+    of.api.SSL_set_verify(ssl_, kVerifyPeer, nullptr);
+    of.api.SSL_set_connect_state(ssl_);
+  } else {
+    of.api.SSL_set_accept_state(ssl_);
+  }
+}
+
+Tls::~Tls() {
+  of_.api.SSL_free(ssl_);
+}
+
+// The group's key in OpenSSL's form, or null.
+SslSession* Tls::session() const {
+  const OpenSsl& api = of_.api;
+  SslSession* const made = api.SSL_SESSION_new();
+  if (made == nullptr) return nullptr;
+  const SslCipher* const cipher = api.SSL_CIPHER_find(ssl_, kAes128GcmSha256);
+  if (cipher != nullptr && api.SSL_SESSION_set1_master_key(made, of_.key.data(), of_.key.size()) == 1 &&
+      api.SSL_SESSION_set_cipher(made, cipher) == 1 && api.SSL_SESSION_set_protocol_version(made, kTls13) == 1) {
+    return made;
+  }
+  api.SSL_SESSION_free(made);
+  return nullptr;
+}
+
+// The key belongs to who connects to this rank; that they know it the handshake proves, and with it that this identity
+// is theirs.
+int Tls::find_key(Ssl*, const unsigned char* identity, size_t bytes, SslSession** session) {
+  *session = nullptr;  // without one no handshake can be: this side has no certificate
+  Tls* const self = calling;
+  Identity said;
+  if (bytes != sizeof(said)) return 1;
+  std::memcpy(&said, identity, sizeof(said));
+  const bool fits = std::memcmp(said.protocol, kProtocol, sizeof(kProtocol)) == 0 && said.to == self->of_.rank &&
+                    said.from != self->of_.rank;
+  if (!fits) return 1;
+  *session = self->session();
+  self->peer_ = said.from;
+  return *session != nullptr ? 1 : 0;
+}
+
+int Tls::use_key(Ssl*, const EvpMd*, const unsigned char** identity, size_t* bytes, SslSession** session) {
+  Tls* const self = calling;
+  *session = self->session();
+  *identity = reinterpret_cast<const unsigned char*>(&self->identity_);
+  *bytes = sizeof(self->identity_);
+  return *session != nullptr ? 1 : 0;
+}
+
+// Not OpenSSL's own way to a socket: that would raise SIGPIPE where the peer has closed it.
+int Tls::send_to(Bio* bio, const char* from, int bytes) {
+  return calling->moved(bio, send(calling->socket(), from, static_cast<size_t>(bytes), MSG_NOSIGNAL), kBioWrite);
+}
+
+int Tls::receive_from(Bio* bio, char* to, int most) {
+  return calling->moved(bio, recv(calling->socket(), to, static_cast<size_t>(most), 0), kBioRead);
+}
+
+int Tls::moved(Bio* bio, ssize_t bytes, int direction) {
+  const bool again = bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
+  of_.api.BIO_clear_flags(bio, kBioFlags);
+  if (again) of_.api.BIO_set_flags(bio, direction | kBioShouldRetry);
+  if (bytes < 0 && !again) error_ = errno;
+  return static_cast<int>(bytes);
+}
+
+void Tls::begin_call() {
+  of_.api.ERR_clear_error();  // SSL_get_error() looks at what is left there
+  calling = this;
+}
+
+Tls::Result Tls::handshake() {
+  begin_call();
+  const Result r = result(of_.api.SSL_do_handshake(ssl_));
+  if (r != Result::kDone || of_.api.SSL_session_reused(ssl_) == 1) return r;
+  return fail("it does not know the group's key");  // and has got by without: no library that is in order lets it
+}
+
+Tls::Result Tls::fail(const std::string& why) {
+  why_ = why;
+  return Result::kFailed;
+}
+
+Tls::Result Tls::read(uint8_t* to, size_t most, size_t& got) {
+  got = 0;
+  begin_call();
+  return result(of_.api.SSL_read_ex(ssl_, to, most, &got));
+}
+
+Tls::Result Tls::write(const uint8_t* from, size_t bytes, size_t& put) {
+  put = 0;
+  begin_call();
+  if (records_ >= records_per_key && !renew_key()) return result(0);
+  const Result r = result(of_.api.SSL_write_ex(ssl_, from, bytes, &put));
+  if (r == Result::kDone) ++records_;
+  return r;
+}
+
+// Between records alone: a write that waits is to be given again as it was.
+bool Tls::renew_key() {
+  records_ = 0;
+  return of_.api.SSL_key_update(ssl_, kKeyUpdateOfOwn) == 1;
+}
+
+Tls::Result Tls::result(int returned) {
+  if (returned == 1) return Result::kDone;
+  const int error = of_.api.SSL_get_error(ssl_, returned);
+  if (error == kErrorWantRead || error == kErrorWantWrite) return Result::kWaits;
+  if (error_ != 0) return fail(std::strerror(error_));
+  if (error == kErrorZeroReturn || error == kErrorSyscall) return fail("it closed the connection");
+  const char* const reason = of_.api.ERR_reason_error_string(of_.api.ERR_get_error());
+  return fail(concat("TLS: ", reason == nullptr ? "an error without a reason" : reason));
+}
+
+}  // namespace flashmoe::network
