@@ -29,11 +29,18 @@ class Cable(NamedTuple):
     packets: int
     """From one stall to the next, on average: half as many to half as many again."""
     seed: int
+    records: bool = False
+    """Whether every packet is kept, for who asks what was carried."""
+
+
+GOOD = Cable(delay=0.0, stall=0.0, packets=1 << 40, seed=0)
 
 
 class Carried(NamedTuple):
     packets: int
     stalls: int
+    record: list[bytes]
+    """All packets so far, of a cable that records."""
 
 
 def carry(pipe: Any, keepers: list[int], addresses: list[bytes], cable: Cable) -> None:
@@ -46,6 +53,7 @@ def carry(pipe: Any, keepers: list[int], addresses: list[bytes], cable: Cable) -
     rng = random.Random(cable.seed)
     held: deque[tuple[float, int, bytes]] = deque()  # when, to which interface, what
     packets = stalls = 0
+    record: list[bytes] = []
     next_stall, stalled_until = _until_stall(rng, cable), 0.0
     while True:
         due = max(held[0][0], stalled_until) if held else None
@@ -55,7 +63,7 @@ def carry(pipe: Any, keepers: list[int], addresses: list[bytes], cable: Cable) -
         for end in ready:
             if end is pipe:
                 pipe.recv()
-                pipe.send(Carried(packets, stalls))
+                pipe.send(Carried(packets, stalls, record))
                 continue
             packet = os.read(end, 65536)
             to = ends.get(packet[DESTINATION])  # else to nobody here: what hosts say to all neighbours
@@ -63,6 +71,8 @@ def carry(pipe: Any, keepers: list[int], addresses: list[bytes], cable: Cable) -
                 continue
             held.append((now + cable.delay, to, packet))
             packets += 1
+            if cable.records:
+                record.append(packet)
             if packets == next_stall:
                 next_stall += _until_stall(rng, cable)
                 stalled_until = now + cable.stall
