@@ -20,7 +20,7 @@ from typing import Any
 import flashmoe
 import numpy as np
 import pytest
-from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, launcher, machine, meeting
+from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, launcher, machine, meeting, rendezvous
 from flashmoe.cli import launched
 from flashmoe.engines import network as network_engine
 from flashmoe.engines.base import Membership
@@ -602,12 +602,19 @@ def test_who_was_refused_is_said_of_a_few():
     assert "more" in text and len(text) < 1000
 
 
-def test_strangers_of_one_address_close_out_no_rank_of_another():
-    """They hold as many connections as there may be, and go on; a rank was in the midst of its proof."""
+@pytest.mark.parametrize(
+    ("source", "answer_seconds"), [("127.0.0.2", 0.25), ("127.0.0.1", 4 * MARGIN)], ids=["another", "its own"]
+)
+def test_strangers_of_one_address_close_out_no_rank(
+    monkeypatch: pytest.MonkeyPatch, source: str, answer_seconds: float
+):
+    """They hold as many connections as there may be, and more come; a rank is in the midst of its proof. At its own
+    address, it has some time for that: here as much as the test may take."""
+    monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", answer_seconds, raising=False)
     address = free_address()
     first = meet(address, 0)
     slow = connected(address)
-    held = [connected(address, "127.0.0.2") for _ in range(200)]
+    held = [connected(address, source) for _ in range(200)]
     for each in held:  # each was let in, or closed
         with contextlib.suppress(ConnectionError):
             each.read(len(GREETING) + 32)
@@ -629,6 +636,38 @@ def test_strangers_that_stay_leave_room_for_ranks_of_their_own_address():
     assert ended(first)[1] == [0, 1]
     for each in held:
         each.socket.close()
+
+
+def test_a_rank_gets_in_behind_a_burst_of_strangers(monkeypatch: pytest.MonkeyPatch):
+    """Hundreds have come, talked and mostly gone before the listener looks: it greets none of those, and finds the
+    rank."""
+    if int(Path("/proc/sys/net/core/somaxconn").read_text()) < 1024:
+        pytest.skip("expected net.core.somaxconn of 1024 or more")
+    looks, run = threading.Event(), rendezvous._Listener._run
+
+    def run_later(listener: Any) -> None:
+        assert looks.wait(4 * MARGIN)
+        run(listener)
+
+    monkeypatch.setattr(rendezvous._Listener, "_run", run_later)
+    address = free_address()
+    first = meet(address, 0, timeout=4 * MARGIN)
+    burst = [connected(address)]
+    try:
+        burst += [Wire(socket.create_connection(address, 0.5), b"rank ", b"listener ") for _ in range(400)]
+    except TimeoutError:
+        pytest.fail(f"there is no room for more than {len(burst)}")
+    for each in burst:
+        each.socket.sendall(bytes(100))
+    for each in burst[20:]:
+        each.socket.close()
+    second = meet(address, 1)
+    looks.set()
+    assert ended(second)[1] == [0, 1]
+    assert ended(first)[1] == [0, 1]
+    for each in burst[:20]:
+        with contextlib.suppress(ConnectionError):
+            assert each.socket.recv(100) == b""
 
 
 def flood(pipe: Any, address: tuple[str, int], seconds: float) -> None:

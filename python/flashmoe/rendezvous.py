@@ -13,7 +13,6 @@ import fcntl
 import hmac
 import ipaddress
 import json
-import random
 import secrets
 import selectors
 import socket
@@ -37,8 +36,15 @@ _PROOF_SECONDS = 10.0
 """Within which they must, and then say who they are."""
 _MOST_AT_ONCE = 1 << 20
 """Bytes read at once."""
+_ANSWER_SECONDS = 0.25
+"""The time to prove it that each has before another of its address may take its place."""
+_MOST_WAITING = 4096
+"""Connections that the system keeps until they are looked at, if its own limit (net.core.somaxconn) is not lower: one
+that finds no room there comes again a second later, and again."""
 _AT_ONCE = 16
 """Connections that are let in before those that are here are looked at again."""
+_MOST_LOOKED_AT = 256
+"""Connections of which some are let in, and the others closed."""
 _MOST_NOTES = 8
 _MOST_OF_A_ROUND = 100
 """Characters of its name."""
@@ -280,7 +286,7 @@ class _Guest:
     """A connection as the listener has it."""
 
     def __init__(self, connection: socket.socket, where: str) -> None:
-        self.socket, self.where = connection, where
+        self.socket, self.where, self.source = connection, where, _source_of(where)
         self.since = time.monotonic()
         """When it came; when it proved that it is no stranger."""
         self.nonce = secrets.token_bytes(_NONCE)
@@ -291,12 +297,12 @@ class _Guest:
         self.incoming, self.outgoing = bytearray(), bytearray(GREETING + self.nonce)
         self.ends = False  # once what is outgoing is sent
 
-    @property
-    def source(self) -> str:
-        """Who it is of, as far as addresses show: one of IPv6 has 2**64 neighbours that may be its own."""
-        if ":" not in self.where:
-            return self.where
-        return str(ipaddress.ip_network((self.where.partition("%")[0], 64), strict=False))
+
+def _source_of(address: str) -> str:
+    """Who connects, as far as addresses show: one of IPv6 has 2**64 neighbours that may be its own."""
+    if ":" not in address:
+        return address
+    return str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
 
 
 class _Listener:
@@ -354,7 +360,8 @@ class _Listener:
 
     def _accept(self) -> None:
         """Those that wait, some at once: strangers who come and go faster than that would keep ranks waiting."""
-        for _ in range(_AT_ONCE):
+        let_in = 0
+        for _ in range(_MOST_LOOKED_AT):
             try:
                 connection, where = self._socket.accept()
             except BlockingIOError:
@@ -365,23 +372,29 @@ class _Listener:
                     time.sleep(0.01)  # where there is none, until somebody else closes a file
                 return
             connection.setblocking(False)
+            if _has_spoken(connection):
+                connection.close()
+                continue
             guest = _Guest(connection, where[0])
             self._guests.append(guest)
             self._strangers.append(guest)
             self._selector.register(connection, selectors.EVENT_READ, guest)
             if len(self._strangers) > _MOST_STRANGERS:
                 self._close_a_stranger()
+            let_in += 1
+            if let_in == _AT_ONCE:
+                return
 
     def _close_a_stranger(self) -> None:
-        """One of the address that has most of them, so that many of one close out nobody else. Which one is drawn: the
-        oldest would be a rank that others outrun, the youngest one that comes where others stay and say nothing."""
+        """One of the address that has most of them, so that many of one close out nobody else: the oldest, if it has
+        had the time for an answer, else the youngest. So those that stay and say nothing make room, and those that
+        come fast do not push out a rank before it can have proved what it is."""
         by_source: dict[str, list[_Guest]] = {}
         for guest in self._strangers:
             by_source.setdefault(guest.source, []).append(guest)
         if by_source:
-            most = max(map(len, by_source.values()))
-            source = random.choice([each for each, guests in by_source.items() if len(guests) == most])
-            self._drop(random.choice(by_source[source]))
+            guests = max(by_source.values(), key=len)
+            self._drop(guests[0 if time.monotonic() - guests[0].since > _ANSWER_SECONDS else -1])
 
     def _serve(self, guest: _Guest, serve: Callable[[_Guest], None]) -> None:
         try:
@@ -514,6 +527,18 @@ class _Listener:
         return "; ".join([str(self._meeting.missing(rank)), *notes])
 
 
+def _has_spoken(connection: socket.socket) -> bool:
+    """Whether it has said something, or gone, before it was greeted: no rank does, so this is all that one costs who
+    connects, talks and goes."""
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def _listening(address: tuple[str, int]) -> socket.socket:
     """Raises `GroupError` where the port is taken, `InvalidArgument` where the address is not of this host."""
     what = "{}:{}".format(*address)
@@ -525,7 +550,7 @@ def _listening(address: tuple[str, int]) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
-        listener.listen(socket.SOMAXCONN)
+        listener.listen(_MOST_WAITING)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
