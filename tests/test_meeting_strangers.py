@@ -321,7 +321,7 @@ def gone(*_: Any) -> None:
     raise RuntimeError("the connection is closed\x1b")
 
 
-@pytest.mark.parametrize("said", [None, {}, {"y": 7, "report": {}}, {"y": "AAAA", "report": []}])
+@pytest.mark.parametrize("said", [None, {}, {"y": 7, "report": {}}, {"y": "AAAA", "report": []}, {"y": "UEsDBAAA"}])
 def test_results_of_another_form_are_an_error_of_the_package(monkeypatch: pytest.MonkeyPatch, said: Any):
     class Results:
         def exchange(self, *_: Any) -> list[Any]:
@@ -626,6 +626,21 @@ def test_strangers_of_one_address_close_out_no_rank(
     assert ended(first)[1] == [0, 1]
     for each in held:
         each.socket.close()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::ffff:1:2:3", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+    ],
+)
+def test_whose_a_connection_is(one: str, other: str, same: bool):
+    """Of IPv6, a network of 2**64 addresses is anybody's; IPv4's in its form are not."""
+    assert (rendezvous._source_of(one) == rendezvous._source_of(other)) is same
 
 
 def test_strangers_that_stay_leave_room_for_ranks_of_their_own_address():

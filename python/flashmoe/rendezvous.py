@@ -300,9 +300,10 @@ class _Guest:
 
 def _source_of(address: str) -> str:
     """Who connects, as far as addresses show: one of IPv6 has 2**64 neighbours that may be its own."""
-    if ":" not in address:
-        return address
-    return str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return address
 
 
 class _Listener:
