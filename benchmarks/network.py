@@ -2,10 +2,10 @@
 
     python benchmarks/network.py --pythons NEW=.venv/bin/python OLD=PATH [--out FILE.json]
 
-The hosts are network namespaces of this machine, joined by a veth pair, so root is needed. Each has one rank of a group on
-the CPU engine, and all tokens of a rank go to the other's expert: T rows of 8 KiB there, and T rows back. The expert is
-tiny, so that a call is little but what crosses. Rounds take the versions in turn; each is a new group. Prints, for each T,
-the median of a version's rounds in MB/s, both directions together, and its ratio to the first version's.
+The hosts are network namespaces of this machine, joined by a veth pair, so root is needed. Each has one rank of a group
+on the CPU engine, and all tokens of a rank go to the other's expert: T rows of 8 KiB there, and T rows back. The expert
+is tiny, so that a call is little but what crosses. Rounds take the versions in turn; each is a new group. Prints, for
+each T, the median of a version's rounds in MB/s, both directions together, and its ratio to the first version's.
 """
 
 from __future__ import annotations
@@ -86,12 +86,8 @@ class Hosts:
 def round_of(hosts: Hosts, python: str) -> dict[str, float]:
     """MB/s, by T."""
     environment = {**os.environ, "FLASHMOE_SECRET": "a secret of this benchmark", "OPENBLAS_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            hosts.inside(rank, python, __file__, "--rank", str(rank)), env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for rank in (0, 1)
-    ]
+    commands = [hosts.inside(rank, python, __file__, "--rank", str(rank)) for rank in (0, 1)]
+    ranks = [subprocess.Popen(each, env=environment, stdout=subprocess.PIPE, text=True) for each in commands]
     told = [json.loads(rank.communicate(timeout=300)[0]) for rank in ranks]
     return {
         tokens: sum(each[tokens]["bytes"] for each in told) / max(each[tokens]["seconds"] for each in told) / 1e6

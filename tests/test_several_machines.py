@@ -438,6 +438,7 @@ def test_the_demo_under_torchrun(network: MakeNetwork, tmp_path: Path):
                 str(tools / "torchrun"), *command, f"--node-rank={host}", "--no-python", str(tools / "flashmoe"), "run"
             ),
             cwd=tmp_path,
+            env={**os.environ, "FLASHMOE_SECRET": SECRET},
             stdout=subprocess.PIPE,
             text=True,
         )

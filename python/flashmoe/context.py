@@ -367,7 +367,9 @@ class Context:
     def from_launcher(cls, name: str = "launched", **sizes: Any) -> Context:
         """A context whose ranks are the processes that a launcher has started, on one machine or several: rank and
         ranks are ``RANK`` and ``WORLD_SIZE``. They meet at ``FLASHMOE_RENDEZVOUS`` (host:port), else in the store that
-        ``torchrun`` keeps for them, else at ``MASTER_ADDR:MASTER_PORT`` (docs/several_machines.md).
+        ``torchrun`` keeps for them, else at ``MASTER_ADDR:MASTER_PORT`` (docs/several_machines.md). They need the same
+        `FLASHMOE_SECRET` in their environment, but ranks of one machine in ``torchrun``'s store; see there for what
+        ``FLASHMOE_TRUST_STORE=1`` does without it.
 
         `sizes` are the keyword arguments of `Context` but rank, ranks and rendezvous. CPU engine.
         """
@@ -386,8 +388,9 @@ class Context:
         """A context whose ranks are those of a ``torch.distributed`` process group (default: all).
 
         Collective over `group`, which serves only to agree on the group's name, and to find out whether all ranks are
-        of one machine. If not, they meet in the process group's store (CPU engine). `sizes` are the keyword arguments
-        of `Context` but rank, ranks and name.
+        of one machine. If not, they meet in the process group's store (CPU engine), for which every rank needs the same
+        `FLASHMOE_SECRET` in its environment, or ``FLASHMOE_TRUST_STORE=1`` (docs/several_machines.md). `sizes` are the
+        keyword arguments of `Context` but rank, ranks and name.
         """
         import secrets
 

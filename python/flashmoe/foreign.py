@@ -97,13 +97,16 @@ def shown(value: object) -> str:
     return _values.repr(value)
 
 
-def clipped(text: object) -> str:
-    """Text, as a message has it: the middle of a long one left out, and escapes for what cannot be printed, such as
-    half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
-    text = str(text)
-    if len(text) > _MOST_SHOWN:
-        text = f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 2 :]}"
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+def clipped(text: object, most: int = _MOST_SHOWN) -> str:
+    """Text, as a message has it: the middle of one of more than `most` characters left out, and escapes for what cannot
+    be printed, such as half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    start = _without_middle(str(text), most)
+    printable = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in start)
+    return _without_middle(printable, most)
+
+
+def _without_middle(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
 
 
 def reason(error: BaseException) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .errors import FlashMoEError, InvalidArgument
-from .meeting import SECRET, Meeting, StoreMeeting, secret_of_launcher
+from .foreign import clipped
+from .meeting import MOST_OF_A_NAME, SECRET, Meeting, StoreMeeting, secret_of_launcher, trusts_store
 from .rendezvous import AddressMeeting, parsed
 
 ADDRESS = "FLASHMOE_RENDEZVOUS"
@@ -33,10 +34,10 @@ def launched() -> Launched | None:
     rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or ranks is None:
         return None
-    if not (rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks)):
-        raise InvalidArgument(
-            f"RANK, WORLD_SIZE: expected a rank below the number of ranks, got {rank!r} and {ranks!r}"
-        )
+    numbers = all(each.isdecimal() and len(each) < 10 for each in (rank, ranks))
+    if not (numbers and int(rank) < int(ranks)):
+        got = " and ".join(clipped(repr(each), MOST_OF_A_NAME) for each in (rank, ranks))
+        raise InvalidArgument(f"RANK, WORLD_SIZE: expected a rank below the number of ranks, got {got}")
     return Launched(int(rank), int(ranks))
 
 
@@ -53,13 +54,16 @@ def meet_of(address: str) -> Meet:
 
 
 def meet_in(store: Any, prefix: str | None = None) -> Meet:
-    """Ranks meet in a store of torch.distributed's, under `prefix` or one made of the group's name."""
+    """Ranks meet in a store of torch.distributed's, under `prefix` or one made of the group's name. Without a secret, a
+    meeting there has none, and its ranks must be of one machine, unless the environment says that the store is trusted
+    (`flashmoe.meeting.TRUST_STORE`)."""
 
     def meet(name: str, rank: int, ranks: int, timeout: float) -> Meeting:
         number = next(_joined.setdefault(name, itertools.count()))
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         where = prefix or f"{restarts}/{name}/{number}"
-        return StoreMeeting(store, name, rank, ranks, timeout, secret_of_launcher(), where)
+        secret, trusted = secret_of_launcher(), trusts_store()
+        return StoreMeeting(store, name, rank, ranks, timeout, secret, where, trusted)
 
     return meet
 

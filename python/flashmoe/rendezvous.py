@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import ipaddress
 import json
 import secrets
 import selectors
@@ -17,20 +18,35 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+from . import foreign
 from .errors import FlashMoEError, GroupError, InvalidArgument, PeerTimeout
-from .meeting import SECRET, Meeting, kind_of, proof, raise_as_told
+from .foreign import clipped, is_count, shown
+from .meeting import MOST_BYTES, MOST_OF_A_NAME, SECRET, Meeting, as_told, proof, telling
 
 GREETING = b"flashmoe rendezvous 1\n"
 _NONCE, _PROOF = 32, 32
 _REFUSED = bytes(_PROOF)
-_MOST_BYTES = 64 << 20
-"""Of a message of a rank."""
 _MOST_STRANGERS = 64
-"""Connections that have not proved anything; of more, the oldest is closed."""
+"""Connections that have not proved anything; of more, one is closed."""
 _PROOF_SECONDS = 10.0
-"""Within which they must."""
+"""Within which they must, and then say who they are."""
+_MOST_AT_ONCE = 1 << 20
+"""Bytes read at once."""
+_ANSWER_SECONDS = 0.25
+"""The time to prove it that each has before another of its address may take its place."""
+_MOST_WAITING = 4096
+"""Connections that the system keeps until they are looked at, if its own limit (net.core.somaxconn) is not lower: one
+that finds no room there comes again a second later, and again."""
+_AT_ONCE = 16
+"""Connections that are let in before those that are here are looked at again."""
+_MOST_LOOKED_AT = 256
+"""Connections of which some are let in, and the others closed."""
+_MOST_NOTES = 8
+_MOST_OF_A_ROUND = 100
+"""Characters of its name."""
 _GRACE_SECONDS = 1.0
 """A rank waits so much longer than rank 0, which knows better who is missing."""
 _LAST_SECONDS = 5.0
@@ -40,9 +56,18 @@ _LAST_SECONDS = 5.0
 def parsed(address: str, name: str) -> tuple[str, int]:
     """Host and port of ``host:port`` or ``[host]:port``; raises `InvalidArgument` that calls it `name`."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise InvalidArgument(f"{name}: expected host:port, got {address!r}")
-    return host.strip("[]"), int(port)
+    host = host.strip("[]")
+    if not colon or not _may_be_a_host(host) or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
+        raise InvalidArgument(f"{name}: expected host:port, got {clipped(repr(address), MOST_OF_A_NAME)}")
+    return host, int(port)
+
+
+def _may_be_a_host(host: str) -> bool:
+    """Whether one may ask for its address: Python refuses other names by errors of its own."""
+    try:
+        return bool(host) and host.isprintable() and len(host.encode("idna")) > 0
+    except UnicodeError:
+        return False
 
 
 class AddressMeeting(Meeting):
@@ -64,17 +89,18 @@ class AddressMeeting(Meeting):
     def exchange(self, what: str, mine: Any) -> list[Any]:
         self._tell({"round": what, "value": mine})
         told = self._hear()
-        if told.get("round") != what:
+        said = told.get("all")
+        if told.get("round") != what or not isinstance(said, list) or len(said) != self.ranks:
             raise GroupError(
-                f"group '{self.group}': rank {self.rank} is at '{what}', others at {told.get('round')!r}: they are of "
-                "different versions"
+                f"group '{self.group}': rank {self.rank} is at '{what}', others at {shown(told.get('round'))}: they "
+                "are of different versions"
             )
-        return told["all"]
+        return said
 
     def fail(self, error: BaseException) -> None:
         if self._link is not None:
             with contextlib.suppress(OSError):
-                self._tell({"failed": {"kind": kind_of(error), "text": str(error)}})
+                self._link.send({"failed": telling(error)}, min(self._left() + _GRACE_SECONDS, _LAST_SECONDS))
 
     def close(self) -> None:
         if self._link is not None:
@@ -84,7 +110,10 @@ class AddressMeeting(Meeting):
 
     @property
     def address(self) -> str | None:
-        return self._listener.local if self._listener is not None else self._link and self._link.local
+        """The one by which it has met rank 0; of rank 0, the one by which another has, of another host if any."""
+        if self._listener is not None and self._listener.local is not None:
+            return self._listener.local
+        return None if self._link is None else self._link.local
 
     def _connect(self, address: tuple[str, int]) -> _Link:
         """A connection whose other side has proved that it knows the secret, and taken this rank."""
@@ -94,14 +123,15 @@ class AddressMeeting(Meeting):
                 with contextlib.ExitStack() as unless_welcome:
                     link = _Link(socket.create_connection(address, max(0.05, min(2.0, self._left()))))
                     unless_welcome.callback(link.close)
-                    link.prove(self.secret, self._left() + _GRACE_SECONDS)
-                    link.send({"rank": self.rank, "ranks": self.ranks, "group": self.group, "host": self.host})
+                    link.prove(self.secret, self._left())
+                    mine = {"rank": self.rank, "ranks": self.ranks, "group": self.group, "host": self.host}
+                    link.send(mine, self._left() + _GRACE_SECONDS)
                     self._link = link
                     told = self._hear()
                     if "welcome" in told:
                         unless_welcome.pop_all()
                         return link
-                    why = f"it is that of group '{told.get('other')}'"
+                    why = f"it is that of group '{clipped(told.get('other'), MOST_OF_A_NAME)}'"
             except _WrongSecret:
                 raise GroupError(
                     f"{SECRET}: expected that of rank 0 at {self._address}, which has refused it, got another on rank "
@@ -123,8 +153,12 @@ class AddressMeeting(Meeting):
 
     def _tell(self, what: dict[str, Any]) -> None:
         assert self._link is not None
-        with contextlib.suppress(ConnectionError):  # rank 0 has said why it goes, or has gone: _hear() knows
-            self._link.send(what)
+        try:
+            self._link.send(what, self._left() + _GRACE_SECONDS)
+        except TimeoutError:
+            raise self.missing(0) from None
+        except OSError:  # rank 0 has said why it goes, or has gone: _hear() knows
+            pass
 
     def _hear(self) -> dict[str, Any]:
         assert self._link is not None
@@ -137,7 +171,7 @@ class AddressMeeting(Meeting):
                 f"group '{self.group}': rank 0, at {self._address}, has gone while ranks joined ({error})"
             ) from None
         if "failed" in told:
-            raise_as_told(told["failed"]["kind"], told["failed"]["text"])
+            raise as_told(told["failed"])
         return told
 
 
@@ -164,7 +198,7 @@ class _Frames:
         if len(buffer) < 4:
             return 4
         size = struct.unpack("!I", buffer[:4])[0]
-        if size > _MOST_BYTES:
+        if size > MOST_BYTES:
             raise ConnectionAbortedError(f"a message of {size} bytes")
         return 4 + _PROOF + size
 
@@ -173,7 +207,13 @@ class _Frames:
         if not hmac.compare_digest(signed, proof(self._key, self._other + struct.pack("!Q", self._received) + text)):
             raise ConnectionAbortedError("a message that is not signed by a rank")
         self._received += 1
-        return json.loads(text)
+        try:
+            said = foreign.parsed(text)
+        except ValueError as error:
+            raise ConnectionAbortedError(f"a message that is no JSON: {clipped(error)}") from None
+        if not isinstance(said, dict):
+            raise ConnectionAbortedError(f"a message of another form: {shown(said)}")
+        return said
 
 
 class _Link:
@@ -185,54 +225,80 @@ class _Link:
         self.local: str = connection.getsockname()[0]
 
     def prove(self, secret: bytes, seconds: float) -> None:
-        self._socket.settimeout(max(0.01, min(seconds, _PROOF_SECONDS)))
-        greeting = self._read(len(GREETING) + _NONCE)
+        until = _in(min(seconds, _PROOF_SECONDS))
+        greeting = self._read(len(GREETING) + _NONCE, until)
         if not greeting.startswith(GREETING):
             raise ConnectionAbortedError("what answers there is no rendezvous of FlashMoE's")
         nonces = greeting[len(GREETING) :] + (own := secrets.token_bytes(_NONCE))
-        self._socket.sendall(own + proof(secret, b"rank " + nonces))
-        if not hmac.compare_digest(self._read(_PROOF), proof(secret, b"listener " + nonces)):
+        self._write(own + proof(secret, b"rank " + nonces), until)
+        if not hmac.compare_digest(self._read(_PROOF, until), proof(secret, b"listener " + nonces)):
             raise _WrongSecret
         self._frames = _Frames(proof(secret, b"connection " + nonces), b"rank ", b"listener ")
 
-    def send(self, what: dict[str, Any]) -> None:
+    def send(self, what: dict[str, Any], seconds: float) -> None:
         assert self._frames is not None
-        self._socket.sendall(self._frames.pack(what))
+        self._write(self._frames.pack(what), _in(seconds))
 
     def receive(self, seconds: float) -> dict[str, Any]:
         assert self._frames is not None
-        self._socket.settimeout(max(0.01, seconds))
-        buffer = b""
+        until, buffer = _in(seconds), b""
         while len(buffer) < (needed := _Frames.needed(buffer)):
-            buffer += self._read(needed - len(buffer))
+            buffer += self._read(needed - len(buffer), until)
         return self._frames.unpack(buffer)
 
     def close(self) -> None:
         self._socket.close()
 
-    def _read(self, size: int) -> bytes:
+    def _read(self, size: int, until: float) -> bytes:
         parts, left = [], size
         while left:
-            part = self._socket.recv(left)
+            self._wait_no_longer(until)
+            part = self._socket.recv(min(left, _MOST_AT_ONCE))
             if not part:
                 raise ConnectionResetError("it closed the connection")
             parts.append(part)
             left -= len(part)
         return b"".join(parts)
 
+    def _write(self, data: bytes, until: float) -> None:
+        self._wait_no_longer(until)
+        self._socket.sendall(data)  # the timeout is that of all of it
+
+    def _wait_no_longer(self, until: float) -> None:
+        """A timeout of the socket's is one of each recv(): who sends a byte at a time would begin it anew."""
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no answer in time")
+        self._socket.settimeout(left)
+
+
+def _in(seconds: float) -> float:
+    """So long from now, or at least long enough to take what is already here."""
+    return time.monotonic() + max(0.01, seconds)
+
 
 class _Guest:
     """A connection as the listener has it."""
 
     def __init__(self, connection: socket.socket, where: str) -> None:
-        self.socket, self.where = connection, where
-        self.came = time.monotonic()
+        self.socket, self.where, self.source = connection, where, _source_of(where)
+        self.since = time.monotonic()
+        """When it came; when it proved that it is no stranger."""
         self.nonce = secrets.token_bytes(_NONCE)
         self.frames: _Frames | None = None
         self.rank: int | None = None
         self.host = where
+        self.in_round = False  # has said its value of a round that is not over
         self.incoming, self.outgoing = bytearray(), bytearray(GREETING + self.nonce)
         self.ends = False  # once what is outgoing is sent
+
+
+def _source_of(address: str) -> str:
+    """Who connects, as far as addresses show: one of IPv6 has 2**64 neighbours that may be its own."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return address
 
 
 class _Listener:
@@ -244,13 +310,15 @@ class _Listener:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._guests: list[_Guest] = []
+        self._strangers: list[_Guest] = []  # those guests that have proved nothing
         self._ranks: dict[int, _Guest] = {}
-        self._rounds: dict[str, dict[int, Any]] = {}
-        self._notes: list[str] = []  # of who was refused
+        self._rounds: dict[str, dict[int, Any]] = {}  # that are not over
+        self._notes: dict[str, None] = {}  # of who was refused
+        self._notes_left_out = 0
         self._failed: dict[str, Any] | None = None  # what the meeting ended with first
         self._over = threading.Event()
         self.local: str | None = None
-        """The address of this host by which a rank of another has come."""
+        """The address of this host by which another rank has come, of another host if there is one."""
         self._thread = threading.Thread(target=self._run, name="flashmoe rendezvous", daemon=True)
         self._thread.start()
 
@@ -263,16 +331,20 @@ class _Listener:
         end, told = float("inf"), False
         try:
             while True:
-                for key, _ in self._selector.select(0.02):
-                    if key.fileobj is self._socket:
-                        self._accept()
+                ready = [key.data for key, _ in self._selector.select(0.02)]
+                # Those first that are here: a rank that has sent its proof is not closed for one that comes now.
+                for guest in ready:
+                    if guest is not None:
+                        self._serve(guest, self._receive)
+                if None in ready:
+                    self._accept()
                 for guest in list(self._guests):
-                    self._serve(guest)
+                    self._serve(guest, self._send)
                 now = time.monotonic()
                 if self._over.is_set():
                     end = min(end, now + _LAST_SECONDS)
                 elif now > self._meeting.deadline and not told:
-                    self._fail(PeerTimeout.__name__, self._who_is_missing())
+                    self._fail(PeerTimeout(self._who_is_missing()))
                     told = True
                 if now > end or (self._over.is_set() and not self._ranks):
                     return
@@ -283,36 +355,65 @@ class _Listener:
             self._socket.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection, where = self._socket.accept()
+        """Those that wait, some at once: strangers who come and go faster than that would keep ranks waiting."""
+        let_in = 0
+        for _ in range(_MOST_LOOKED_AT):
+            try:
+                connection, where = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._close_a_stranger()
+                    time.sleep(0.01)  # where there is none, until somebody else closes a file
+                return
             connection.setblocking(False)
-            self._guests.append(_Guest(connection, where[0]))
-            self._selector.register(connection, selectors.EVENT_READ)
-        strangers = [guest for guest in self._guests if guest.frames is None]
-        if len(strangers) > _MOST_STRANGERS:
-            self._drop(strangers[0])
+            if _has_spoken(connection):
+                connection.close()
+                continue
+            guest = _Guest(connection, where[0])
+            self._guests.append(guest)
+            self._strangers.append(guest)
+            self._selector.register(connection, selectors.EVENT_READ, guest)
+            if len(self._strangers) > _MOST_STRANGERS:
+                self._close_a_stranger()
+            let_in += 1
+            if let_in == _AT_ONCE:
+                return
 
-    def _serve(self, guest: _Guest) -> None:
+    def _close_a_stranger(self) -> None:
+        """One of the address that has most of them, so that many of one close out nobody else: the oldest, if it has
+        had the time for an answer, else the youngest. So those that stay and say nothing make room, and those that
+        come fast do not push out a rank before it can have proved what it is."""
+        by_source: dict[str, list[_Guest]] = {}
+        for guest in self._strangers:
+            by_source.setdefault(guest.source, []).append(guest)
+        if by_source:
+            guests = max(by_source.values(), key=len)
+            self._drop(guests[0 if time.monotonic() - guests[0].since > _ANSWER_SECONDS else -1])
+
+    def _serve(self, guest: _Guest, serve: Callable[[_Guest], None]) -> None:
         try:
-            if guest.frames is None and time.monotonic() - guest.came > _PROOF_SECONDS:
-                return self._drop(guest)
-            self._receive(guest)
-            while guest.outgoing:
-                del guest.outgoing[: guest.socket.send(guest.outgoing)]
-            if guest.ends:
-                self._drop(guest)
+            serve(guest)
         except BlockingIOError:
             pass
         except (OSError, ValueError, KeyError, TypeError):
             self._drop(guest)
 
+    def _send(self, guest: _Guest) -> None:
+        if guest.rank is None and time.monotonic() - guest.since > _PROOF_SECONDS:
+            return self._drop(guest)
+        while guest.outgoing:
+            del guest.outgoing[: guest.socket.send(guest.outgoing)]
+        if guest.ends:
+            self._drop(guest)
+
     def _receive(self, guest: _Guest) -> None:
-        closed = False
-        with contextlib.suppress(BlockingIOError):
-            # A stranger's are few; a rank's, no more at a time than others' turns allow.
-            part = guest.socket.recv(_NONCE + _PROOF if guest.frames is None else 1 << 20)
-            closed = not part
-            guest.incoming += part
+        if guest.ends:  # what it says is not heard any more
+            return
+        # A stranger's are few; a rank's, no more at a time than others' turns allow.
+        part = guest.socket.recv(_NONCE + _PROOF if guest.frames is None else _MOST_AT_ONCE)
+        guest.incoming += part
         if guest.frames is None and len(guest.incoming) >= _NONCE + _PROOF:
             self._judge(guest, bytes(guest.incoming))
             guest.incoming.clear()
@@ -320,7 +421,7 @@ class _Listener:
             message = bytes(guest.incoming[:needed])
             del guest.incoming[:needed]
             self._hear(guest, guest.frames.unpack(message))
-        if closed:
+        if not part:
             raise ConnectionResetError
 
     def _judge(self, guest: _Guest, answer: bytes) -> None:
@@ -328,27 +429,36 @@ class _Listener:
         if len(answer) == _NONCE + _PROOF and hmac.compare_digest(answer[_NONCE:], proof(secret, b"rank " + nonces)):
             guest.outgoing += proof(secret, b"listener " + nonces)
             guest.frames = _Frames(proof(secret, b"connection " + nonces), b"listener ", b"rank ")
+            guest.since = time.monotonic()
+            self._strangers.remove(guest)
             return
-        self._notes.append(f"one from {guest.where} with another secret was refused")
+        self._note(f"one from {guest.where} with another secret was refused")
         guest.outgoing += _REFUSED
         guest.ends = True
 
     def _hear(self, guest: _Guest, said: dict[str, Any]) -> None:
         if guest.rank is None:
-            self._welcome(guest, said)
-        elif "failed" in said:
-            self._fail(said["failed"]["kind"], said["failed"]["text"])
-        else:
-            values = self._rounds.setdefault(said["round"], {})
-            values[guest.rank] = said["value"]
-            if len(values) == self._meeting.ranks:
-                everyones = [values[rank] for rank in range(self._meeting.ranks)]
-                for each in self._ranks.values():
-                    self._say(each, {"round": said["round"], "all": everyones})
+            return self._welcome(guest, said)
+        if "failed" in said:
+            return self._fail(as_told(said["failed"]))
+        what = said["round"]
+        if guest.in_round or not isinstance(what, str) or len(what) > _MOST_OF_A_ROUND:
+            raise ValueError(what)
+        guest.in_round = True
+        values = self._rounds.setdefault(what, {})
+        values[guest.rank] = said["value"]
+        if len(values) == self._meeting.ranks:
+            del self._rounds[what]
+            everyones = [values[rank] for rank in range(self._meeting.ranks)]
+            for each in self._ranks.values():
+                each.in_round = False
+                self._say(each, {"round": what, "all": everyones})
 
     def _welcome(self, guest: _Guest, said: dict[str, Any]) -> None:
-        group, rank, ranks = said["group"], int(said["rank"]), int(said["ranks"])
-        guest.host = str(said["host"])
+        group, rank, ranks, host = said["group"], said["rank"], said["ranks"], said["host"]
+        if not (isinstance(group, str) and is_count(rank) and is_count(ranks) and isinstance(host, str)):
+            raise ValueError(said)
+        guest.host = clipped(host, MOST_OF_A_NAME)
         if group != self._meeting.group:
             self._say(guest, {"other": self._meeting.group})
             guest.ends = True
@@ -358,26 +468,24 @@ class _Listener:
             guest.ends = True
             return
         if ranks != self._meeting.ranks or not 0 <= rank < ranks:
-            return self._fail(
-                GroupError.__name__,
-                f"group '{group}' disagrees on ranks: rank 0 has {self._meeting.ranks}, rank {rank} on host "
-                f"{guest.host} has {ranks}",
-                guest,
-            )
+            text = f"group '{group}' disagrees on ranks: rank 0 has {self._meeting.ranks}, rank {rank} on host "
+            text += f"{guest.host} has {ranks}"
+            return self._fail(GroupError(text), guest)
         if (first := self._ranks.get(rank)) is not None:
             text = f"rank: group '{group}' already has a rank {rank} (the first on host {first.host}, another on host "
             text += f"{guest.host})"
-            self._notes.append(f"rank {rank} came twice")
-            return self._fail(GroupError.__name__, text, guest)
+            self._note(f"rank {rank} came twice")
+            return self._fail(GroupError(text), guest)
         guest.rank = rank
         self._ranks[rank] = guest
-        if rank != 0:
-            self.local = guest.socket.getsockname()[0]
+        local = guest.socket.getsockname()[0]
+        if rank != 0 and (self.local is None or local != guest.where):
+            self.local = local
         self._say(guest, {"welcome": rank})
 
-    def _fail(self, kind: str, text: str, guest: _Guest | None = None) -> None:
+    def _fail(self, error: FlashMoEError, guest: _Guest | None = None) -> None:
         """Ends the meeting for all, those too that are still to come; `guest`: one that is no rank of it."""
-        said = {"failed": {"kind": kind, "text": text}}
+        said = {"failed": telling(error)}
         self._failed = self._failed or said
         for each in [*self._ranks.values(), *([guest] if guest else [])]:
             self._say(each, said)
@@ -392,21 +500,39 @@ class _Listener:
         self._selector.unregister(guest.socket)
         guest.socket.close()
         self._guests.remove(guest)
+        if guest.frames is None:
+            self._strangers.remove(guest)
         if guest.rank is None:
             return
         del self._ranks[guest.rank]
         if not self._over.is_set():
             group, host = self._meeting.group, guest.host
-            self._fail(
-                GroupError.__name__, f"group '{group}': rank {guest.rank} on host {host} has gone while ranks joined"
-            )
+            self._fail(GroupError(f"group '{group}': rank {guest.rank} on host {host} has gone while ranks joined"))
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes and len(self._notes) == _MOST_NOTES:
+            self._notes_left_out += 1
+        else:
+            self._notes[text] = None
 
     def _who_is_missing(self) -> str:
         latest = next((values for values in reversed(self._rounds.values())), {})
         here = latest if len(self._ranks) == self._meeting.ranks else self._ranks
         rank = next((rank for rank in range(self._meeting.ranks) if rank not in here), 0)
-        notes = f"; {'; '.join(dict.fromkeys(self._notes))}" if self._notes else ""
-        return f"{self._meeting.missing(rank)}{notes}"
+        notes = [*self._notes, *([f"and {self._notes_left_out} more"] if self._notes_left_out else [])]
+        return "; ".join([str(self._meeting.missing(rank)), *notes])
+
+
+def _has_spoken(connection: socket.socket) -> bool:
+    """Whether it has said something, or gone, before it was greeted: no rank does, so this is all that one costs who
+    connects, talks and goes."""
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _listening(address: tuple[str, int]) -> socket.socket:
@@ -420,7 +546,7 @@ def _listening(address: tuple[str, int]) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
-        listener.listen(128)
+        listener.listen(_MOST_WAITING)
         listener.setblocking(False)
     except OSError as error:
         listener.close()

@@ -13,7 +13,7 @@ from importlib import metadata
 from rich.table import Table
 from rich.text import Text
 
-from .. import __version__, driver, jit, nvshmem
+from .. import __version__, driver, jit, nvshmem, openssl
 from ..errors import FlashMoEError
 from ..memory import SHARED_MEMORY, format_bytes
 from .console import console
@@ -37,7 +37,7 @@ def command() -> int:
     console.print(f"flashmoe {__version__}, Python {platform.python_version()}, {platform.machine()}")
     console.print()
     console.print("cpu engine", style="bold")
-    _show([_library(), _blas(), _shared_memory(), _cores(), _torch()])
+    _show([_library(), _blas(), _shared_memory(), _cores(), _torch(), _openssl()])
     console.print()
     console.print("cuda engine", style="bold")
     _show([_driver(), _gpu(), _torch_cuda(), _nvcc(), _cache(), _nvshmem()])
@@ -102,6 +102,13 @@ def _torch() -> Check:
     if version is None:
         return Check("PyTorch", False, "optional: for torch tensors and flashmoe.nn", "pip install torch")
     return Check("PyTorch", True, version)
+
+
+def _openssl() -> Check:
+    path = openssl.library()
+    if not loads(path):
+        return Check("OpenSSL 3", False, f"no {path}; groups on several machines need it", openssl.INSTALL)
+    return Check("OpenSSL 3", True, f"{path}, for groups on several machines")
 
 
 def _driver() -> Check:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from .. import launcher
-from ..errors import InvalidArgument
+from ..errors import GroupError, InvalidArgument
+from ..foreign import shown
 from ..launcher import Launched
 from ..placement import local_experts
 from ..report import CallReport
@@ -52,8 +53,14 @@ def call(
         said = meeting.exchange("results", {"y": _packed(y.view(np.uint8)), "report": _plain(report)})
     finally:
         meeting.close()
-    results = [_unpacked(each["y"]).view(x.dtype) for each, x in zip(said, workload.tokens, strict=True)]
-    return results, [CallReport.from_dict(_report(each["report"])) for each in said]
+    results, reports = [], []
+    for rank, (each, x) in enumerate(zip(said, workload.tokens, strict=True)):
+        try:
+            results.append(_unpacked(each["y"]).view(x.dtype).reshape(x.shape))
+            reports.append(CallReport.from_dict(_report(each["report"])))
+        except Exception as error:  # of any kind: a store asks nobody who they are
+            raise GroupError(f"results: expected a result and a report of rank {rank}, got {shown(each)}") from error
+    return results, reports
 
 
 def _plain(report: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from .. import machine, openssl
 from .._version import __version__
 from ..errors import GroupError
-from ..meeting import Meeting, proof
+from ..foreign import clipped, is_count, shown
+from ..meeting import MOST_OF_A_NAME, Meeting
 from .base import Membership
 
 INTERFACE = "FLASHMOE_INTERFACE"
@@ -54,20 +55,22 @@ def _join(library: Any, limits: dict[str, Any], who: Membership, meeting: Meetin
         "nonce": secrets.token_hex(16),
     }
     said = meeting.exchange("who", mine)
-    _check_agreement(library, limits, who, said)
-    hosts = tuple(str(each["host"]) for each in said)
-    names = [str(each["machine"]) for each in said]
+    _check_agreement(library, limits, who, said, mine)
+    hosts = tuple(clipped(each["host"], MOST_OF_A_NAME) for each in said)
+    names = [each["machine"] for each in said]
     machines = [names.index(each) for each in names]
     here = tuple(rank for rank, each in enumerate(names) if each == mine["machine"])
-    # Under a name that only these ranks know: others of the machine may have a group of the same name.
-    key = proof(meeting.secret, "".join(["couriers ", *(str(each["nonce"]) for each in said)]).encode())
-    name = f"{who.name[:100]}-{hashlib.sha256(key).hexdigest()[:16]}-{here[0]}"
+    of_all = "".join(["couriers ", *(each["nonce"] for each in said)]).encode()
+    # Under a name that only these ranks have: others of the machine may have a group of the same name.
+    name = f"{who.name[:100]}-{hashlib.sha256(of_all).hexdigest()[:16]}-{here[0]}"
     network = None
     if len(here) == len(said):
         owner = library.context_create(limits, who.rank, name, who.timeout_ns, [])
     else:
-        at = os.environ.get(INTERFACE) or meeting.address or ""
-        network = library.network_open(who.rank, len(said), key.hex(), who.timeout_ns, openssl.library(), at)
+        # Raises where this rank was given no secret: nothing that others say opens anything to a network.
+        key = meeting.key(of_all).hex()
+        where = openssl.library(), _reached_at(meeting)
+        network = library.network_open(who.rank, len(said), key, who.timeout_ns, *where)
         addresses = meeting.exchange("address", str(library.network_address(network())))
         place = machines, [str(each) for each in addresses], list(hosts)
         owner = library.network_context(network(), limits, who.rank, name, who.timeout_ns, *place)
@@ -77,11 +80,28 @@ def _join(library: Any, limits: dict[str, Any], who: Membership, meeting: Meetin
     return Joined(owner, network, hosts, here)
 
 
-def _check_agreement(library: Any, limits: dict[str, Any], who: Membership, said: list[Any]) -> None:
+def _reached_at(meeting: Meeting) -> str:
+    """Interfaces or addresses at which the others reach this rank; empty: all of the host's."""
+    if named := os.environ.get(INTERFACE):
+        return named
+    met = (meeting.address or "").removeprefix("::ffff:")  # IPv4's in IPv6's form
+    return "" if "%" in met else met  # an address that counts on one link alone is nothing to others
+
+
+def _check_agreement(
+    library: Any, limits: dict[str, Any], who: Membership, said: list[Any], mine: dict[str, Any]
+) -> None:
     for rank, each in enumerate(said):
+        if not isinstance(each, dict) or not all(type(each.get(name)) is type(value) for name, value in mine.items()):
+            raise GroupError(
+                f"group '{who.name}': expected of rank {rank} its {', '.join(mine)}, got {clipped(shown(each))}"
+            )
         differs = ""
-        if each["version"] != said[who.rank]["version"]:
-            differs = f"version: rank {who.rank} has {said[who.rank]['version']}, rank {rank} has {each['version']}"
+        if each["version"] != mine["version"]:
+            theirs = clipped(each["version"], MOST_OF_A_NAME)
+            differs = f"version: rank {who.rank} has {mine['version']}, rank {rank} has {theirs}"
+        elif each["limits"].keys() != limits.keys() or not all(map(is_count, each["limits"].values())):
+            differs = f"limits: expected of rank {rank} numbers of the same names, got {clipped(shown(each['limits']))}"
         differs = differs or str(library.limits_difference(limits, who.rank, each["limits"], rank))
         if differs:
             raise GroupError(f"group '{who.name}' disagrees on {differs}")
