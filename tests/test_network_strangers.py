@@ -377,6 +377,8 @@ def test_a_certificate_does_not_stand_in_for_the_key(network: MakeNetwork, tmp_p
     assert f"cannot reach rank 0 on host host1: nothing within 3 s ({net.address(2)}:4711: TLS" in str(errors[1])
     stranger.hear(4 * MARGIN)
     assert told(stranger, OPEN.get, "heard") is None
+    # The ranks still have their errors; and nothing else of the group that was not.
+    assert [ports(host, LISTENS) for host in net.hosts[:2]] == [[], []]
 
 
 def test_the_wire_shows_nothing_of_what_it_carries(network: MakeNetwork):

@@ -234,7 +234,7 @@ class Context:
         CPU engine, several ranks: where they meet, if they may be of several machines: ``"host:port"``, an address of
         rank 0's host, at which it listens while they join. Every rank needs the same secret, `FLASHMOE_SECRET` in its
         environment. Which ranks share a machine is found out: these have each other's memory mapped, others are reached
-        by UCX (docs/several_machines.md). Default: ``FLASHMOE_RENDEZVOUS`` in the environment; without that, ranks meet
+        by TLS (docs/several_machines.md). Default: ``FLASHMOE_RENDEZVOUS`` in the environment; without that, ranks meet
         in shared memory, all on one machine. Or a function that begins a meeting (`flashmoe.launcher.Meet`).
 
     Raises

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import FlashMoEError
+from .errors import FlashMoEError, InvalidArgument
 
 OLDEST, NEWEST = (3, 4), (3, 8)
 """Releases whose headers kernels are compiled with. Others are refused, newer ones too: parts of NVSHMEM that are not
@@ -35,6 +36,22 @@ def package() -> Iterator[Path]:
 def library() -> str:
     """NVSHMEM's host library: that of the package, else the name that the loader looks for."""
     return next((str(path) for folder in package() if (path := folder / "lib" / _LIBRARY).is_file()), _LIBRARY)
+
+
+def check_network() -> None:
+    """Raises `InvalidArgument` where NVSHMEM is told to open a network on which strangers write to a rank's memory: UCX
+    over TCP carries out the puts of whoever connects to its port (docs/security.md). NVSHMEM opens it when a group
+    forms, also where all memory is mapped."""
+    if os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() != "ucx":
+        return
+    used = os.environ.get("NVSHMEM_UCX_TLS") or os.environ.get("UCX_TLS") or ""
+    names = used.split(",")
+    if not used or used.startswith("^") or "all" in names or any(name.startswith("tcp") for name in names):
+        raise InvalidArgument(
+            "NVSHMEM_REMOTE_TRANSPORT: expected none, ibrc, ibdevx, ibgda or libfabric, or ucx with NVSHMEM_UCX_TLS "
+            f"that names transports other than tcp, got ucx with {used or 'all of them'}: whoever connects to UCX's "
+            "port of TCP writes to any address of a rank"
+        )
 
 
 def headers() -> Path:

@@ -75,3 +75,19 @@ def test_a_module_of_another_nvshmem(cubin):
 def test_puts_by_the_gpu_itself_are_refused(cubin, name):
     for told in put_by(2, {"transport": "rdma"}, cubin=cubin, environment={name: "1"}):
         assert told.startswith(f"InvalidArgument: {name}: expected it unset or 0 with transport 'rdma'")
+
+
+@pytest.mark.parametrize("used", [None, "tcp,cuda_copy", "all", "^rc", "rc,tcpcm"])
+@pytest.mark.parametrize("transport", ["auto", "rdma"])
+def test_a_network_on_which_anybody_writes_is_refused(cubin, transport, used):
+    """NVSHMEM would open it where all memory is mapped, too."""
+    environment = {"NVSHMEM_REMOTE_TRANSPORT": "ucx"} | ({"NVSHMEM_UCX_TLS": used} if used else {})
+    for told in put_by(2, {"transport": transport}, cubin=cubin, environment=environment):
+        assert told.startswith("InvalidArgument: NVSHMEM_REMOTE_TRANSPORT: expected none, ibrc,")
+        assert f"got ucx with {used or 'all of them'}" in told
+
+
+def test_ucx_without_tcp_is_not_refused(cubin):
+    environment = {"NVSHMEM_REMOTE_TRANSPORT": "ucx", "NVSHMEM_UCX_TLS": "rc,cuda_copy"}
+    for seen in put_by(2, {"transport": "rdma"}, cubin=cubin, environment=environment):
+        assert seen.transport == "rdma"

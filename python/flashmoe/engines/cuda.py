@@ -101,7 +101,10 @@ class CudaEngine(Engine):
         if self.spread and asked.transport == "rdma":
             raise InvalidArgument(f"machines: expected one with transport 'rdma', got {machines}")
         library = _ffi.library()
-        nvshmem_path = nvshmem.library() if asked.ranks > 1 else ""
+        nvshmem_path = ""
+        if asked.ranks > 1:
+            nvshmem.check_network()
+            nvshmem_path = nvshmem.library()
 
         order = {name: self.profile.get(name, 0) for name in PROFILE}  # 0: as built in
 

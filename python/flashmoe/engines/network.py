@@ -71,13 +71,18 @@ def _join(library: Any, limits: dict[str, Any], who: Membership, meeting: Meetin
         key = meeting.key(of_all).hex()
         where = openssl.library(), _reached_at(meeting)
         network = library.network_open(who.rank, len(said), key, who.timeout_ns, *where)
-        addresses = meeting.exchange("address", str(library.network_address(network())))
-        place = machines, [str(each) for each in addresses], list(hosts)
-        owner = library.network_context(network(), limits, who.rank, name, who.timeout_ns, *place)
-        meeting.exchange("listening", True)
-        library.network_await(network())
-    meeting.exchange("joined", True)
-    return Joined(owner, network, hosts, here)
+    try:
+        if network is not None:
+            addresses = meeting.exchange("address", str(library.network_address(network())))
+            place = machines, [str(each) for each in addresses], list(hosts)
+            owner = library.network_context(network(), limits, who.rank, name, who.timeout_ns, *place)
+            meeting.exchange("listening", True)
+            library.network_await(network())
+        meeting.exchange("joined", True)
+        return Joined(owner, network, hosts, here)
+    except BaseException:
+        owner = network = None  # who keeps the error keeps this frame: nothing listens on for that long
+        raise
 
 
 def _reached_at(meeting: Meeting) -> str:
