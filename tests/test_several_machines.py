@@ -324,8 +324,25 @@ def test_a_missing_library_is_named(path: str, message: str):
     assert openssl.INSTALL in str(error.value)
 
 
-# ---- What goes wrong while ranks compute
-# --------------------------------------------------------------------------------
+def test_without_openssl_ranks_of_one_machine_are_a_group_and_those_of_several_say_what_is_missing(
+    network: MakeNetwork,
+):
+    net = network(2)
+    where = f"{net.address(0)}:{PORT}"
+    for spread in ([0, 0], [0, 1]):
+        ranks = net.start(spread, FLASHMOE_SECRET=SECRET, FLASHMOE_OPENSSL="/nowhere/libssl.so.3")
+        said = all_of(ranks, attempt, [(p, 2, where, "direct", 10.0) for p in (0, 1)])
+        if spread == [0, 0]:
+            assert said == [None, None]
+            check_leaving(ranks)
+            continue
+        for refused in said:
+            assert type(refused.error) is FlashMoEError and openssl.INSTALL in str(refused.error)
+            assert "expected the library /nowhere/libssl.so.3, which a group on several machines" in str(refused.error)
+            assert refused.left == []
+
+
+# ---- What goes wrong while ranks compute -----------------------------------------------------------------------------
 
 
 def many_calls(x: np.ndarray, seed: int) -> str:
