@@ -23,6 +23,7 @@ from .limits import ENGINES, Room, checked_context
 from .meeting import Meeting
 from .report import CallReport
 from .spec import bounded, one_of, truth
+from .tensors import refuse_unstored
 from .trace import CallTrace
 
 MAX_SECONDS = 1e9  # nanoseconds in 63 bits
@@ -30,6 +31,9 @@ MAX_SECONDS = 1e9  # nanoseconds in 63 bits
 contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """What lives of contexts, and of `flashmoe.growing.GrowingContext`, by number."""
 _numbers = itertools.count(1)
+
+_GRADIENTS = {"y": "the gradient of y", "router_logits": "the gradient of router_logits"}
+"""What a backward pass is given by the names of results."""
 
 
 def next_number() -> int:
@@ -74,6 +78,8 @@ def run_backward(
     engine = _checked(ctx)._engine
     if options.placement is not None:
         options = options._replace(placement=placements.as_placed(options.placement))
+    for name, each in {**given, "what the call keeps": kept, "counts of what it keeps": counted}.items():
+        refuse_unstored(_GRADIENTS.get(name, name), each)
     with Call():
         engine.backward(kept, counted, options, given, wanted, accumulates)
 

@@ -195,6 +195,7 @@ def _main_grad_of(name: str, parameter: Tensor) -> Tensor:
     if not isinstance(found, Tensor):
         raise InvalidArgument(f"{expected}, got {'none' if found is None else type(found).__name__}")
     operands.refuse_hollow(f"{name}.main_grad", found)
+    operands.refuse_unstored(f"{name}.main_grad", found)
     alike = found.shape == parameter.shape and found.device == parameter.device
     if not (alike and found.dtype == torch.float32 and found.is_contiguous()):
         raise InvalidArgument(
@@ -212,6 +213,8 @@ def _check_written(tensors: Tensors) -> None:
     for (name, (expected, dtype)), tensor in zip(WRITTEN.items(), tensors.written, strict=True):
         if tensor is None:
             continue
+        if not torch.compiler.is_compiling():
+            operands.refuse_unstored(name, tensor)
         fits = tensor.ndim == 1 if name == "load" else tensor.shape == (*x.shape[:1], *router.shape[:1])
         if not (
             fits and tensor.dtype == getattr(torch, dtype) and tensor.device == x.device and tensor.is_contiguous()

@@ -23,7 +23,7 @@ from ..limits import ContextSpec, Room
 from ..report import CallReport, expert_load
 from ..scales import SCALE_OF
 from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, MXFP4, LayerSpec, bounded, scale_blocks
-from ..tensors import DeviceOperand, as_view, device_operand
+from ..tensors import DeviceOperand, as_view, device_operand, refuse_unstored
 from ..trace import CallTrace
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile
 from ..tuning.profiles import Setting
@@ -295,7 +295,10 @@ class CudaEngine(Engine):
         """The layer of such calls, known from an earlier one or prepared now."""
         self.checked_handle()
         key = _key(tensors, options, trace, pass_)
-        layer = self.layers.get(key)
+        try:
+            layer = self.layers.get(key)
+        except TypeError:  # an option has no hash: `check` says what is wrong
+            key = layer = None
         if layer is None:
             layer = self._prepare(tensors, options, trace, pass_)
             if key is not None:
@@ -438,6 +441,9 @@ class CudaEngine(Engine):
         address = x.data_ptr()
         stride, step = x.stride()
         row_bytes = stride * layer.x_bytes
+        end = (x.storage_offset() + layer.layer.hidden) * layer.x_bytes + (x.shape[0] - 1) * row_bytes
+        if x.untyped_storage().nbytes() < end:
+            refuse_unstored("x", x)  # which knows of no rows, too
         if step != 1 or (address | row_bytes) % _ALIGNMENT:  # a single row, or not as it must be
             operand = _aligned("x", device_operand("x", x, "", ELEMENT_TYPES, self.device))
             address, row_bytes = operand.address, operand.row_bytes
@@ -551,11 +557,21 @@ def _chosen_profile(
 
 def _key(tensors: Tensors, options: Options, trace: bool, pass_: int) -> Any:
     """Equal for calls that differ in nothing but their tokens; None if there is something in them that has no place in
-    memory, which the checks will refuse."""
+    memory, which the checks will refuse. Where a weight's storage ends is part of it: the checks have looked at that."""
     x, ids, weights = tensors.x, tensors.topk_ids, tensors.topk_weights
     try:
         parts = [
-            (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) if each is not None else None
+            (
+                (storage := each.untyped_storage()).data_ptr(),
+                storage.nbytes(),
+                each.storage_offset(),
+                each.shape,
+                each.stride(),
+                each.dtype,
+                each.device,
+            )
+            if each is not None
+            else None
             for each in tensors.of_layer
         ]
         parts += (x.shape[1:], x.dtype, x.device, x.layout)
@@ -566,9 +582,7 @@ def _key(tensors: Tensors, options: Options, trace: bool, pass_: int) -> Any:
             parts += (scale.shape[1:], scale.dtype, scale.device, scale.layout)
         for each in tensors.written:
             parts += (each.shape[1:], each.dtype, each.device, each.layout) if each is not None else (None,)
-        key = (*parts, options, type(options.top_k), ids is None, weights is None, trace, pass_)  # True is equal to 1
-        hash(key)
-        return key
+        return (*parts, options, type(options.top_k), ids is None, weights is None, trace, pass_)  # True is equal to 1
     except (AttributeError, TypeError, RuntimeError):
         return None
 
@@ -617,4 +631,5 @@ def _address(name: str, tensor: Any, **sizes: int) -> int:
         raise InvalidArgument(
             f"{name}: expected [{expected}], contiguous, got {list(tensor.shape)} with strides {list(tensor.stride())}"
         )
+    refuse_unstored(name, tensor)
     return tensor.data_ptr()
