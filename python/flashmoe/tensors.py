@@ -120,8 +120,8 @@ def refuse_hollow(name: str, tensor: Any) -> None:
 
 
 def refuse_unstored(name: str, tensor: Any) -> None:
-    """Raises `InvalidArgument` for a dense tensor of PyTorch whose storage ends before its elements do, as where it has
-    been freed: FSDP does that to parameters between their uses, by ``resize_(0)``, and the tensor still has its shape."""
+    """Raises `InvalidArgument` for a dense tensor of PyTorch whose storage ends before its elements do, as where it was
+    freed: FSDP does that to parameters between their uses, by ``resize_(0)``, and they still have their shape."""
     stored = tensor.untyped_storage().nbytes()
     if stored >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes and tensor.is_contiguous():
         return

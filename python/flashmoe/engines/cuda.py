@@ -557,7 +557,7 @@ def _chosen_profile(
 
 def _key(tensors: Tensors, options: Options, trace: bool, pass_: int) -> Any:
     """Equal for calls that differ in nothing but their tokens; None if there is something in them that has no place in
-    memory, which the checks will refuse. Where a weight's storage ends is part of it: the checks have looked at that."""
+    memory, which the checks will refuse. It has where a weight's storage ends, which the checks have looked at."""
     x, ids, weights = tensors.x, tensors.topk_ids, tensors.topk_weights
     try:
         parts = [
