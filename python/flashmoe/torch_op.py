@@ -16,7 +16,7 @@ rank does not use, nor merge two equal calls, nor swap two independent ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from .arguments import WRITTEN, Options, Tensors, as_plain_values
 from .context import Context, context_id, contexts, run, run_and_keep, run_backward
 from .engines import cuda_training
 from .errors import FlashMoEError, InvalidArgument
-from .growing import GrowingContext
+from .growing import GrowingContext, Result
 from .placement import from_flat
 from .through_torch import goes_through_torch
 
@@ -46,14 +46,14 @@ __all__ = [
 ]
 
 
-def _context(number: int, tokens: int) -> Context:
-    """That of the number, for a call of T tokens."""
+def _in_context(number: int, tokens: int, call: Callable[[Context], Result]) -> Result:
+    """What `call` returns for that of the number, with room for T tokens."""
     ctx = contexts.get(number)
     if ctx is None:
         raise FlashMoEError(
             f"context: expected the context_id of a live Context, got {number}: it is gone, or never was"
         )
-    return ctx.with_room_for(tokens) if isinstance(ctx, GrowingContext) else ctx
+    return ctx.use(tokens, call) if isinstance(ctx, GrowingContext) else call(ctx)
 
 
 # The annotations become the operator's schema. No parameter is keyword-only: autograd refuses such tensors.
@@ -107,8 +107,10 @@ def _run(
     """The call of `_moe`'s arguments: its result, or that and what it keeps."""
     tensors = _tensors_of(given)._replace(load=load, router_logits=router_logits)
     options = _options_of(given)
-    ctx = _context(given["context"], tensors.x.shape[0])
-    return run_and_keep(ctx, tensors, options) if keep else run(ctx, tensors, options, False)
+    number, tokens = given["context"], tensors.x.shape[0]
+    if keep:
+        return _in_context(number, tokens, lambda ctx: run_and_keep(ctx, tensors, options))
+    return _in_context(number, tokens, lambda ctx: run(ctx, tensors, options, False))
 
 
 def _options_of(given: Mapping[str, Any]) -> Options:
@@ -283,8 +285,8 @@ def _write_gradients(
     if of_call.logits_grad is not None:
         read["router_logits"] = of_call.logits_grad.contiguous()
     written = {names[place]: each for place, each in results.items()}
-    ctx = _context(of_call.context, of_call.grad.shape[0])
-    run_backward(ctx, of_call.kept, of_call.counted, _options_of(options), read, written, accumulates)
+    what = of_call.kept, of_call.counted, _options_of(options), read, written, accumulates
+    _in_context(of_call.context, of_call.grad.shape[0], lambda ctx: run_backward(ctx, *what))
 
 
 class _Kept(torch.autograd.Function):
@@ -370,7 +372,7 @@ def call(number: int, tensors: Tensors, options: Options, main_grad: bool = Fals
     an operator takes the host as long as the call itself (docs/measured.md)."""
     if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
         return by_operator(number, tensors, options, main_grad)
-    return run(_context(number, tensors.x.shape[0]), tensors, options, False)
+    return _in_context(number, tensors.x.shape[0], lambda ctx: run(ctx, tensors, options, False))
 
 
 def _is_on_meta(tensors: Tensors) -> bool:
