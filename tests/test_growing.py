@@ -94,7 +94,8 @@ from flashmoe.growing import Shape, growing_context
 signal.signal(signal.SIGINT, signal.default_int_handler)
 context = growing_context(Shape(None, "float32", 512, 1024, 8, 8))
 torch.manual_seed(0)
-weights = {"gate_up_proj": torch.randn(8, 2048, 512), "down_proj": torch.randn(8, 512, 1024), "router": torch.randn(8, 512)}
+shapes = {"gate_up_proj": (8, 2048, 512), "down_proj": (8, 512, 1024), "router": (8, 512)}
+weights = {name: torch.randn(shape) for name, shape in shapes.items()}
 short, long = torch.randn(4, 512), torch.randn(4096, 512)
 
 def call(x):

@@ -24,6 +24,7 @@ from .meeting import Meeting
 from .report import CallReport
 from .spec import bounded, one_of, truth
 from .tensors import refuse_unstored
+from .through_torch import is_recomputed
 from .trace import CallTrace
 
 MAX_SECONDS = 1e9  # nanoseconds in 63 bits
@@ -85,9 +86,15 @@ def run_backward(
 
 
 def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
-    """With the context's own load, where the call counts for that, and the placement as engines have it."""
-    if ctx._load is not None and tensors.load is None and _experts_of(ctx, tensors, options) == ctx.experts:
-        tensors = tensors._replace(load=ctx._load)
+    """With the load that the call counts for: its own, else the context's, but none for a call that is made again; and
+    the placement as engines have it."""
+    load = tensors.load
+    if load is None and ctx._load is not None and _experts_of(ctx, tensors, options) == ctx.experts:
+        load = ctx._load
+    if load is not None and is_recomputed():
+        load = None
+    if load is not tensors.load:
+        tensors = tensors._replace(load=load)
     if options.placement is not None:
         options = options._replace(placement=placements.as_placed(options.placement))
     return tensors, options
@@ -448,7 +455,8 @@ class Context:
         `flashmoe.placement.balanced` makes a placement.
 
         Calls count by themselves, also replays of a graph, but for those that are given a `load` of their own: the
-        layers of a model, which have one each, are told apart by that. What a call that fails has counted is undefined.
+        layers of a model, which have one each, are told apart by that. What a call that fails has counted is undefined;
+        one that ``torch.utils.checkpoint`` makes again counts once.
 
         Returns a NumPy array, or with the CUDA engine a tensor of its device, which PyTorch's current stream copies
         behind the calls that it has got: nobody waits. Raises `InvalidArgument` without `count_load`.

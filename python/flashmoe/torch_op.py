@@ -31,7 +31,7 @@ from .engines import cuda_training
 from .errors import FlashMoEError, InvalidArgument
 from .growing import GrowingContext, Result
 from .placement import from_flat
-from .through_torch import goes_through_torch
+from .through_torch import goes_through_torch, is_recomputed
 
 __all__ = [
     "by_operator",
@@ -150,6 +150,8 @@ def by_operator(context: int, tensors: Tensors, options: Options, main_grad: boo
     `main_grad`: gradients of weights and biases are added to their attributes of that name."""
     check_tensors(tensors._asdict())
     options = as_plain_values(options)
+    if tensors.load is not None and is_recomputed():
+        tensors = tensors._replace(load=None)
     load, logits = tensors.written
     given = {name: each for name, each in tensors._asdict().items() if name not in WRITTEN} | options._asdict()
     trains = _trains(tensors)
