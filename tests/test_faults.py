@@ -694,7 +694,7 @@ def test_strided_argument(calls, argument):
 
 # What is larger than the context's memory was made for: sizes of a call, and the message.
 TOO_LARGE = {
-    "tokens": ({"tokens": 21}, "max_tokens: expected at most 20, .*, got 21"),
+    "tokens": ({"tokens": 21}, "x: expected at most max_tokens=20 tokens, .*, got T=21"),
     "hidden": ({"hidden": 17}, "hidden: expected at most 16, .*, got 17"),
     "intermediate": ({"intermediate": 13}, "intermediate: expected at most 12, .*, got 13"),
     "experts": ({"experts": 7}, "experts: expected at most 6, .*, got 7"),

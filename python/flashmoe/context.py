@@ -18,7 +18,7 @@ from .ending import Call
 from .engines.base import Engine, Membership
 from .engines.cpu import CpuEngine
 from .engines.cuda import CudaEngine
-from .errors import FlashMoEError, InvalidArgument
+from .errors import FlashMoEError, InvalidArgument, with_known_options
 from .limits import ENGINES, Room, checked_context
 from .meeting import Meeting
 from .report import CallReport
@@ -265,6 +265,7 @@ class Context:
         A rank did not join in time.
     """
 
+    @with_known_options()
     def __init__(
         self,
         *,
@@ -398,25 +399,25 @@ class Context:
     def from_torch(cls, group: Any = None, **sizes: Any) -> Context:
         """A context whose ranks are those of a ``torch.distributed`` process group (default: all).
 
-        Collective over `group`, which serves only to agree on the group's name, and to find out whether all ranks are
-        of one machine. If not, they meet in the process group's store (CPU engine). `sizes` are the keyword arguments
-        of `Context` but rank, ranks and name.
+        Collective over `group`, of which this process is a member. It serves only to agree on the group's name, and to
+        find out whether all ranks are of one machine. If not, they meet in the process group's store (CPU engine).
+        `sizes` are the keyword arguments of `Context` but rank, ranks and name.
         """
         import secrets
 
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            raise InvalidArgument("group: expected torch.distributed to be initialised, got no process group")
+        from .moving import place_in
+
+        rank, ranks = place_in(group)
         names = [f"torch-{os.getpid()}-{secrets.token_hex(8)}"]
         dist.broadcast_object_list(names, group=group, group_src=0)
-        ranks = dist.get_world_size(group)
         machines: list[Any] = [None] * ranks
         dist.all_gather_object(machines, machine.identity(), group=group)
         if len(set(machines)) > 1 and "rendezvous" not in sizes:
             store = dist.distributed_c10d._get_default_store()  # what all process groups are made of
             sizes["rendezvous"] = launcher.meet_in(store, names[0])
-        return cls(rank=dist.get_rank(group), ranks=ranks, name=names[0], **sizes)
+        return cls(rank=rank, ranks=ranks, name=names[0], **sizes)
 
     def local_experts(self, placement: placements.Placement | None = None) -> list[int]:
         """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement.

@@ -25,7 +25,7 @@ from .arguments import (
 )
 from .checkpoint import MoELayer
 from .context import Context, room_of
-from .errors import InvalidArgument
+from .errors import InvalidArgument, with_known_options
 from .replicated import Replicas
 from .scales import SCALE_OF, scale_shape
 from .slices import cut
@@ -283,14 +283,15 @@ class MoE(torch.nn.Module):
     ------
     InvalidArgument
         A parameter is outside its domain.
-    HeapError
-        The layer exceeds the context's limits.
+    LimitExceeded
+        The layer exceeds the context's limits; an `InvalidArgument` and a `HeapError`.
     """
 
     main_grad: bool = False
     """Whether backward passes add each parameter's gradient to its attribute `main_grad`, which the caller has set to a
     contiguous float32 tensor of its shape, and leave its `grad` alone (docs/training.md)."""
 
+    @with_known_options(LayerOptions)
     def __init__(
         self,
         ctx: Context,
@@ -422,6 +423,7 @@ class MoE(torch.nn.Module):
         return self._options.return_mode
 
     @classmethod
+    @with_known_options()
     def from_layer(
         cls,
         ctx: Context,
@@ -501,7 +503,7 @@ class MoE(torch.nn.Module):
         """Moves the experts, or their slices, to where `placement` wants them (None: to where the context's has them),
         and calls them there from then on. Collective: see `flashmoe.placement.move`, with the same `group` and errors.
 
-        Parameters are new ones. Raises `HeapError`, before anything is moved, where the context has no room for it.
+        Parameters are new ones. Raises `LimitExceeded`, before anything is moved, where the context has no room for it.
         """
         experts, room, parts = self.experts, room_of(self.ctx), self._layer.parts
         chosen = None if placement is None else placements.checked(placement, parts, room.ranks)

@@ -6,9 +6,12 @@ from typing import Any, Unpack
 
 from .arguments import SCALES, WRITTEN, CallOptions, Options, Tensors
 from .context import Context, context_id, run
+from .errors import refuse_unknown
 from .placement import Placement
 from .spec import truth
 from .through_torch import goes_through_torch
+
+_KNOWN = frozenset((*Options._fields, *Tensors._fields, "ctx", "trace"))
 
 
 def moe(
@@ -96,8 +99,10 @@ def moe(
     GroupError
         The ranks disagree on H, I, E, K, dtype, activation, `weights_on_input`, return mode, capacity factor or
         placement; or an earlier call of the group failed.
-    HeapError, PeerTimeout
-        The call exceeds the context's limits; or the group stood still for its timeout (the message names who).
+    LimitExceeded
+        The call is more than the context was made for; an `InvalidArgument` and a `HeapError`.
+    PeerTimeout
+        The group stood still for its timeout (the message names who).
     FlashMoEError
         The context is closed, another process's, or within a call of this thread, whose signal handler calls; a kernel
         cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
@@ -105,6 +110,7 @@ def moe(
     weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias)
     scales, written = ([options.pop(name, None) for name in names] for names in (SCALES, WRITTEN))
     tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, *scales, topk_ids, topk_weights, *written)
+    refuse_unknown("moe", options, _KNOWN)
     chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
     if not truth("trace", trace) and goes_through_torch(x, tensors):
         from . import torch_op

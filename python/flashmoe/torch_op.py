@@ -159,6 +159,8 @@ def by_operator(context: int, tensors: Tensors, options: Options, main_grad: boo
         return moe(context, **given)
     _check_written(tensors)
     size, with_logits = 0 if load is None else load.shape[0], logits is not None
+    if trains:
+        _refuse_transforms()
     if trains and main_grad:
         _check_main_grads(tensors)
     if not trains:
@@ -179,6 +181,19 @@ def _trains(tensors: Tensors) -> bool:
     """Whether the call keeps what its gradients need: where they are recorded, and there is an engine for them."""
     recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
     return recorded and tensors.x.device.type in ("cpu", "cuda") and tensors.gate_up_scale is None
+
+
+_NO_TRANSFORMS = (
+    "flashmoe.moe: FlashMoE has no gradients within transforms of torch.func (grad, vjp, jacrev, vmap) and no batched "
+    "ones (is_grads_batched, jacobian(vectorize=True)); differentiate with torch.autograd, a gradient at a time, or "
+    "call the layer under torch.no_grad()"
+)
+
+
+def _refuse_transforms() -> None:
+    """Raises `NotImplementedError` within a transform of torch.func, for what records gradients or computes them."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(_NO_TRANSFORMS)
 
 
 def _check_main_grads(tensors: Tensors) -> None:
@@ -534,6 +549,9 @@ def _with_main_grad(inputs: Mapping[int, Tensor], places: Mapping[int, int]) -> 
 
 def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, *_: None) -> tuple[Any, ...]:
     """One gradient per argument of the call, None for those that need none, or are added to a `main_grad`."""
+    if any(each is not None and torch._C._functorch.is_legacy_batchedtensor(each) for each in (grad, logits)):
+        raise NotImplementedError(_NO_TRANSFORMS)
+    _refuse_transforms()
     needed, (kept, counted, *inputs) = ctx.needs_input_grad, ctx.saved_tensors
     given = list(ctx.places.values())
     if grad is None:
@@ -555,6 +573,8 @@ def _accumulate(
     of_call: _OfCall, options: Mapping[str, Any], wanted: Sequence[int], parameters: Mapping[int, Tensor]
 ) -> list[Any]:
     """As `_gradients_at`, but the gradients of `parameters` are added to their `main_grad`, and None here."""
+    if torch.is_grad_enabled():  # create_graph: nothing would tell what is missing
+        raise _no_second_derivatives()
     sums = {place: _main_grad_of(Tensors._fields[place], parameters[place]) for place in wanted if place in parameters}
     others = of_call.empty({0, *wanted} - sums.keys())
     _write_gradients(of_call, options, others | sums, accumulates=True)
@@ -563,9 +583,21 @@ def _accumulate(
     return [others.get(place) for place in wanted]
 
 
+def _no_second_derivatives() -> NotImplementedError:
+    return NotImplementedError(
+        "flashmoe.moe: FlashMoE has no second derivatives, as gradient penalties and Hessians need; compute gradients "
+        "without create_graph=True, or detach what the layer contributes to them"
+    )
+
+
+def _refuse_second(ctx: Any, *grads: Any) -> Any:
+    raise _no_second_derivatives()
+
+
 for _operator in (moe, moe_observed):
     _operator.register_autograd(_refused, setup_context=_save_inputs)
 moe_kept.register_autograd(_gradients, setup_context=_save_kept)
+moe_backward.register_autograd(_refuse_second)
 for _operator in (moe, moe_observed, moe_kept, moe_backward):
     if hasattr(_operator, "register_effect"):  # not in older PyTorch
         _operator.register_effect(torch.library.EffectType.ORDERED)

@@ -17,8 +17,8 @@ import numpy as np
 
 from .. import _ffi, jit, nvshmem
 from .. import placement as placements
-from ..arguments import Options, Tensors, check, redispatches
-from ..errors import GroupError, HeapError, InvalidArgument
+from ..arguments import Options, Tensors, beyond_limit, check, redispatches
+from ..errors import GroupError, InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import CallReport, expert_load
 from ..scales import SCALE_OF
@@ -315,7 +315,7 @@ class CudaEngine(Engine):
         tokens = x.shape[0]
         most = self.room.limits["max_tokens"]
         if tokens > most:
-            raise HeapError(f"max_tokens: expected at most {most}, the context's limit, got {tokens}")
+            raise beyond_limit("max_tokens", most, tokens)
         address, row_bytes = self._rows(x, layer)
         experts, top_k = layer.layer.experts, layer.layer.top_k
         ids = _address("topk_ids", tensors.topk_ids, T=tokens, K=top_k)
