@@ -97,12 +97,9 @@ def moe(
         that is not finite), every rank raises it and the context is broken; with the CUDA engine in a later call, in
         `Context.synchronize`, or where ``ctx.last_call`` is read, since the call itself does not wait.
     GroupError
-        The ranks disagree on H, I, E, K, dtype, activation, `weights_on_input`, return mode, capacity factor or
-        placement; or an earlier call of the group failed.
-    LimitExceeded
-        The call is more than the context was made for; an `InvalidArgument` and a `HeapError`.
-    PeerTimeout
-        The group stood still for its timeout (the message names who).
+        The ranks disagree on sizes, types, placement or other options; or an earlier call of the group failed.
+    LimitExceeded, PeerTimeout
+        The call is more than the context was made for; or the group stood still for its timeout (the message says who).
     FlashMoEError
         The context is closed, another process's, or within a call of this thread, whose signal handler calls; a kernel
         cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
