@@ -93,7 +93,10 @@ def test_compiles_once(machine, capfd):
     first = jit.compile_kernel(jit.Variant())
     assert first.seconds is not None and first.path.read_text() == "compiled\n"
     assert first.path.parent == machine.cache and first.path.suffix == ".cubin"
-    assert capfd.readouterr().err == "flashmoe: compiling the bf16 SwiGLU kernel for sm_90a (once, about 30 s) ...\n"
+    assert (
+        capfd.readouterr().err
+        == "flashmoe: compiling the bf16 SwiGLU kernel for sm_90a (once, one to four minutes) ...\n"
+    )
     assert jit.compile_kernel(jit.Variant()) == jit.Compiled(first.path, None)
     assert jit.kernel(jit.Variant()).samefile(first.path)
     assert capfd.readouterr().err == ""

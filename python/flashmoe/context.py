@@ -168,7 +168,8 @@ class Context:
     - CPU engine: NumPy arrays or PyTorch tensors in host memory, contiguous. A call is over when it returns.
     - CUDA engine: PyTorch tensors of the context's device; H and I multiples of 8, E at most 1024, K at most 32, T at
       most 65536. Rows of x, router and weights, and experts, may lie apart (strides of 16 bytes' multiples); the rest
-      is contiguous. A call launches one kernel on PyTorch's current stream and returns; the calls of a context must
+      is contiguous. A call launches one kernel on PyTorch's current stream and returns (one that keeps what
+      gradients need, among several ranks, makes three launches and waits for a count); the calls of a context must
       follow one another on the device. It can be captured into a CUDA graph, once a call like it has been made before
       the capture. The first call of a dtype and activation compiles its kernel (see ``flashmoe compile``).
 
@@ -214,7 +215,8 @@ class Context:
         may: it has fewer for more rows each.
     timeout:
         Seconds without progress anywhere in the group after which a wait gives up, also while joining; 0: never. CPU
-        engine: a rank alone waits for nobody, and never gives up.
+        engine: a rank alone waits for nobody, and never gives up. CUDA engine: a kernel's wait until its own puts have
+        arrived, with `transport` ``"rdma"``, is NVSHMEM's, and is not bounded.
     engine:
         ``"cpu"`` or ``"cuda"``. Default: ``"cuda"`` if a device is given, else ``"cpu"``.
     device:

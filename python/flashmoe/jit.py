@@ -58,7 +58,7 @@ BESIDE_QUANTISED = ("bfloat16", "float16")
 """The types of y beside experts in FP8 or MXFP4 that there are kernels of."""
 
 NVCC_SECONDS = 900.0
-"""How long a compilation may take. 30 s are usual, several minutes are not unheard of on a busy machine."""
+"""How long a compilation may take. One to four minutes are usual."""
 LOCK_SECONDS = NVCC_SECONDS + 60.0
 """How long to wait for another process that compiles the same."""
 _VERSION_SECONDS = 60.0
@@ -261,7 +261,7 @@ def _obtain(variant: Variant) -> tuple[Compiled, int]:
             if alone:
                 cache.sweep(f"{stem}.")
                 _remove_damaged(cache, stem)
-            _say(f"compiling the {variant.title} kernel for sm_90a (once, about 30 s) ...")
+            _say(f"compiling the {variant.title} kernel for sm_90a (once, one to four minutes) ...")
             start = time.monotonic()
             content = _run_nvcc(nvcc, root, variant, cache, stem)
             cache.replace(f"{stem}-{_digest(stem, content)}.cubin", content)

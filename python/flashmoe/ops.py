@@ -95,7 +95,7 @@ def moe(
         A tensor or option is outside its domain. Where shapes, types or options show it, the context stays usable, and
         the other ranks wait for this one to make the call as it should be. Where only values do (ids, a router logit
         that is not finite), every rank raises it and the context is broken; with the CUDA engine in a later call, in
-        `Context.synchronize`, or where ``ctx.last_call`` is read, since the call itself does not wait.
+        `Context.synchronize`, or where ``ctx.last_call`` is read, since the call itself need not wait.
     GroupError
         The ranks disagree on sizes, types, placement or other options; or an earlier call of the group failed.
     LimitExceeded, PeerTimeout

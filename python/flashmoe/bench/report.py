@@ -333,8 +333,10 @@ def _soak(file: File) -> str:
     rows = []
     for point in file.points:
         values = point["values"]
-        rows.append((point["name"], str(values["calls"]), f"{values['seconds']:.1f}", f"{point['check']['error']:g}"))
-    return _table(("point", "calls", "seconds", "other bits"), rows)
+        compared = str(values.get("compared", "not recorded"))
+        of_these = f"{point['check']['error']:g}"
+        rows.append((point["name"], str(values["calls"]), f"{values['seconds']:.1f}", compared, of_these))
+    return _table(("point", "calls", "seconds", "calls compared", "of these, other bits"), rows)
 
 
 VALUES: dict[str, Callable[[File], str]] = {
