@@ -18,7 +18,8 @@ from .ending import Call
 from .engines.base import Engine, Membership
 from .engines.cpu import CpuEngine
 from .engines.cuda import CudaEngine
-from .errors import FlashMoEError, InvalidArgument, with_known_options
+from .errors import FlashMoEError, InvalidArgument
+from .keywords import with_known_options
 from .limits import ENGINES, Room, checked_context
 from .meeting import Meeting
 from .report import CallReport

@@ -25,7 +25,8 @@ from .arguments import (
 )
 from .checkpoint import MoELayer
 from .context import Context, room_of
-from .errors import InvalidArgument, with_known_options
+from .errors import InvalidArgument
+from .keywords import with_known_options
 from .replicated import Replicas
 from .scales import SCALE_OF, scale_shape
 from .slices import cut

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from .arguments import SCALES, WRITTEN, CallOptions, Options, Tensors
 from .context import Context, context_id, run
-from .errors import refuse_unknown
+from .keywords import refuse_unknown
 from .placement import Placement
 from .spec import truth
 from .through_torch import goes_through_torch
