@@ -2,7 +2,7 @@
 # make test       every test that runs without a GPU; says what it had to skip
 # make test-gpu   the tests that need a GPU
 # make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 3 GB)
-# make nightly    make test with 10,000 examples per property test, and every instance of the kernels
+# make nightly    make test with 10,000 examples per property test, and some 790 instances of the kernels
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc 13.0
 # make site       the documentation as pages, in build/site/, which are then opened in a browser
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import ModuleType
 
 import nvshmem_headers
 import pytest
-from flashmoe import nvshmem
+from flashmoe import jit, nvshmem, spec
 
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "compile_cuda.py"
 LOG = """\
@@ -119,7 +120,8 @@ def test_instances_of_experts_in_mxfp4(tool, capsys):
 
 def test_instances_of_training(tool):
     fp32, reasons = "-DFLASHMOE_DTYPE=0", {tool.ON_INPUT, tool.SLICED}
-    for every, of_each, in_group, of_fp32, of_reasons in ((False, 3, 1, 0, 2), (True, 28, 28, 7 * 2 * 4, 4 * 3 * 4)):
+    # 504: 6 types and layouts, 7 activations, 2 passes, alone and in groups, and 3 sets of reasons besides none.
+    for every, of_each, in_group, of_fp32, of_reasons in ((False, 3, 1, 0, 2), (True, 28, 28, 7 * 2 * 4, 504)):
         found = tool.training_instances(every)
         assert len(set(found)) == len(found)
         assert not any({tool.QUANTISED, tool.MXFP4} & set(defines) for defines in found)
@@ -131,6 +133,26 @@ def test_instances_of_training(tool):
         for which in (tool.KEEP, tool.BACKWARD):
             assert sum(which in defines for defines in found) == of_each + in_group
             assert sum({which, tool.GROUP} <= set(defines) for defines in found) == in_group
+
+
+def test_every_kernel_of_training_that_a_call_may_ask_for_is_compiled_at_night(tool):
+    """What the first-use compiler is told of each, beside what the tool defines."""
+    compiled = {frozenset(defines) for defines in tool.training_instances(True)}
+    types = [{"dtype": dtype, "transposed": each} for dtype in jit.TRANSPOSED for each in (False, True)]
+    types += [{"dtype": "float32", "exact": each} for each in (False, True)]
+    asked = [
+        jit.Variant(**of, activation=activation, **{which: True}, group=group, on_input=on_input, sliced=sliced)
+        for of, activation, which, group, on_input, sliced in itertools.product(
+            types, spec.ACTIVATIONS, ("keeps", "backward"), *[(False, True)] * 3
+        )
+    ]
+    assert {each.dtype for each in asked} == set(jit.TRAINED)
+    assert len(asked) == len(compiled) == 672
+    for variant in asked:
+        defines = {
+            flag for flag in variant.flags if flag.startswith("-D") and not flag.endswith(("TRACE=0", "EXACT=0"))
+        }
+        assert defines in compiled, variant.title
 
 
 def test_backward_passes_of_float32_multiply_by_fragments(tool, capsys):

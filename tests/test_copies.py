@@ -131,7 +131,7 @@ def test_refused_placements(placement: Any, message: str):
 def test_more_experts_on_a_rank_than_the_context_has_room_for(ranks: Ranks):
     problem = random_problem(10, TOKENS, **SIZES)  # at most 3 of the 12 on a rank
     most = most_local(problem.owners(), 4)
-    expected = f"all 4 ranks: HeapError: placement: expected at most {most} experts on a rank, .*, got {most + 1}"
+    expected = f"all 4 ranks: LimitExceeded: placement: expected at most {most} experts on a rank, .*, got {most + 1}"
     with pytest.raises(RankFailed, match=expected):
         ranks.call(replace(problem, placement=[[0, 3], *problem.owners()[1:]]), problem.limits())
 

@@ -28,7 +28,7 @@ import flashmoe.launch
 import ml_dtypes
 import numpy as np
 import pytest
-from flashmoe import FlashMoEError, GroupError, HeapError, InvalidArgument, PeerTimeout
+from flashmoe import FlashMoEError, GroupError, HeapError, InvalidArgument, LimitExceeded, PeerTimeout
 from problems import random_problem
 
 TIMEOUT = 2.0
@@ -455,7 +455,7 @@ def test_a_placement_that_overloads_one_rank_is_refused_by_all(group):
     for rank in range(3):
         group.start(rank, placement=[0, 0, 0, 1, 1, 2])
     errors = group.errors(0, 1, 2, since=group.go())
-    expect(errors, HeapError, "placement: expected at most 2 experts on a rank, the context's limit, got 3")
+    expect(errors, LimitExceeded, "placement: expected at most 2 experts on a rank, the context's limit, got 3")
 
 
 def test_two_processes_claim_one_rank(group):
@@ -694,7 +694,7 @@ def test_strided_argument(calls, argument):
 
 # What is larger than the context's memory was made for: sizes of a call, and the message.
 TOO_LARGE = {
-    "tokens": ({"tokens": 21}, "max_tokens: expected at most 20, .*, got 21"),
+    "tokens": ({"tokens": 21}, "x: expected at most max_tokens=20 tokens, .*, got T=21"),
     "hidden": ({"hidden": 17}, "hidden: expected at most 16, .*, got 17"),
     "intermediate": ({"intermediate": 13}, "intermediate: expected at most 12, .*, got 13"),
     "experts": ({"experts": 7}, "experts: expected at most 6, .*, got 7"),

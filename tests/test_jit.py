@@ -93,7 +93,10 @@ def test_compiles_once(machine, capfd):
     first = jit.compile_kernel(jit.Variant())
     assert first.seconds is not None and first.path.read_text() == "compiled\n"
     assert first.path.parent == machine.cache and first.path.suffix == ".cubin"
-    assert capfd.readouterr().err == "flashmoe: compiling the bf16 SwiGLU kernel for sm_90a (once, about 30 s) ...\n"
+    assert (
+        capfd.readouterr().err
+        == "flashmoe: compiling the bf16 SwiGLU kernel for sm_90a (once, one to four minutes) ...\n"
+    )
     assert jit.compile_kernel(jit.Variant()) == jit.Compiled(first.path, None)
     assert jit.kernel(jit.Variant()).samefile(first.path)
     assert capfd.readouterr().err == ""
@@ -102,6 +105,32 @@ def test_compiles_once(machine, capfd):
         "-cubin",
     ]  # nor is the version asked for again
     assert [path.suffix for path in machine.cache.iterdir() if path.is_dir()] == []
+
+
+SPILLS = """cat <<END
+ptxas info    : Function properties for flashmoe_moe
+    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Function properties for flashmoe_few
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+END"""
+
+
+def test_a_kernel_that_spills_is_refused(machine):
+    """It would give the right results, late, and nobody would know why. What ptxas said is kept."""
+    machine.install(outcome=SPILLS.format(stack=24, stores=8, loads=16))
+    with pytest.raises(FlashMoEError) as refused:
+        jit.compile_kernel(jit.Variant())
+    said = str(refused.value)
+    assert said.startswith(
+        "nvcc: expected the bf16 SwiGLU kernel without spilled registers, got 24 bytes of spills from "
+    )
+    log = Path(said.partition("full log: ")[2].partition(";")[0])
+    assert "8 bytes spill stores" in log.read_text()
+    assert not list(machine.cache.glob("*.cubin"))
+    assert "-Xptxas -v" in machine.compilations()[0]
+    assert jit.compile_kernel(jit.Variant(trace=True)).path.exists()  # which has a record in its loops
+    machine.install(outcome=SPILLS.format(stack=0, stores=0, loads=0))
+    assert jit.compile_kernel(jit.Variant()).path.exists()
 
 
 def set_release(headers: Path, release: str) -> None:

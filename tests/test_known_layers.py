@@ -181,8 +181,8 @@ def test_the_library_looks_at_what_it_is_given():
         with pytest.raises(flashmoe.FlashMoEError, match=message):
             known.call(0, False, 0, False, False, *given, None, None, None)
     context.close()
-    assert refusal(context, arrays()) == "FlashMoEError: context: it is closed"
-    with pytest.raises(flashmoe.FlashMoEError, match=r"^context: it is closed"):
+    assert refusal(context, arrays()) == "FlashMoEError: context: expected an open one, got one that is closed"
+    with pytest.raises(flashmoe.FlashMoEError, match=r"^context: expected an open one"):
         known.call(0, False, 0, False, False, *[None] * (tensors + 3))
 
 

@@ -181,7 +181,7 @@ def test_context_numbers(problem):
     numbers = [context_id(first), context_id(second)]
     assert numbers == [context_id(first), context_id(second)] and numbers[0] != numbers[1]
     first.close()
-    with pytest.raises(flashmoe.FlashMoEError, match="context: it is closed"):
+    with pytest.raises(flashmoe.FlashMoEError, match="context: expected an open one, got one that is closed"):
         torch.ops.flashmoe.moe(numbers[0], **arguments)
     del first, second
     gc.collect()

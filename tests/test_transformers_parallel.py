@@ -234,9 +234,9 @@ def test_what_is_refused_of_a_model_that_is_to_be_spread(on_ranks):
         "top_k: expected K, since PreTrainedConfig has no num_experts_per_tok, got None",
         share.partition(";")[0],
         share.partition(";")[0],
-        "max_tokens: expected at most 200, the context's limit, got 201",
+        "x: expected at most max_tokens=200 tokens, the context's limit, got T=201",
     ]
-    assert closed == "context: it is closed"
+    assert closed == "context: expected an open one, got one that is closed"
 
 
 def test_without_a_process_group():

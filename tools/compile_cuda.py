@@ -6,7 +6,8 @@ No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/
 transposed weights, experts in FP8, forward passes that keep what gradients need, and backward passes, with the
 activations that differ most; traced; with the program of docs/extending.md; for several machines; for few tokens in
 groups; and, to put to other ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each
-instance there is, which takes five times as long. A kernel that spills registers, keeps a stack frame, whose wgmma
+instance of plain layers, of training and of few tokens in groups, and more of the other kinds: some 790 compilations of
+one to four minutes each, a night of 8 cores. A kernel that spills registers, keeps a stack frame, whose wgmma
 instructions ptxas serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the
 right result, only far slower; so each of these is an error here. What is compiled and the compiler's output go to
 build-cuda/.
@@ -213,21 +214,23 @@ def mxfp4_instances(every: bool) -> list[tuple[str, ...]]:
 def training_instances(every: bool) -> list[tuple[str, ...]]:
     """Of forward passes that keep what gradients need, and of backward passes: without a gate, with the one of most
     registers, and of both layouts of weights; among several ranks, with the one of most registers, of layers that have
-    the usual kernels, and of such as have others for all reasons there are, in float32 as well."""
-    kinds = [(BF16, GELU), (BF16, CLAMPED), (BF16, CLAMPED, TRANSPOSED)]
+    the usual kernels, and of such as have others for all reasons there are, in float32 as well. `every` one: of each
+    type, layout and activation, for each set of these reasons, alone and among several ranks."""
     if every:
-        kinds += [(dtype, each, *more) for dtype in (BF16, 2) for each in ACTIVATIONS for more in ((), (TRANSPOSED,))]
-    found = [instance(*kind, which) for which in (KEEP, BACKWARD) for kind in dict.fromkeys(kinds)]
-    in_group = kinds if every else [(BF16, CLAMPED)]
-    found += [instance(*kind, which, GROUP) for which in (KEEP, BACKWARD) for kind in dict.fromkeys(in_group)]
-    if not every:
-        return found + [instance(dtype, CLAMPED, ON_INPUT, SLICED, BACKWARD, GROUP) for dtype in (BF16, FP32)]
-    others = [(FP32, each, *exact) for each in ACTIVATIONS for exact in ((), (EXACT,))]
-    most = (BF16, CLAMPED), (BF16, CLAMPED, TRANSPOSED), (FP32, CLAMPED), (FP32, CLAMPED, EXACT)
-    others += [(*kind, *reasons) for kind in most for reasons in ((ON_INPUT,), (SLICED,), (ON_INPUT, SLICED))]
-    return found + [
-        instance(*kind, which, *group) for kind in others for which in (KEEP, BACKWARD) for group in ((), (GROUP,))
-    ]
+        types = [(dtype, *more) for dtype in (BF16, 2) for more in ((), (TRANSPOSED,))] + [(FP32,), (FP32, EXACT)]
+        reasons = ((), (ON_INPUT,), (SLICED,), (ON_INPUT, SLICED))
+        return [
+            instance(dtype, activation, *more, *why, which, *group)
+            for dtype, *more in types
+            for activation in ACTIVATIONS
+            for why in reasons
+            for which in (KEEP, BACKWARD)
+            for group in ((), (GROUP,))
+        ]
+    kinds = [(BF16, GELU), (BF16, CLAMPED), (BF16, CLAMPED, TRANSPOSED)]
+    found = [instance(*kind, which) for which in (KEEP, BACKWARD) for kind in kinds]
+    found += [instance(BF16, CLAMPED, which, GROUP) for which in (KEEP, BACKWARD)]
+    return found + [instance(dtype, CLAMPED, ON_INPUT, SLICED, BACKWARD, GROUP) for dtype in (BF16, FP32)]
 
 
 def machines_instances(every: bool) -> list[tuple[str, ...]]:

@@ -1,10 +1,24 @@
 """FlashMoE: a Mixture-of-Experts layer over a group of ranks, with one-sided communication and no collective."""
 
-from ._version import __version__
-from .context import Context
-from .errors import CheckpointError, FlashMoEError, GroupError, HeapError, InvalidArgument, PeerTimeout
-from .ops import moe
-from .report import CallReport
+from typing import Any
+
+from .interrupts import deferred
+
+with deferred():
+    from ._version import __version__
+    from .context import Context
+    from .errors import (
+        CheckpointError,
+        FlashMoEError,
+        GroupError,
+        HeapError,
+        InvalidArgument,
+        LimitExceeded,
+        PeerTimeout,
+        UnknownOption,
+    )
+    from .ops import moe
+    from .report import CallReport
 
 __all__ = [
     "CallReport",
@@ -14,7 +28,18 @@ __all__ = [
     "GroupError",
     "HeapError",
     "InvalidArgument",
+    "LimitExceeded",
     "PeerTimeout",
+    "UnknownOption",
     "__version__",
     "moe",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`flashmoe.nn`, which imports PyTorch, when it is first asked for."""
+    if name != "nn":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return importlib.import_module(".nn", __name__)

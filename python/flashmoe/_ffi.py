@@ -11,6 +11,7 @@ from typing import Any
 import scipy_openblas32
 
 from . import errors
+from .interrupts import deferred
 
 _LIBRARY = pathlib.Path(__file__).parent / "lib" / "libflashmoe.so"
 
@@ -18,7 +19,8 @@ _LIBRARY = pathlib.Path(__file__).parent / "lib" / "libflashmoe.so"
 @functools.cache
 def library() -> Any:
     """The loaded library. Raises `FlashMoEError` if it is not there or cannot be loaded."""
-    import tvm_ffi  # not sooner: it imports PyTorch where that is installed, which takes seconds
+    with deferred():
+        import tvm_ffi  # not sooner: it imports PyTorch where that is installed, which takes seconds
 
     if not _LIBRARY.exists():
         raise errors.FlashMoEError(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypedDict
 
 from . import _ffi
 from . import placement as placements
-from .errors import HeapError, InvalidArgument
+from .errors import InvalidArgument, LimitExceeded
 from .limits import Room, checked_capacity_factor
 from .scales import SCALE_OF, check_slices, common_kind
 from .spec import (
@@ -210,7 +210,7 @@ def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options)
 def resolved(room: Room, layer: LayerSpec, options: Options, placement: placements.Placement, tokens: int) -> LayerSpec:
     """The layer with the return mode and the capacity factor that its calls have, once they are known to fit.
 
-    Raises `InvalidArgument` and `HeapError`.
+    Raises `InvalidArgument` and `LimitExceeded`.
     """
     redispatches(room, options)
     mode = resolved_return_mode(room, options.return_mode, layer.top_k, layer.slices)
@@ -315,36 +315,43 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.
         ("top_k", layer.choices),
     ):
         if size > limits[name]:
-            raise HeapError(f"{name}: expected at most {limits[name]}, the context's limit, got {size}")
+            raise beyond_limit(name, limits[name], size)
     if layer.shared > limits["shared"]:
-        raise HeapError(
+        raise LimitExceeded(
             f"shared_down: expected an Is of at most {limits['shared']} I={layer.intermediate}, as the context's "
             f"shared_intermediate allows, got {layer.shared} I"
         )
     widest = room.layer.y_type
     if ELEMENT_BYTES[layer.y_type] > ELEMENT_BYTES[widest]:
-        raise HeapError(
+        raise LimitExceeded(
             f"x: expected at most {ELEMENT_BYTES[widest]} bytes an element (the context's dtype is {widest}), "
             f"got {layer.y_type}"
         )
     if layer.encoding != room.layer.encoding:
         expected = ", ".join(DTYPES) if room.layer.encoding is None else room.layer.weight_type
-        raise HeapError(
+        raise LimitExceeded(
             f"gate_up_proj: expected {expected}, which the context's memory is made for (see its weight_dtype), got "
             f"{layer.weight_type}"
         )
     most = placements.most_local(placement, room.ranks)
     if most > limits["max_local_experts"]:
-        raise HeapError(
+        raise LimitExceeded(
             f"placement: expected at most {limits['max_local_experts']} experts on a rank, the context's limit, "
             f"got {most}"
         )
     slots = layer.choices + layer.shared_experts if mode == "direct" else room.ranks
     if slots > limits["return_slots"]:
-        raise HeapError(
+        raise LimitExceeded(
             f"return_mode: expected one that returns at most {limits['return_slots']} rows for a token, the context's "
             f"limit, got {slots} with {mode!r}"
         )
+
+
+def beyond_limit(name: str, most: int, got: int) -> LimitExceeded:
+    """Of the context's limit of that name, the error of a call that has more."""
+    if name == "max_tokens":
+        return LimitExceeded(f"x: expected at most max_tokens={most} tokens, the context's limit, got T={got}")
+    return LimitExceeded(f"{name}: expected at most {most}, the context's limit, got {got}")
 
 
 def checked_capacity(room: Room, factor: float | None, layer: LayerSpec, placement: placements.Placement) -> float:
@@ -372,7 +379,7 @@ def _check_rows(room: Room, factor: float, layer: LayerSpec, placement: placemen
     rows = library.rows_of_rank({**limits, "max_local_experts": local, "top_k": layer.choices, "capacity": capacity})
     most = library.rows_of_rank(limits)
     if rows > most:
-        raise HeapError(
+        raise LimitExceeded(
             f"capacity_factor: expected one that keeps at most {most} rows of a rank on another, which the context has "
             f"memory for, got {rows} ({local} of {experts} experts with {capacity} each); give the context a larger one"
         )
@@ -468,6 +475,8 @@ def _given_routing(as_operand: AsOperand, tensors: Tensors, x_type: str) -> dict
         if len(missing) < 2:
             raise InvalidArgument("router: expected either router or topk_ids and topk_weights, got both")
         return {}
+    if len(missing) == 2:
+        raise InvalidArgument("router: expected it, or topk_ids and topk_weights, got none of them")
     if missing:
         raise InvalidArgument(f"{missing[0]}: expected a tensor, since router is not given, got None")
     ids = as_operand("topk_ids", tensors.topk_ids, "[T, K] int32 or int64", ("int32", "int64"))
@@ -614,6 +623,7 @@ def _router(given: Container[str], options: Options, experts: int, top_k: int) -
 def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int, local: int) -> None:
     """Every tensor against the layer's sizes."""
     hidden, inner, experts = layer.hidden, layer.intermediate, layer.experts
+    _check_width(operands, layer)
     if hidden < 1 or inner < 1:
         raise InvalidArgument(f"down_proj: expected H >= 1 and I >= 1, got H={hidden} and I={inner}")
     rows = layer.gate_up_rows
@@ -647,6 +657,16 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
     for name in ("router_bias", "choice_bias", "router_logits"):
         if name in operands and "router" not in operands:
             raise InvalidArgument(f"{name}: expected router with it, got None")
+
+
+def _check_width(operands: dict[str, Described], layer: LayerSpec) -> None:
+    """Where experts' matrices agree on H, and x has another, it is x that is wrong."""
+    x, first, down = (operands[name] for name in ("x", "gate_up_proj", "down_proj"))
+    axes = (1, 2) if layer.transposed else (2, 1)
+    widths = {each.shape[axis] for each, axis in zip((first, down), axes, strict=True)}
+    if len(widths) == 1 and layer.hidden not in widths:
+        expected = f"[T, H={widths.pop()}] {x.dtype}, as gate_up_proj and down_proj have it"
+        raise InvalidArgument(f"x: expected {expected}, got {list(x.shape)} {x.dtype}")
 
 
 def _weight_scales(operands: dict[str, Described], layer: LayerSpec) -> str:

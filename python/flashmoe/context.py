@@ -19,10 +19,13 @@ from .engines.base import Engine, Membership
 from .engines.cpu import CpuEngine
 from .engines.cuda import CudaEngine
 from .errors import FlashMoEError, InvalidArgument
+from .keywords import with_known_options
 from .limits import ENGINES, Room, checked_context
 from .meeting import Meeting
 from .report import CallReport
 from .spec import bounded, one_of, truth
+from .tensors import refuse_unstored
+from .through_torch import is_recomputed
 from .trace import CallTrace
 
 MAX_SECONDS = 1e9  # nanoseconds in 63 bits
@@ -30,6 +33,9 @@ MAX_SECONDS = 1e9  # nanoseconds in 63 bits
 contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """What lives of contexts, and of `flashmoe.growing.GrowingContext`, by number."""
 _numbers = itertools.count(1)
+
+_GRADIENTS = {"y": "the gradient of y", "router_logits": "the gradient of router_logits"}
+"""What a backward pass is given by the names of results."""
 
 
 def next_number() -> int:
@@ -74,14 +80,22 @@ def run_backward(
     engine = _checked(ctx)._engine
     if options.placement is not None:
         options = options._replace(placement=placements.as_placed(options.placement))
+    for name, each in {**given, "what the call keeps": kept, "counts of what it keeps": counted}.items():
+        refuse_unstored(_GRADIENTS.get(name, name), each)
     with Call():
         engine.backward(kept, counted, options, given, wanted, accumulates)
 
 
 def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
-    """With the context's own load, where the call counts for that, and the placement as engines have it."""
-    if ctx._load is not None and tensors.load is None and _experts_of(ctx, tensors, options) == ctx.experts:
-        tensors = tensors._replace(load=ctx._load)
+    """With the load that the call counts for: its own, else the context's, but none for a call that is made again; and
+    the placement as engines have it."""
+    load = tensors.load
+    if load is None and ctx._load is not None and _experts_of(ctx, tensors, options) == ctx.experts:
+        load = ctx._load
+    if load is not None and is_recomputed():
+        load = None
+    if load is not tensors.load:
+        tensors = tensors._replace(load=load)
     if options.placement is not None:
         options = options._replace(placement=placements.as_placed(options.placement))
     return tensors, options
@@ -155,7 +169,8 @@ class Context:
     - CPU engine: NumPy arrays or PyTorch tensors in host memory, contiguous. A call is over when it returns.
     - CUDA engine: PyTorch tensors of the context's device; H and I multiples of 8, E at most 1024, K at most 32, T at
       most 65536. Rows of x, router and weights, and experts, may lie apart (strides of 16 bytes' multiples); the rest
-      is contiguous. A call launches one kernel on PyTorch's current stream and returns; the calls of a context must
+      is contiguous. A call launches one kernel on PyTorch's current stream and returns (one that keeps what
+      gradients need, among several ranks, makes three launches and waits for a count); the calls of a context must
       follow one another on the device. It can be captured into a CUDA graph, once a call like it has been made before
       the capture. The first call of a dtype and activation compiles its kernel (see ``flashmoe compile``).
 
@@ -201,7 +216,8 @@ class Context:
         may: it has fewer for more rows each.
     timeout:
         Seconds without progress anywhere in the group after which a wait gives up, also while joining; 0: never. CPU
-        engine: a rank alone waits for nobody, and never gives up.
+        engine: a rank alone waits for nobody, and never gives up. CUDA engine: a kernel's wait until its own puts have
+        arrived, with `transport` ``"rdma"``, is NVSHMEM's, and is not bounded.
     engine:
         ``"cpu"`` or ``"cuda"``. Default: ``"cuda"`` if a device is given, else ``"cpu"``.
     device:
@@ -252,6 +268,7 @@ class Context:
         A rank did not join in time.
     """
 
+    @with_known_options()
     def __init__(
         self,
         *,
@@ -387,26 +404,26 @@ class Context:
     def from_torch(cls, group: Any = None, **sizes: Any) -> Context:
         """A context whose ranks are those of a ``torch.distributed`` process group (default: all).
 
-        Collective over `group`, which serves only to agree on the group's name, and to find out whether all ranks are
-        of one machine. If not, they meet in the process group's store (CPU engine), for which every rank needs the same
-        `FLASHMOE_SECRET` in its environment, or ``FLASHMOE_TRUST_STORE=1`` (docs/several_machines.md). `sizes` are the
-        keyword arguments of `Context` but rank, ranks and name.
+        Collective over `group`, of which this process is a member. It serves only to agree on the group's name, and to
+        find out whether all ranks are of one machine. If not, they meet in the process group's store (CPU engine), for
+        which every rank needs the same `FLASHMOE_SECRET` in its environment, or ``FLASHMOE_TRUST_STORE=1``
+        (docs/several_machines.md). `sizes` are the keyword arguments of `Context` but rank, ranks and name.
         """
         import secrets
 
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            raise InvalidArgument("group: expected torch.distributed to be initialised, got no process group")
+        from .moving import place_in
+
+        rank, ranks = place_in(group)
         names = [f"torch-{os.getpid()}-{secrets.token_hex(8)}"]
         dist.broadcast_object_list(names, group=group, group_src=0)
-        ranks = dist.get_world_size(group)
         machines: list[Any] = [None] * ranks
         dist.all_gather_object(machines, machine.identity(), group=group)
         if len(set(machines)) > 1 and "rendezvous" not in sizes:
             store = dist.distributed_c10d._get_default_store()  # what all process groups are made of
             sizes["rendezvous"] = launcher.meet_in(store, names[0])
-        return cls(rank=dist.get_rank(group), ranks=ranks, name=names[0], **sizes)
+        return cls(rank=rank, ranks=ranks, name=names[0], **sizes)
 
     def local_experts(self, placement: placements.Placement | None = None) -> list[int]:
         """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement.
@@ -445,7 +462,8 @@ class Context:
         `flashmoe.placement.balanced` makes a placement.
 
         Calls count by themselves, also replays of a graph, but for those that are given a `load` of their own: the
-        layers of a model, which have one each, are told apart by that. What a call that fails has counted is undefined.
+        layers of a model, which have one each, are told apart by that. What a call that fails has counted is undefined;
+        one that ``torch.utils.checkpoint`` makes again counts once.
 
         Returns a NumPy array, or with the CUDA engine a tensor of its device, which PyTorch's current stream copies
         behind the calls that it has got: nobody waits. Raises `InvalidArgument` without `count_load`.

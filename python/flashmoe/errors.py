@@ -24,6 +24,15 @@ class HeapError(FlashMoEError):
     """The symmetric heap cannot be allocated, or is too small for the call."""
 
 
+class LimitExceeded(InvalidArgument, HeapError):
+    """An argument is more than the context was made for: an `InvalidArgument` of the call, for which the memory that
+    the context has is too small."""
+
+
+class UnknownOption(InvalidArgument, TypeError):
+    """A keyword argument has a name that there is not."""
+
+
 class GroupError(FlashMoEError):
     """The ranks of a group do not meet: one is missing, or they disagree on what they are computing."""
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from .context import Context, contexts
-from .errors import FlashMoEError
+from .errors import FlashMoEError, GroupError
 from .spec import MAX_CUDA_TOKENS, MAX_TOKENS
+
+Result = TypeVar("Result")
 
 _FEWEST_TOKENS = 64  # what a first call that decodes leaves room for; the memory is small beside any weights
 
@@ -47,6 +50,9 @@ class GrowingContext:
 
     Contexts are not closed but let go of: another thread may be within a call of the one that is replaced. One that a
     CUDA graph has captured is kept, because its replays write to that context's memory.
+
+    A call that fails breaks its context. Who made that call is told; the next one has another context, as a rank alone
+    has nobody to agree with on one.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -74,6 +80,20 @@ class GrowingContext:
             if capturing and self._context not in self._captured:
                 self._captured.append(self._context)
             return self._context
+
+    def use(self, tokens: int, call: Callable[[Context], Result]) -> Result:
+        """What `call` returns for the context for its T tokens; made once more where that context was broken before, by
+        a call that has failed meanwhile in this thread or another. Raises what `call` and `with_room_for` do."""
+        context = self.with_room_for(tokens)
+        try:
+            return call(context)
+        except GroupError as error:
+            if type(error) is not GroupError:  # a timeout: it was this call's, or nobody has heard of it yet
+                raise
+            with self._lock:
+                if self._context is context:
+                    self._context = None
+        return call(self.with_room_for(tokens))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowingContext:
         """The same: copies of a model share it."""

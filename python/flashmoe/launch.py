@@ -184,16 +184,35 @@ class _Call:
     def checked(
         cls, ranks: int, most: int, fn: Callable[..., Any], per_rank_args: Sequence[tuple], timeout: float | None
     ) -> _Call:
-        """Raises `InvalidArgument`, and what pickling raises."""
+        """Raises `InvalidArgument`."""
         ranks = bounded("ranks", ranks, 1, most)
+        if not callable(fn):
+            raise InvalidArgument(f"fn: expected a function, got {type(fn).__name__}")
         if len(per_rank_args) != ranks:
             raise InvalidArgument(f"per_rank_args: expected {ranks} tuples, got {len(per_rank_args)}")
         if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
             raise InvalidArgument(f"timeout: expected seconds, at least 0, or None, got {timeout!r}")
         name = group_name()
-        messages = [pickle.dumps((fn, (rank, ranks, name, *args))) for rank, args in enumerate(per_rank_args)]
+        messages = [_pickled(fn, (rank, ranks, name), args) for rank, args in enumerate(per_rank_args)]
         what = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', type(fn).__name__)}"
         return cls(name, what, messages, math.inf if timeout is None else time.monotonic() + timeout)
+
+
+def _pickled(fn: Callable[..., Any], place: tuple[int, int, str], args: Any) -> bytes:
+    """What a rank is sent, of `place` its number, how many there are, and the group's name. Raises `InvalidArgument`,
+    by the argument's name."""
+    argument = f"per_rank_args[{place[0]}]"
+    if not isinstance(args, tuple | list):
+        raise InvalidArgument(f"{argument}: expected a tuple of arguments, got {type(args).__name__}")
+    try:
+        return pickle.dumps((fn, (*place, *args)))
+    except Exception as error:  # whatever a foreign type's __reduce__ raises
+        problem, what = error, "a tuple of what can be pickled"
+    try:
+        pickle.dumps(fn)
+    except Exception as error:
+        argument, problem, what = "fn", error, "a function that is defined at the top level of a module"
+    raise InvalidArgument(f"{argument}: expected {what}, got {_describe(problem)}") from problem
 
 
 class _Worker:

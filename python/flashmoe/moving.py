@@ -18,11 +18,21 @@ Moves = Sequence[tuple[int, int, int]]
 """Rows by their ids, each with the rank that has it and the one that it goes to."""
 
 
-def place_in(group: Any) -> tuple[int, int]:
-    """This process's rank in `group`, and how many there are. Raises `InvalidArgument`."""
+def place_in(group: Any, name: str = "group") -> tuple[int, int]:
+    """This process's rank in `group`, an argument of that name (None: all processes), and how many there are. Raises
+    `InvalidArgument`, also where this process is none of them: who calls collectively without being a member is not
+    told, and goes on alone."""
     if not dist.is_initialized():
-        raise InvalidArgument("group: expected torch.distributed to be initialised, got no process group")
-    return dist.get_rank(group), dist.get_world_size(group)
+        raise InvalidArgument(f"{name}: expected torch.distributed to be initialised, got no process group")
+    if group not in (None, dist.GroupMember.NON_GROUP_MEMBER) and not isinstance(group, dist.ProcessGroup):
+        raise InvalidArgument(f"{name}: expected a process group or None, got {type(group).__name__}")
+    try:
+        rank = dist.get_rank(group)
+    except ValueError:  # it was destroyed
+        rank = -1
+    if rank < 0:
+        raise InvalidArgument(f"{name}: expected a process group that this rank is in, got another")
+    return rank, dist.get_world_size(group)
 
 
 def together(group: Any, act: Callable[[], Any], what: str) -> list[Any]:

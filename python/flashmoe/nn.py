@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -26,6 +26,7 @@ from .arguments import (
 from .checkpoint import MoELayer
 from .context import Context, room_of
 from .errors import InvalidArgument
+from .keywords import with_known_options
 from .replicated import Replicas
 from .scales import SCALE_OF, scale_shape
 from .slices import cut
@@ -62,8 +63,9 @@ TOKENS = ("own", "replicated")
 
 
 class Router(torch.nn.Module):
-    """The router's parameters: `weight` [E, H] and, if asked for, `bias` [E] and `choice_bias` [E], a float32
-    buffer, since no gradient leads to it. The same on every rank."""
+    """The router's parameters: `weight` [E, H] and, if asked for, `bias` [E] and `choice_bias` [E], a buffer, since no
+    gradient leads to it. That is of scores, and stays float32 whatever type the module is turned into or loads. The
+    same on every rank."""
 
     def __init__(self, hidden: int, experts: int, *, bias: bool, choice_bias: bool = False, dtype: torch.dtype) -> None:
         super().__init__()
@@ -73,8 +75,23 @@ class Router(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws new random weights and clears the bias."""
+        """Draws new random weights and clears the biases."""
         _draw(self.weight, self.weight.shape[1], self.bias)
+        if self.choice_bias is not None:
+            self.choice_bias.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        before = self.choice_bias
+        super()._apply(fn, recurse)
+        self.choice_bias = _of_one_type(before, self.choice_bias)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # `state_dict` is load_state_dict's own copy: entries may be replaced.
+        given = state_dict.get(f"{prefix}choice_bias")
+        if isinstance(given, Tensor) and given.is_floating_point():
+            state_dict[f"{prefix}choice_bias"] = given.float()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         return f"{list(self.weight.shape)}, bias={self.bias is not None}, {self.weight.dtype}"
@@ -205,7 +222,8 @@ class MoE(torch.nn.Module):
     The layer runs `flashmoe.moe`, which see; under ``torch.compile(fullgraph=True)``, too, it is one
     ``torch.ops.flashmoe.moe``. ``ctx.last_call`` is the report of the last call. With `count_load`, `load` [E] int64 is
     how many of this rank's (token, k) have chosen each expert in all calls since it was last cleared, by
-    ``load.zero_()``; it is no part of the ``state_dict``.
+    ``load.zero_()``; it is no part of the ``state_dict``. A call that ``torch.utils.checkpoint`` makes again counts
+    once.
 
     Parameters are named and shaped as in ``Qwen3MoeSparseMoeBlock`` of Transformers 5, so that such a block's
     ``state_dict()`` loads as it is. That holds all E experts; each rank keeps its own El (see `Experts`):
@@ -266,14 +284,15 @@ class MoE(torch.nn.Module):
     ------
     InvalidArgument
         A parameter is outside its domain.
-    HeapError
-        The layer exceeds the context's limits.
+    LimitExceeded
+        The layer exceeds the context's limits; an `InvalidArgument` and a `HeapError`.
     """
 
     main_grad: bool = False
     """Whether backward passes add each parameter's gradient to its attribute `main_grad`, which the caller has set to a
     contiguous float32 tensor of its shape, and leave its `grad` alone (docs/training.md)."""
 
+    @with_known_options(LayerOptions)
     def __init__(
         self,
         ctx: Context,
@@ -364,6 +383,20 @@ class MoE(torch.nn.Module):
         self.shared_expert_gate = torch.nn.Linear(layer.hidden, 1, bias=False, dtype=dtype) if gated else None
         load = torch.zeros(experts, dtype=torch.int64) if truth("count_load", count_load) else None
         self.register_buffer("load", load, persistent=False)
+        self.register_load_state_dict_post_hook(_make_load)
+
+    def reset_parameters(self) -> None:
+        """Draws new random weights, and clears biases and `load`."""
+        for module in self.children():
+            module.reset_parameters()
+        if self.load is not None:
+            self.load.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        before = self.load
+        super()._apply(fn, recurse)
+        self.load = _of_one_type(before, self.load)
+        return self
 
     @property
     def top_k(self) -> int:
@@ -391,6 +424,7 @@ class MoE(torch.nn.Module):
         return self._options.return_mode
 
     @classmethod
+    @with_known_options()
     def from_layer(
         cls,
         ctx: Context,
@@ -464,15 +498,13 @@ class MoE(torch.nn.Module):
         device = "cpu" if ctx.device is None else f"cuda:{ctx.device}"
         state = {name: _tensor(array).to(device) for name, array in weights.items()}
         module.load_state_dict(state, assign=True)
-        if module.load is not None:
-            module.load = torch.zeros_like(module.load, device=device)
         return module
 
     def move(self, placement: placements.Placement | None, group: Any = None) -> None:
         """Moves the experts, or their slices, to where `placement` wants them (None: to where the context's has them),
         and calls them there from then on. Collective: see `flashmoe.placement.move`, with the same `group` and errors.
 
-        Parameters are new ones. Raises `HeapError`, before anything is moved, where the context has no room for it.
+        Parameters are new ones. Raises `LimitExceeded`, before anything is moved, where the context has no room for it.
         """
         experts, room, parts = self.experts, room_of(self.ctx), self._layer.parts
         chosen = None if placement is None else placements.checked(placement, parts, room.ranks)
@@ -541,6 +573,19 @@ class MoE(torch.nn.Module):
             f"top_k={self.top_k}, activation={self.activation!r}, renormalize={self.renormalize}, "
             f"rank {self.ctx.rank} of {self.ctx.ranks}"
         )
+
+
+def _of_one_type(before: Tensor | None, after: Tensor | None) -> Tensor | None:
+    """A buffer that has been moved or cast: where it is now, with the type and the bits of before."""
+    if before is None or after.dtype == before.dtype:
+        return after
+    return before.to(after.device)
+
+
+def _make_load(module: MoE, keys: Any) -> None:
+    """Where weights have taken the place of some that were on no device: `load`, which is in no ``state_dict``."""
+    if module.load is not None and module.load.is_meta:
+        module.load = torch.zeros_like(module.load, device=module.gate.weight.device)
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:

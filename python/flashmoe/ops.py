@@ -6,9 +6,12 @@ from typing import Any, Unpack
 
 from .arguments import SCALES, WRITTEN, CallOptions, Options, Tensors
 from .context import Context, context_id, run
+from .keywords import refuse_unknown
 from .placement import Placement
 from .spec import truth
 from .through_torch import goes_through_torch
+
+_KNOWN = frozenset((*Options._fields, *Tensors._fields, "ctx", "trace"))
 
 
 def moe(
@@ -92,12 +95,11 @@ def moe(
         A tensor or option is outside its domain. Where shapes, types or options show it, the context stays usable, and
         the other ranks wait for this one to make the call as it should be. Where only values do (ids, a router logit
         that is not finite), every rank raises it and the context is broken; with the CUDA engine in a later call, in
-        `Context.synchronize`, or where ``ctx.last_call`` is read, since the call itself does not wait.
+        `Context.synchronize`, or where ``ctx.last_call`` is read, since the call itself need not wait.
     GroupError
-        The ranks disagree on H, I, E, K, dtype, activation, `weights_on_input`, return mode, capacity factor or
-        placement; or an earlier call of the group failed.
-    HeapError, PeerTimeout
-        The call exceeds the context's limits; or the group stood still for its timeout (the message names who).
+        The ranks disagree on sizes, types, placement or other options; or an earlier call of the group failed.
+    LimitExceeded, PeerTimeout
+        The call is more than the context was made for; or the group stood still for its timeout (the message says who).
     FlashMoEError
         The context is closed, another process's, or within a call of this thread, whose signal handler calls; a kernel
         cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
@@ -105,6 +107,7 @@ def moe(
     weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias)
     scales, written = ([options.pop(name, None) for name in names] for names in (SCALES, WRITTEN))
     tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, *scales, topk_ids, topk_weights, *written)
+    refuse_unknown("moe", options, _KNOWN)
     chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
     if not truth("trace", trace) and goes_through_torch(x, tensors):
         from . import torch_op

@@ -12,6 +12,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,11 +21,11 @@ import ml_dtypes
 import numpy as np
 
 from .architectures import architecture_of
-from .checkpoint import MoELayer, read_config, tensor_headers
+from .checkpoint import MoELayer, local_path, read_config, tensor_headers
 from .errors import InvalidArgument
-from .foreign import REFUSALS, checkpoint_error, reason
+from .foreign import REFUSALS, checkpoint_error, clipped, reason
 from .scales import SCALE_OF, check_slices, parts_of, scale_shape
-from .spec import ENCODINGS, FP8, MXFP4, SCALE_BLOCK, halves_of, one_of, scale_blocks
+from .spec import ENCODINGS, FP8, MXFP4, SCALE_BLOCK, bounded, halves_of, one_of, scale_blocks
 from .tensor_file import DTYPES, QUANTISED, READ, Stored, TensorFile
 
 __all__ = [
@@ -61,7 +62,7 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     A scale is the largest magnitude / 448, at least 2^-126; an element is ``e4m3(x * (1 / scale))``, all in float32.
     What docs/fp8.md says of NaN and infinities holds here too.
     """
-    x = np.asarray(x, np.float32)
+    x = _numbers("x", x, 1)
     *lead, width = x.shape
     padded = np.zeros((*lead, scale_blocks(width) * SCALE_BLOCK), np.float32)
     padded[..., :width] = x
@@ -76,12 +77,13 @@ def quantize_weights(matrices: np.ndarray, scales: str = "block", halves: int = 
     """Matrices [..., rows, columns] as float8_e4m3fn, and their scales as `flashmoe.moe` takes them, for each
     ``block``, ``row`` or ``tensor``. `halves`: 2 where gate rows come before up rows.
 
-    Raises `InvalidArgument` for numbers that are not finite.
+    Raises `InvalidArgument` for what are no such matrices, of at least one row and column each, and for numbers that
+    are not finite.
     """
     one_of("scales", scales, _SCALES)
-    matrices = np.asarray(matrices, np.float32)
+    matrices = _numbers("matrices", matrices, 2)
     *lead, rows, columns = matrices.shape
-    if rows % halves:
+    if rows % bounded("halves", halves, 1, rows):
         raise InvalidArgument(f"halves: expected a divisor of {rows} rows, got {halves}")
     if scales == "row":
         largest = np.abs(matrices).max(axis=-1, keepdims=True, initial=0.0)
@@ -89,7 +91,7 @@ def quantize_weights(matrices: np.ndarray, scales: str = "block", halves: int = 
         largest = np.abs(matrices).max(axis=(-2, -1), keepdims=True, initial=0.0)
     else:
         largest = _largest_of_blocks(matrices.reshape(*lead, halves, rows // halves, columns))
-        largest = largest.reshape(*lead, -1, largest.shape[-1])
+        largest = largest.reshape(*lead, halves * largest.shape[-2], largest.shape[-1])
     _check_finite(largest)
     scale = np.maximum(largest / LARGEST, _LEAST_SCALE)
     return _as_e4m3(matrices / _spread(scale, rows, columns, halves)), scale
@@ -98,8 +100,16 @@ def quantize_weights(matrices: np.ndarray, scales: str = "block", halves: int = 
 def dequantize(elements: np.ndarray, scale: np.ndarray, halves: int = 1) -> np.ndarray:
     """float64 [..., rows, columns]: what quantised matrices stand for, exactly. Scales as `quantize_weights` gives
     them."""
-    *_, rows, columns = elements.shape
-    return elements.astype(np.float64) * _spread(np.asarray(scale, np.float64), rows, columns, halves)
+    numbers, scale = _numbers("elements", elements, 2, np.float64), np.asarray(scale, np.float64)
+    *lead, rows, columns = numbers.shape
+    parts = bounded("halves", halves, 1, rows)
+    shapes = [scale_shape(ENCODINGS[FP8], kind, numbers.shape, parts) for kind in _SCALES]
+    if scale.shape not in shapes or rows % parts:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise InvalidArgument(
+            f"scale: expected {expected} of elements {[*lead, rows, columns]}, got {list(scale.shape)}"
+        )
+    return numbers * _spread(scale, rows, columns, parts)
 
 
 def quantize_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -114,7 +124,7 @@ def quantize_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     encoding = ENCODINGS[MXFP4]
     columns = encoding.block[1]
-    matrices = np.asarray(matrices, np.float32)
+    matrices = _numbers("matrices", matrices, 1)
     if matrices.shape[-1] % columns:
         raise InvalidArgument(f"matrices: expected a multiple of {columns} columns, got {list(matrices.shape)}")
     blocks = matrices.reshape(*matrices.shape[:-1], -1, columns)
@@ -129,6 +139,12 @@ def quantize_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """float32 [..., n]: what e2m1 [..., n / 32, 16] uint8 stand for with scales [..., n / 32]: exactly, but infinite
     beyond float32. NaN where a scale is 0xff."""
+    blocks, scales = np.asarray(blocks), np.asarray(scales)
+    if blocks.dtype != np.uint8 or blocks.ndim < 2 or blocks.shape[-1] != 16:
+        raise InvalidArgument(f"blocks: expected [..., n / 32, 16] uint8, got {list(blocks.shape)} {blocks.dtype}")
+    if scales.dtype != np.uint8 or scales.shape != blocks.shape[:-1]:
+        expected = f"{list(blocks.shape[:-1])} uint8, one for each of the blocks"
+        raise InvalidArgument(f"scales: expected {expected}, got {list(scales.shape)} {scales.dtype}")
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], -1)
     numbers = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
     with np.errstate(over="ignore"):
@@ -160,10 +176,11 @@ def quantize_layer(layer: MoELayer, scales: str = "block", dtype: str = FP8) -> 
         matrices = getattr(layer, name)
         if matrices is None:
             continue
-        if dtype == MXFP4:
-            made[name], made[scale] = _in_mxfp4(matrices.swapaxes(-2, -1) if transposed else matrices)
-        else:
-            made[name], made[scale] = quantize_weights(matrices, scales, parts_of(name, halves))
+        with _named(f"layer: {name}"):
+            if dtype == MXFP4:
+                made[name], made[scale] = _in_mxfp4(matrices.swapaxes(-2, -1) if transposed else matrices)
+            else:
+                made[name], made[scale] = quantize_weights(matrices, scales, parts_of(name, halves))
     return replace(layer, **made, options={key: each for key, each in layer.options.items() if key != "transposed"})
 
 
@@ -181,7 +198,7 @@ def quantize_checkpoint(source: str | Path, target: str | Path, dtype: str = FP8
     ``F32, F16, BF16``, one that is quantised, or one of a model that has none in `dtype`; `InvalidArgument` if `target`
     exists and is not empty, or weights are not finite or, in MXFP4, no blocks of 32.
     """
-    source, target = Path(source), Path(target)
+    source, target = local_path(source), local_path(target, "target")
     form = _FORMS[one_of("dtype", dtype, tuple(_FORMS))]
     config = read_config(source)
     headers = tensor_headers(source)
@@ -218,6 +235,22 @@ def _in_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return blocks.reshape(*lead, *blocks.shape[1:]), scales.reshape(*lead, *scales.shape[1:])
 
 
+def _numbers(name: str, given: Any, axes: int, dtype: Any = np.float32) -> np.ndarray:
+    """`given` as an array of that type, whose last axes, so many, have elements. Raises `InvalidArgument`."""
+    symbols = ("n",) if axes == 1 else ("rows", "columns")
+    try:
+        array = np.asarray(given)
+        if array.dtype.kind == "c":
+            raise TypeError(f"they are of {array.dtype}")
+        numbers = array.astype(dtype, copy=False)
+    except Exception as error:  # whatever a foreign type raises
+        raise InvalidArgument(f"{name}: expected an array of numbers, got {type(given).__name__}: {error}") from None
+    if array.ndim < axes or 0 in array.shape[-axes:]:
+        expected = f"[..., {', '.join(symbols)}], at least 1 of each"
+        raise InvalidArgument(f"{name}: expected {expected}, got {list(array.shape)} {array.dtype}")
+    return numbers
+
+
 def _check_finite(largest: np.ndarray) -> None:
     if not np.isfinite(largest).all():
         raise InvalidArgument("matrices: expected finite numbers, got others among them")
@@ -242,7 +275,7 @@ def _spread(scale: np.ndarray, rows: int, columns: int, halves: int) -> np.ndarr
     if scale.shape[-2:] in ((1, 1), (rows, 1)):
         return scale
     each = rows // halves
-    apart = scale.reshape(*scale.shape[:-2], halves, -1, scale.shape[-1])
+    apart = scale.reshape(*scale.shape[:-2], halves, scale.shape[-2] // halves, scale.shape[-1])
     apart = np.repeat(np.repeat(apart, SCALE_BLOCK, axis=-2)[..., :each, :], SCALE_BLOCK, axis=-1)[..., :columns]
     return apart.reshape(*scale.shape[:-2], rows, columns)
 
@@ -332,8 +365,18 @@ def _quantised(form: _Form) -> tuple[np.ndarray, ...]:
     """Matrix by matrix, so that float32 copies are of one alone."""
     array = np.empty(form.of.shape, DTYPES[form.of.dtype])
     _read(form.of, array)
-    made = [form.made(matrix) for matrix in array.reshape(-1, *form.of.shape[-2:])]
+    with _named(f"{clipped(form.of.name)} in {clipped(form.of.path)}"):
+        made = [form.made(matrix) for matrix in array.reshape(-1, *form.of.shape[-2:])]
     return tuple(np.stack(each) for each in zip(*made, strict=True))
+
+
+@contextmanager
+def _named(matrices: str) -> Iterator[None]:
+    """Errors of `matrices` say which these are."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(str(error).replace("matrices:", f"{matrices}:", 1)) from None
 
 
 def _read(stored: Stored, array: np.ndarray) -> None:

@@ -8,20 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import InvalidArgument
+from .moving import place_in
 
 
 class Replicas:
     """The ranks of a process group of ``torch.distributed``, which hold the same tokens. (None: all ranks.)"""
 
     def __init__(self, group: Any = None) -> None:
-        if not dist.is_initialized():
-            raise InvalidArgument("token_group: expected torch.distributed to be initialised, got no process group")
         self.group = group
-        self.count = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-        if self.rank < 0:
-            raise InvalidArgument("token_group: expected a process group that this rank is in, got another")
+        self.rank, self.count = place_in(group, "token_group")
 
     def share(self, tokens: int) -> slice:
         """Which of T tokens this rank brings; the last ranks may have fewer than others, or none."""

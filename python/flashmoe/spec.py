@@ -332,24 +332,29 @@ def truth(name: str, value: Any) -> bool:
         raise InvalidArgument(f"{name}: expected True or False, got {value!r}") from None
 
 
+MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+MIN_FLOAT32 = 2.0**-149
+"""The least above 0."""
+
+
 def finite(name: str, value: Any) -> float:
-    """`value` as a float that is a number; raises `InvalidArgument`."""
+    """`value` as a float that is a number in float32, in which the engines compute; raises `InvalidArgument`."""
     try:
         number = float(value)
     except Exception:  # too large, or whatever a foreign type's __float__ raises
         number = math.nan
     # A comparison: torch.compile traces no math.isfinite of a number that it takes for a variable.
-    if not -math.inf < number < math.inf or isinstance(value, (str, bytes)):
-        raise InvalidArgument(f"{name}: expected a finite number, got {value!r}")
+    if not -MAX_FLOAT32 <= number <= MAX_FLOAT32 or isinstance(value, (str, bytes)):
+        raise InvalidArgument(f"{name}: expected a finite number of float32, got {value!r}")
     return number
 
 
 def positive(name: str, value: Any) -> float:
-    """`value` as a float above 0; raises `InvalidArgument`."""
+    """`value` as a float above 0, in float32 too; raises `InvalidArgument`."""
     try:
         number = finite(name, value)
     except InvalidArgument:
         number = 0.0
-    if number <= 0.0:
-        raise InvalidArgument(f"{name}: expected a finite number > 0, got {value!r}")
+    if number < MIN_FLOAT32:
+        raise InvalidArgument(f"{name}: expected a finite number of float32 > 0, got {value!r}")
     return number

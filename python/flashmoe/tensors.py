@@ -93,6 +93,7 @@ def believed(name: str, tensor: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         refuse_hollow(name, tensor)
+        refuse_unstored(name, tensor)
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
             return tensor
         tensor = tensor.detach().resolve_neg()
@@ -116,6 +117,21 @@ def refuse_hollow(name: str, tensor: Any) -> None:
         raise InvalidArgument(f"{name}: expected a dense tensor, got one of layout {tensor.layout}")
     if tensor.is_nested:
         raise InvalidArgument(f"{name}: expected a dense tensor, got a nested one")
+
+
+def refuse_unstored(name: str, tensor: Any) -> None:
+    """Raises `InvalidArgument` for a dense tensor of PyTorch whose storage ends before its elements do, as where it was
+    freed: FSDP does that to parameters between their uses, by ``resize_(0)``, and they still have their shape."""
+    stored = tensor.untyped_storage().nbytes()
+    if stored >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes and tensor.is_contiguous():
+        return
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
+    if stored < needed:
+        raise InvalidArgument(
+            f"{name}: expected {needed} bytes of storage, which its elements reach into, got {stored}: it has been "
+            "freed or cut short"
+        )
 
 
 def refuse_unwritable(name: str, tensor: Any) -> None:
@@ -154,7 +170,7 @@ def host_view(tensor: Any) -> tvm_ffi.Tensor:
             tensor = tensor.detach()
         if tensor.is_neg():  # DLPack knows no views that are negated as they are read
             tensor = tensor.resolve_neg()
-        if dtype_name(tensor) == FP8:
+        if tensor.itemsize == 1 and dtype_name(tensor) == FP8:  # the size first: a name is made letter by letter
             import torch
 
             tensor = tensor.view(torch.uint8)
@@ -168,7 +184,7 @@ def signature(tensor: Any, first: int = 0) -> Hashable:
     """
     if isinstance(tensor, np.ndarray):
         return tensor.dtype, tensor.shape[first:], tensor.flags.c_contiguous
-    return type(tensor), tensor.dtype, tensor.shape[first:], tensor.device.type, tensor.is_contiguous()
+    return type(tensor), tensor.dtype, tensor.shape[first:], tensor.device, tensor.is_contiguous()
 
 
 def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...], device: int) -> DeviceOperand:
@@ -180,6 +196,7 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     if torch is None or not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"{name}: expected {expected}, a PyTorch one, got {type(tensor).__name__}")
     refuse_hollow(name, tensor)
+    refuse_unstored(name, tensor)
     shape, dtype = _shape_and_dtype(name, tensor, expected, dtypes)
     if tensor.device.type != "cuda" or tensor.device.index != device:
         raise InvalidArgument(f"{name}: expected a tensor of cuda:{device}, the context's device, got {tensor.device}")

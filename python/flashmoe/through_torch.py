@@ -1,4 +1,4 @@
-"""Whether PyTorch is to see a call as one operator, or nothing of it."""
+"""What PyTorch has to do with a call: whether it is to see one operator, or nothing; whether it makes it once more."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ def goes_through_torch(x: Any, others: Iterable[Any], trains: bool = False) -> b
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     derived = torch.autograd.forward_ad._current_level >= 0
     return traced or transformed or derived
+
+
+def is_recomputed() -> bool:
+    """Whether a backward pass makes this call: it has been made before, as ``torch.utils.checkpoint`` does again for
+    what it has not kept."""
+    torch = sys.modules.get("torch")
+    return torch is not None and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
 
 
 def _in_mode_of_functions(torch: Any) -> bool:

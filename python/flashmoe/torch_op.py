@@ -16,7 +16,7 @@ rank does not use, nor merge two equal calls, nor swap two independent ones.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +29,9 @@ from .arguments import WRITTEN, Options, Tensors, as_plain_values
 from .context import Context, context_id, contexts, run, run_and_keep, run_backward
 from .engines import cuda_training
 from .errors import FlashMoEError, InvalidArgument
-from .growing import GrowingContext
+from .growing import GrowingContext, Result
 from .placement import from_flat
-from .through_torch import goes_through_torch
+from .through_torch import goes_through_torch, is_recomputed
 
 __all__ = [
     "by_operator",
@@ -46,14 +46,14 @@ __all__ = [
 ]
 
 
-def _context(number: int, tokens: int) -> Context:
-    """That of the number, for a call of T tokens."""
+def _in_context(number: int, tokens: int, call: Callable[[Context], Result]) -> Result:
+    """What `call` returns for that of the number, with room for T tokens."""
     ctx = contexts.get(number)
     if ctx is None:
         raise FlashMoEError(
             f"context: expected the context_id of a live Context, got {number}: it is gone, or never was"
         )
-    return ctx.with_room_for(tokens) if isinstance(ctx, GrowingContext) else ctx
+    return ctx.use(tokens, call) if isinstance(ctx, GrowingContext) else call(ctx)
 
 
 # The annotations become the operator's schema. No parameter is keyword-only: autograd refuses such tensors.
@@ -107,8 +107,10 @@ def _run(
     """The call of `_moe`'s arguments: its result, or that and what it keeps."""
     tensors = _tensors_of(given)._replace(load=load, router_logits=router_logits)
     options = _options_of(given)
-    ctx = _context(given["context"], tensors.x.shape[0])
-    return run_and_keep(ctx, tensors, options) if keep else run(ctx, tensors, options, False)
+    number, tokens = given["context"], tensors.x.shape[0]
+    if keep:
+        return _in_context(number, tokens, lambda ctx: run_and_keep(ctx, tensors, options))
+    return _in_context(number, tokens, lambda ctx: run(ctx, tensors, options, False))
 
 
 def _options_of(given: Mapping[str, Any]) -> Options:
@@ -148,6 +150,8 @@ def by_operator(context: int, tensors: Tensors, options: Options, main_grad: boo
     `main_grad`: gradients of weights and biases are added to their attributes of that name."""
     check_tensors(tensors._asdict())
     options = as_plain_values(options)
+    if tensors.load is not None and is_recomputed():
+        tensors = tensors._replace(load=None)
     load, logits = tensors.written
     given = {name: each for name, each in tensors._asdict().items() if name not in WRITTEN} | options._asdict()
     trains = _trains(tensors)
@@ -155,6 +159,8 @@ def by_operator(context: int, tensors: Tensors, options: Options, main_grad: boo
         return moe(context, **given)
     _check_written(tensors)
     size, with_logits = 0 if load is None else load.shape[0], logits is not None
+    if trains:
+        _refuse_transforms()
     if trains and main_grad:
         _check_main_grads(tensors)
     if not trains:
@@ -177,6 +183,19 @@ def _trains(tensors: Tensors) -> bool:
     return recorded and tensors.x.device.type in ("cpu", "cuda") and tensors.gate_up_scale is None
 
 
+_NO_TRANSFORMS = (
+    "flashmoe.moe: FlashMoE has no gradients within transforms of torch.func (grad, vjp, jacrev, vmap) and no batched "
+    "ones (is_grads_batched, jacobian(vectorize=True)); differentiate with torch.autograd, a gradient at a time, or "
+    "call the layer under torch.no_grad()"
+)
+
+
+def _refuse_transforms() -> None:
+    """Raises `NotImplementedError` within a transform of torch.func, for what records gradients or computes them."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(_NO_TRANSFORMS)
+
+
 def _check_main_grads(tensors: Tensors) -> None:
     """Raises `InvalidArgument` for a weight or bias that gradients lead to without a `main_grad` for them, and
     `NotImplementedError` under a compiler."""
@@ -195,6 +214,7 @@ def _main_grad_of(name: str, parameter: Tensor) -> Tensor:
     if not isinstance(found, Tensor):
         raise InvalidArgument(f"{expected}, got {'none' if found is None else type(found).__name__}")
     operands.refuse_hollow(f"{name}.main_grad", found)
+    operands.refuse_unstored(f"{name}.main_grad", found)
     alike = found.shape == parameter.shape and found.device == parameter.device
     if not (alike and found.dtype == torch.float32 and found.is_contiguous()):
         raise InvalidArgument(
@@ -212,6 +232,8 @@ def _check_written(tensors: Tensors) -> None:
     for (name, (expected, dtype)), tensor in zip(WRITTEN.items(), tensors.written, strict=True):
         if tensor is None:
             continue
+        if not torch.compiler.is_compiling():
+            operands.refuse_unstored(name, tensor)
         fits = tensor.ndim == 1 if name == "load" else tensor.shape == (*x.shape[:1], *router.shape[:1])
         if not (
             fits and tensor.dtype == getattr(torch, dtype) and tensor.device == x.device and tensor.is_contiguous()
@@ -280,8 +302,8 @@ def _write_gradients(
     if of_call.logits_grad is not None:
         read["router_logits"] = of_call.logits_grad.contiguous()
     written = {names[place]: each for place, each in results.items()}
-    ctx = _context(of_call.context, of_call.grad.shape[0])
-    run_backward(ctx, of_call.kept, of_call.counted, _options_of(options), read, written, accumulates)
+    what = of_call.kept, of_call.counted, _options_of(options), read, written, accumulates
+    _in_context(of_call.context, of_call.grad.shape[0], lambda ctx: run_backward(ctx, *what))
 
 
 class _Kept(torch.autograd.Function):
@@ -367,7 +389,7 @@ def call(number: int, tensors: Tensors, options: Options, main_grad: bool = Fals
     an operator takes the host as long as the call itself (docs/measured.md)."""
     if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
         return by_operator(number, tensors, options, main_grad)
-    return run(_context(number, tensors.x.shape[0]), tensors, options, False)
+    return _in_context(number, tensors.x.shape[0], lambda ctx: run(ctx, tensors, options, False))
 
 
 def _is_on_meta(tensors: Tensors) -> bool:
@@ -527,6 +549,9 @@ def _with_main_grad(inputs: Mapping[int, Tensor], places: Mapping[int, int]) -> 
 
 def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, *_: None) -> tuple[Any, ...]:
     """One gradient per argument of the call, None for those that need none, or are added to a `main_grad`."""
+    if any(each is not None and torch._C._functorch.is_legacy_batchedtensor(each) for each in (grad, logits)):
+        raise NotImplementedError(_NO_TRANSFORMS)
+    _refuse_transforms()
     needed, (kept, counted, *inputs) = ctx.needs_input_grad, ctx.saved_tensors
     given = list(ctx.places.values())
     if grad is None:
@@ -548,6 +573,8 @@ def _accumulate(
     of_call: _OfCall, options: Mapping[str, Any], wanted: Sequence[int], parameters: Mapping[int, Tensor]
 ) -> list[Any]:
     """As `_gradients_at`, but the gradients of `parameters` are added to their `main_grad`, and None here."""
+    if torch.is_grad_enabled():  # create_graph: nothing would tell what is missing
+        raise _no_second_derivatives()
     sums = {place: _main_grad_of(Tensors._fields[place], parameters[place]) for place in wanted if place in parameters}
     others = of_call.empty({0, *wanted} - sums.keys())
     _write_gradients(of_call, options, others | sums, accumulates=True)
@@ -556,9 +583,21 @@ def _accumulate(
     return [others.get(place) for place in wanted]
 
 
+def _no_second_derivatives() -> NotImplementedError:
+    return NotImplementedError(
+        "flashmoe.moe: FlashMoE has no second derivatives, as gradient penalties and Hessians need; compute gradients "
+        "without create_graph=True, or detach what the layer contributes to them"
+    )
+
+
+def _refuse_second(ctx: Any, *grads: Any) -> Any:
+    raise _no_second_derivatives()
+
+
 for _operator in (moe, moe_observed):
     _operator.register_autograd(_refused, setup_context=_save_inputs)
 moe_kept.register_autograd(_gradients, setup_context=_save_kept)
+moe_backward.register_autograd(_refuse_second)
 for _operator in (moe, moe_observed, moe_kept, moe_backward):
     if hasattr(_operator, "register_effect"):  # not in older PyTorch
         _operator.register_effect(torch.library.EffectType.ORDERED)

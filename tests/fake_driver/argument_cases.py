@@ -6,7 +6,9 @@ import flashmoe
 import numpy as np
 import pytest
 import torch
-from fake_gpu import E, H, K, arguments, given, on_gpu, sparse
+from fake_gpu import SIZES, E, H, K, arguments, freed, given, launched, on_gpu, sparse
+from flashmoe.arguments import Options, Tensors
+from flashmoe.context import run_backward
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,7 @@ from fake_gpu import E, H, K, arguments, given, on_gpu, sparse
         (lambda: arguments(x=sparse(16, H)), "x: expected a dense tensor, got one of layout torch.sparse_coo"),
         (lambda: arguments(router=sparse(E, H)), "router: expected a dense tensor, got one of layout"),
         (lambda: arguments(router_bias=on_gpu(2 * E)[::2]), "router_bias: expected a contiguous tensor"),
-        (lambda: arguments(router=None), "topk_ids: expected a tensor"),
+        (lambda: arguments(router=None), "router: expected it, or topk_ids and topk_weights, got none"),
         (lambda: arguments(activation="tanh"), "activation: expected one of"),
         (lambda: arguments(activation=["relu"]), "activation: expected one of"),
         (lambda: arguments(return_mode="reduced"), "return_mode: expected 'direct', the context's"),
@@ -44,3 +46,41 @@ def test_refused_before_the_launch(ctx, make, message):
         flashmoe.moe(ctx, **make())
     with pytest.raises(flashmoe.InvalidArgument, match=message):  # it is not remembered as a layer
         flashmoe.moe(ctx, **make())
+
+
+@pytest.mark.parametrize("left", [0, 100])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        *[(name, arguments) for name in ("x", "gate_up_proj", "down_proj", "router")],
+        ("router_bias", lambda: arguments(router_bias=on_gpu(8 * E)[:E])),
+        ("topk_ids", given),
+        ("topk_weights", given),
+        ("load", lambda: arguments(load=on_gpu(E, dtype=torch.int64))),
+        ("router_logits", lambda: arguments(router_logits=on_gpu(100, E, dtype=torch.float32))),
+        ("shared_down", lambda: arguments(shared_gate_up=on_gpu(128, H), shared_down=on_gpu(H, 64))),
+    ],
+)
+def test_memory_that_was_freed_between_two_calls(name, make, left):
+    """The layer is known from the first one: nothing is launched for the second."""
+    called = make()
+    with flashmoe.Context(engine="cuda", **SIZES, shared_intermediate=64) as ctx:
+        flashmoe.moe(ctx, **called)
+        before = launched()
+        freed(called[name], left if left < called[name].nbytes else called[name].nbytes - 1)
+        with pytest.raises(flashmoe.InvalidArgument, match=f"{name}: expected [0-9]* bytes of storage"):
+            flashmoe.moe(ctx, **called)
+        assert launched() == before
+
+
+@pytest.mark.parametrize("name", ["x", "gate_up_proj", "down_proj", "router", "y"])
+def test_memory_that_was_freed_before_the_backward_pass(ctx, name):
+    given = {key: each for key, each in arguments().items() if key != "top_k"}
+    tensors, options = Tensors(**given), Options(top_k=K)
+    kept, counted = ctx._engine.call_and_keep(tensors, options)[1:]
+    before, given["y"] = launched(), on_gpu(100, H)
+    wanted = {"x": on_gpu(100, H)}
+    freed(given[name])
+    with pytest.raises(flashmoe.InvalidArgument, match=f"{name}: expected [0-9]* bytes of storage"):
+        run_backward(ctx, kept, counted, options, given, wanted, False)
+    assert launched() == before

@@ -102,5 +102,5 @@ def test_closed(ctx):
     flashmoe.moe(ctx, **arguments())
     ctx.close()
     for use in (lambda: flashmoe.moe(ctx, **arguments()), ctx.synchronize, lambda: ctx.last_call):
-        with pytest.raises(flashmoe.FlashMoEError, match="context: it is closed"):
+        with pytest.raises(flashmoe.FlashMoEError, match="context: expected an open one, got one that is closed"):
             use()

@@ -87,6 +87,12 @@ def sparse(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16).to_sparse()
 
 
+def freed(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
+    """The tensor, of whose storage so many bytes are left."""
+    tensor.untyped_storage().resize_(left)
+    return tensor
+
+
 def launched() -> dict:
     return json.loads(driver.fake_last_launch())
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import flashmoe
 import pytest
-from fake_gpu import SIZES, E, arguments, driver
+import torch
+from fake_gpu import SIZES, E, H, I, K, arguments, driver
+from flashmoe import torch_op
+from flashmoe.arguments import Options, Tensors
+from flashmoe.growing import Shape, growing_context
 
 
 @pytest.mark.parametrize(
@@ -35,3 +39,32 @@ def test_faults(fault, error, message, where):
         for again in (lambda: flashmoe.moe(ctx, **arguments()), ctx.synchronize):
             with pytest.raises(flashmoe.GroupError, match="an earlier call failed"):
                 again()
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_growing_context_goes_on_behind_a_fault(monkeypatch, captures):
+    """The call that learns of it tells it; the next one has another context. What a graph has captured is kept."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures and capturing)
+    context, capturing = growing_context(Shape(0, "bfloat16", H, I, E, K)), False
+    tensors = Tensors(**{name: each for name, each in arguments().items() if name != "top_k"})
+
+    def call() -> None:
+        torch_op.call(context.number, tensors, Options(top_k=K))
+
+    call()
+    failed, capturing = context.with_room_for(100), True
+    call()
+    capturing = False
+    driver.fake_fault(4, 0, 0, 0)
+    call()
+    with pytest.raises(flashmoe.PeerTimeout, match="rank 0 holds up call"):
+        call()
+    call()
+    fresh = context.with_room_for(100)
+    assert fresh is not failed and context._captured == [failed] * captures
+    call()
+    assert context.with_room_for(100) is fresh
+    context._context = None
+    context._captured.clear()
+    fresh.close()
+    failed.close()

@@ -16,7 +16,7 @@ def test_every_call_is_checked(ctx):
     flashmoe.moe(ctx, **args)
     flashmoe.moe(ctx, **routed)
     assert len(prepared(ctx)) == 2
-    with pytest.raises(flashmoe.HeapError, match="max_tokens: expected at most 4096"):
+    with pytest.raises(flashmoe.InvalidArgument, match="x: expected at most max_tokens=4096 tokens"):
         flashmoe.moe(ctx, **{**args, "x": on_gpu(4097, H)})
     with pytest.raises(flashmoe.InvalidArgument, match="x: expected rows that begin"):
         flashmoe.moe(ctx, **{**args, "x": on_gpu(9, H + 1)[:, 1:]})

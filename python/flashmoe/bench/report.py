@@ -269,9 +269,16 @@ def _api(file: File) -> str:
     return _table(("point", "call", "API calls", "us of the host", "by name"), rows)
 
 
+_SHARES = {
+    "with_tasks": "processors with a task, of a traced call",
+    "with_kernels": "a kernel running, from the call's start to its end",
+    "sm_active": "SMs active, from the call's start to its end",
+}
+
+
 def _utilization(file: File) -> str:
     rows = [
-        (point["name"], figures.NAMES.get(call, call), what.replace("_", " "), f"{share:.1%}")
+        (point["name"], figures.NAMES.get(call, call), _SHARES[what], f"{share:.1%}")
         for point in file.points
         for what, shares in point["values"].items()
         for call, share in shares.items()
@@ -333,8 +340,10 @@ def _soak(file: File) -> str:
     rows = []
     for point in file.points:
         values = point["values"]
-        rows.append((point["name"], str(values["calls"]), f"{values['seconds']:.1f}", f"{point['check']['error']:g}"))
-    return _table(("point", "calls", "seconds", "other bits"), rows)
+        compared = str(values.get("compared", "not recorded"))
+        of_these = f"{point['check']['error']:g}"
+        rows.append((point["name"], str(values["calls"]), f"{values['seconds']:.1f}", compared, of_these))
+    return _table(("point", "calls", "seconds", "calls compared", "of these, other bits"), rows)
 
 
 VALUES: dict[str, Callable[[File], str]] = {

@@ -19,7 +19,7 @@ Experts without a gate have ``up_proj`` and ``down_proj`` alone. A shared expert
 left out, and named.
 """
 
-from .files import read_config, tensor_files, tensor_headers
+from .files import local_path, read_config, tensor_files, tensor_headers
 from .layer import OF_EXPERTS, SHARED, MoELayer, MoELayerOf
 from .loading import load_hidden_states, load_layer, shipped_layer
 
@@ -30,6 +30,7 @@ __all__ = [
     "MoELayerOf",
     "load_hidden_states",
     "load_layer",
+    "local_path",
     "read_config",
     "shipped_layer",
     "tensor_files",

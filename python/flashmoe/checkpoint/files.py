@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +16,24 @@ MOST_INDEX_BYTES = MOST_HEADER_BYTES
 """An index names the tensors that headers describe."""
 MOST_CONFIG_BYTES = 2**24
 """Ten times what the largest have: those with a name for each of thousands of classes."""
+_NAME_ON_A_HUB = r"[\w-][\w.-]*/[\w.-]*[\w-](?<!\.safetensors)"
+"""As hubs name models: who published one, and its name."""
 SCALE_ENDS = ("_scale_inv", "_scale")
 """What follows the name of a matrix in that of its scales."""
+
+
+def local_path(path: str | Path, name: str = "path") -> Path:
+    """An argument of that name as a path of this machine, ``~`` being the user's home. Raises `CheckpointError`."""
+    try:
+        return Path(path).expanduser()
+    except (TypeError, RuntimeError) as error:  # no path; a user who has no home
+        raise checkpoint_error(name, "a path", f"{shown(path)}: {error}") from None
 
 
 def tensor_files(path: str | Path) -> dict[str, Path]:
     """The names of a checkpoint's tensors, and the file that has each; `path` as in `load_layer`. Files that an index
     names are not opened. Raises `CheckpointError` as `load_layer`."""
-    return StoredTensors.find(Path(path)).files
+    return StoredTensors.find(local_path(path)).files
 
 
 def tensor_headers(path: str | Path) -> dict[Path, TensorFile]:
@@ -71,6 +82,9 @@ class StoredTensors:
     def find(cls, path: Path) -> StoredTensors:
         """List what a safetensors file or a checkpoint folder holds, without reading any tensor."""
         if not os.path.isdir(path):
+            if not os.path.lexists(path) and re.fullmatch(_NAME_ON_A_HUB, str(path)):
+                expected = "a local folder or .safetensors file; a checkpoint of a hub is to be downloaded before"
+                raise checkpoint_error("path", expected, f"{path}, which is neither")
             return cls._of_file(path)
         index, file = path / "model.safetensors.index.json", path / "model.safetensors"
         # lexists: a link to nothing is a file that cannot be read, not one that is not there.

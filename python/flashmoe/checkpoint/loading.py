@@ -16,7 +16,7 @@ from ..shares import Cut, checked_ids
 from ..slices import cut_scales
 from ..spec import Encoding, halves_of
 from .checks import check_config, check_scales, check_whole_blocks, checked_encoding, checked_sizes
-from .files import StoredTensors, header_of, model_config
+from .files import StoredTensors, header_of, local_path, model_config
 from .layer import SHARED, MoELayer
 from .plan import find_block, odd_width, plan_block
 from .planned import Planned, read_planned
@@ -54,7 +54,7 @@ def load_layer(
             a tensor; the block holds a tensor that `MoELayer` has no place for, or packed integers; shapes or
             dtypes disagree with each other or with the config; or the model or its routing rule is unknown.
     """
-    path = Path(path)
+    path = local_path(path)
     tensors = StoredTensors.find(path)
     config = model_config(path if os.path.isdir(path) else path.parent)
     row = architecture_of(config)
@@ -98,7 +98,7 @@ def load_hidden_states(path: str | Path) -> np.ndarray:
     Raises:
         CheckpointError: the file is missing or malformed, or holds no such tensor of that rank and dtype.
     """
-    stored = StoredTensors.find(Path(path)).stored("hidden_states")
+    stored = StoredTensors.find(local_path(path)).stored("hidden_states")
     if len(stored.shape) != 2 or 0 in stored.shape:
         raise checkpoint_error("hidden_states", "a non-empty array [T, H]", f"shape {shown(list(stored.shape))}")
     return read_planned({"hidden_states": Planned.of(stored)})["hidden_states"]

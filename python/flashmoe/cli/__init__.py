@@ -57,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
         abandon_broken_output()
         print_error(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
         return 2
+    except MemoryError as error:
+        print_error(f"memory: expected as much as the command's sizes need, got less: {error}")
+        return 2
     except (KeyboardInterrupt, typer.Abort):
         print_error("interrupted")
         return _INTERRUPTED

@@ -13,11 +13,15 @@ import typer
 
 from ..checkpoint import shipped_layer
 from ..errors import InvalidArgument
+from ..foreign import REFUSALS, clipped, read, reason
 from ..placement import balanced, contiguous, rank_loads
 from ..spec import MAX_EXPERTS, MAX_RANKS, bounded
 from . import options
 from .console import console, count, working
 from .render import show_balance
+
+_MOST_BYTES = 64 * MAX_EXPERTS
+"""Of a file with a number for each expert."""
 
 
 def command(
@@ -73,10 +77,12 @@ def _shipped_load(ranks: int) -> np.ndarray:
 def _recorded_load(file: Path) -> np.ndarray:
     """The numbers of a file, between which there may be spaces, line ends, commas and brackets."""
     try:
-        words = re.split(r"[\s,\[\]]+", file.read_text().strip(" \t\r\n,[]"))
+        words = re.split(r"[\s,\[\]]+", read(file, _MOST_BYTES).decode().strip(" \t\r\n,[]"))
         numbers = [float(word) for word in words]
-    except (OSError, ValueError) as error:  # no text, too
-        raise InvalidArgument(f"FILE: expected {file} to have a number for each expert, got {error}") from None
+    except REFUSALS as error:  # no text, too
+        raise InvalidArgument(
+            f"FILE: expected {clipped(file)} to have a number for each expert, got {clipped(reason(error))}"
+        ) from None
     if len(numbers) > MAX_EXPERTS or not all(0.0 <= each < math.inf for each in numbers) or not any(numbers):
         raise InvalidArgument(
             f"FILE: expected at most {MAX_EXPERTS} numbers from 0 on in {file}, some larger, got {len(numbers)}"

@@ -119,7 +119,7 @@ class Engine(ABC):
                 "which has none of its threads"
             )
         if self.closed:
-            raise FlashMoEError("context: it is closed")
+            raise FlashMoEError("context: expected an open one, got one that is closed")
         return self._handle
 
 

@@ -17,13 +17,13 @@ import numpy as np
 
 from .. import _ffi, jit, nvshmem
 from .. import placement as placements
-from ..arguments import Options, Tensors, check, redispatches
-from ..errors import GroupError, HeapError, InvalidArgument
+from ..arguments import Options, Tensors, beyond_limit, check, redispatches
+from ..errors import GroupError, InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import CallReport, expert_load
 from ..scales import SCALE_OF
 from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, MXFP4, LayerSpec, bounded, scale_blocks
-from ..tensors import DeviceOperand, as_view, device_operand
+from ..tensors import DeviceOperand, as_view, device_operand, refuse_unstored
 from ..trace import CallTrace
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile
 from ..tuning.profiles import Setting
@@ -298,7 +298,10 @@ class CudaEngine(Engine):
         """The layer of such calls, known from an earlier one or prepared now."""
         self.checked_handle()
         key = _key(tensors, options, trace, pass_)
-        layer = self.layers.get(key)
+        try:
+            layer = self.layers.get(key)
+        except TypeError:  # an option has no hash: `check` says what is wrong
+            key = layer = None
         if layer is None:
             layer = self._prepare(tensors, options, trace, pass_)
             if key is not None:
@@ -315,7 +318,7 @@ class CudaEngine(Engine):
         tokens = x.shape[0]
         most = self.room.limits["max_tokens"]
         if tokens > most:
-            raise HeapError(f"max_tokens: expected at most {most}, the context's limit, got {tokens}")
+            raise beyond_limit("max_tokens", most, tokens)
         address, row_bytes = self._rows(x, layer)
         experts, top_k = layer.layer.experts, layer.layer.top_k
         ids = _address("topk_ids", tensors.topk_ids, T=tokens, K=top_k)
@@ -441,6 +444,9 @@ class CudaEngine(Engine):
         address = x.data_ptr()
         stride, step = x.stride()
         row_bytes = stride * layer.x_bytes
+        end = (x.storage_offset() + layer.layer.hidden) * layer.x_bytes + (x.shape[0] - 1) * row_bytes
+        if x.untyped_storage().nbytes() < end:
+            refuse_unstored("x", x)  # which knows of no rows, too
         if step != 1 or (address | row_bytes) % _ALIGNMENT:  # a single row, or not as it must be
             operand = _aligned("x", device_operand("x", x, "", ELEMENT_TYPES, self.device))
             address, row_bytes = operand.address, operand.row_bytes
@@ -554,11 +560,21 @@ def _chosen_profile(
 
 def _key(tensors: Tensors, options: Options, trace: bool, pass_: int) -> Any:
     """Equal for calls that differ in nothing but their tokens; None if there is something in them that has no place in
-    memory, which the checks will refuse."""
+    memory, which the checks will refuse. It has where a weight's storage ends, which the checks have looked at."""
     x, ids, weights = tensors.x, tensors.topk_ids, tensors.topk_weights
     try:
         parts = [
-            (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) if each is not None else None
+            (
+                (storage := each.untyped_storage()).data_ptr(),
+                storage.nbytes(),
+                each.storage_offset(),
+                each.shape,
+                each.stride(),
+                each.dtype,
+                each.device,
+            )
+            if each is not None
+            else None
             for each in tensors.of_layer
         ]
         parts += (x.shape[1:], x.dtype, x.device, x.layout)
@@ -569,9 +585,7 @@ def _key(tensors: Tensors, options: Options, trace: bool, pass_: int) -> Any:
             parts += (scale.shape[1:], scale.dtype, scale.device, scale.layout)
         for each in tensors.written:
             parts += (each.shape[1:], each.dtype, each.device, each.layout) if each is not None else (None,)
-        key = (*parts, options, type(options.top_k), ids is None, weights is None, trace, pass_)  # True is equal to 1
-        hash(key)
-        return key
+        return (*parts, options, type(options.top_k), ids is None, weights is None, trace, pass_)  # True is equal to 1
     except (AttributeError, TypeError, RuntimeError):
         return None
 
@@ -620,4 +634,5 @@ def _address(name: str, tensor: Any, **sizes: int) -> int:
         raise InvalidArgument(
             f"{name}: expected [{expected}], contiguous, got {list(tensor.shape)} with strides {list(tensor.stride())}"
         )
+    refuse_unstored(name, tensor)
     return tensor.data_ptr()

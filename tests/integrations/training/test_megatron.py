@@ -390,7 +390,7 @@ def _call_with_more_tokens_than_said(rank):
 
 
 def test_more_tokens_than_said(on_ranks):
-    with pytest.raises(RankFailed, match="max_tokens: expected at most 16, the context's limit, got 17"):
+    with pytest.raises(RankFailed, match="x: expected at most max_tokens=16 tokens, the context's limit, got T=17"):
         on_ranks(_call_with_more_tokens_than_said)
 
 

@@ -33,7 +33,7 @@ COUNTED = (
 
 def points(machine: Machine) -> Iterator[Point]:
     yield Point("lines", 0, {"dtype": None})
-    if not machine.small:  # half a minute each
+    if not machine.small:  # minutes each
         yield from (Point(name, 0, {"dtype": dtype}) for name, dtype in DTYPES.items())
 
 

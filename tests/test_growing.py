@@ -1,0 +1,135 @@
+"""A context of a rank alone that has failed does not outlive its failure: the next call of that shape has another."""
+
+from __future__ import annotations
+
+import flashmoe
+import pytest
+from test_faults import run_python
+
+torch = pytest.importorskip("torch")
+from flashmoe import torch_op  # noqa: E402
+from flashmoe.arguments import Options, Tensors  # noqa: E402
+from flashmoe.growing import GrowingContext, Shape, growing_context  # noqa: E402
+
+T, H, I, E, K = 20, 16, 12, 4, 2
+
+
+@pytest.fixture
+def context() -> GrowingContext:
+    return growing_context(Shape(None, "float32", H, I, E, K))
+
+
+def layer(trains: bool = False) -> Tensors:
+    torch.manual_seed(0)
+    tensors = torch.randn(T, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    routing = torch.arange(T * K).reshape(T, K) % E, torch.rand(T, K)
+    x, up, down = (each.requires_grad_(trains) for each in tensors)
+    return Tensors(x, up, down, topk_ids=routing[0], topk_weights=routing[1])
+
+
+def call(context: GrowingContext, tensors: Tensors) -> torch.Tensor:
+    return torch_op.call(context.number, tensors, Options())
+
+
+def fail(context: GrowingContext) -> flashmoe.Context:
+    """A call that ends the context, which is returned: only the engine sees that an expert is named twice."""
+    of_call = context.with_room_for(T)
+    given = layer()._replace(topk_ids=torch.zeros(T, K, dtype=torch.int64))
+    with pytest.raises(flashmoe.InvalidArgument, match="distinct experts"):
+        call(context, given)
+    with pytest.raises(flashmoe.GroupError, match="an earlier call failed"):
+        flashmoe.moe(of_call, **{name: each for name, each in layer()._asdict().items() if each is not None})
+    return of_call
+
+
+def test_the_next_call_has_another_context(context):
+    right = call(context, layer())
+    for _ in range(2):
+        failed = fail(context)
+        assert torch.equal(call(context, layer()), right)
+        assert context.with_room_for(T) is not failed
+    kept = context.with_room_for(T)
+    assert torch.equal(call(context, layer()), right) and context.with_room_for(T) is kept
+
+
+def test_gradients_of_a_call_before_the_failure(context):
+    """What a call has kept is its own: the backward pass goes on with the new context."""
+    gradients = []
+    for fails in (False, True):
+        tensors = layer(trains=True)
+        y = call(context, tensors)
+        if fails:
+            fail(context)
+        y.sum().backward()
+        gradients.append([each.grad for each in tensors[:3]])
+    assert all(torch.equal(*each) for each in zip(*gradients, strict=True))
+
+
+def test_training_goes_on(context):
+    right = call(context, layer(trains=True))
+    fail(context)
+    assert torch.equal(call(context, layer(trains=True)), right)
+
+
+def test_a_timeout_is_told(context):
+    """It is a GroupError too, but news: on a GPU of an earlier call that nobody has heard of."""
+    asked = []
+
+    def late(ctx: flashmoe.Context) -> None:
+        asked.append(ctx)
+        raise flashmoe.PeerTimeout("late")
+
+    with pytest.raises(flashmoe.PeerTimeout, match="late"):
+        context.use(T, late)
+    assert len(asked) == 1
+
+
+_INTERRUPTED = """
+import os, signal, threading, time
+import torch
+from flashmoe import torch_op
+from flashmoe.arguments import Options, Tensors
+from flashmoe.growing import Shape, growing_context
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+context = growing_context(Shape(None, "float32", 512, 1024, 8, 8))
+torch.manual_seed(0)
+shapes = {"gate_up_proj": (8, 2048, 512), "down_proj": (8, 512, 1024), "router": (8, 512)}
+weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+short, long = torch.randn(4, 512), torch.randn(4096, 512)
+
+def call(x):
+    return torch_op.call(context.number, Tensors(x=x, **weights), Options(top_k=8))
+
+call(long)
+right = call(short)
+start = time.monotonic()
+call(long)
+seconds = time.monotonic() - start
+behind = []
+
+def wait_behind():
+    time.sleep(0.2 * seconds)
+    try:
+        behind.append(torch.equal(call(short), right))
+    except Exception as error:
+        behind.append(str(error))
+
+thread = threading.Thread(target=wait_behind)
+thread.start()
+threading.Timer(0.4 * seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    call(long)
+    print("not interrupted")
+except KeyboardInterrupt:
+    print("interrupted")
+thread.join()
+print("behind", behind)
+print("next", torch.equal(call(short), right))
+"""
+
+
+def test_an_interrupt_within_a_call():
+    """It ends that call alone, not one of another thread that waits behind it, nor the next."""
+    interrupted, behind, following = run_python(_INTERRUPTED).splitlines()
+    assert (interrupted, behind, following) == ("interrupted", "behind [True]", "next True")
