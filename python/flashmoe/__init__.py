@@ -2,11 +2,12 @@
 
 from ._version import __version__
 from .context import Context
-from .errors import CheckpointError, FlashMoEError, GroupError, HeapError, InvalidArgument, PeerTimeout
+from .errors import BadRow, CheckpointError, FlashMoEError, GroupError, HeapError, InvalidArgument, PeerTimeout
 from .ops import moe
 from .report import CallReport
 
 __all__ = [
+    "BadRow",
     "CallReport",
     "CheckpointError",
     "Context",
