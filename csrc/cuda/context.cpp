@@ -167,6 +167,7 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
                " on the CUDA engine, which has no kernel of more, got ", tokens.tokens));
   }
   launch(plan, stream);
+  raise_noted();
 }
 
 void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpec& gradients, DriverStream stream) {
@@ -175,6 +176,7 @@ void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpe
   Plan& plan = plan_for(layer, tokens);
   plan.set_gradients(gradients);
   launch(plan, stream);
+  raise_noted();
 }
 
 void Context::launch(Plan& plan, DriverStream stream) {
@@ -248,6 +250,7 @@ KeptRows Context::read_counts(int64_t layer, const gpu::KeptRoom& room) {
   const Device::Use use(device_);
   counted_.wait();
   check_health();
+  raise_noted();
   static_assert(gpu::kMaxRanks * sizeof(gpu::RankRows) <= MappedPage::kBytes);
   gpu::RankRows all{};
   for (uint32_t p = 0; p < common_.limits.ranks; ++p) {
@@ -267,6 +270,18 @@ void Context::synchronize(DriverStream stream) {
   // Not for the last call's stream alone: a call that was captured runs wherever its graph is launched.
   device_.synchronize();
   check_health();
+  raise_noted();
+}
+
+// A row of an earlier call that is an error. A call raises it when it is launched itself: all ranks go on with the same calls.
+void Context::raise_noted() {
+  auto* record = fault_page_.host<HostFault>();
+  const std::atomic_ref noted(record->noted);
+  const RowNote note = RowNote::unpack(noted.load(std::memory_order_acquire));
+  if (note.fault == RowFault::kNone) return;
+  const uint32_t experts = record->noted_experts;
+  noted.store(0, std::memory_order_release);  // the kernel may leave the next one
+  throw host::row_error(note, common_.call.rank, experts);
 }
 
 void Context::check_health() {

@@ -93,6 +93,10 @@ struct HostFault {
   Fault fault;
   uint64_t entered;         // epoch of the call that the culprit has begun
   CallConfig mine, theirs;  // of fault.rank and fault.awaited
+  // Beside a fault: the first RowNote that is an error and that the host has not raised yet, 0 without one; of a layer with so
+  // many experts.
+  uint64_t noted;
+  uint32_t noted_experts;
 };
 
 inline constexpr uint64_t kNoMoreCalls = ~uint64_t{0};  // the next call's epoch would be 0, which no call has

@@ -82,7 +82,6 @@ __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
     s.returns.combines = 0;
     s.returns.reduce.init();
     s.returns.combine.init();
-    s.router_bad = 0;
     s.late.init();
     s.trace_events = 0;
     s.ring.init();
