@@ -9,15 +9,6 @@
 
 namespace flashmoe::gpu {
 
-// 16 bytes of a row that nobody computes: NaN, or zeros.
-template <class Dtype>
-__device__ __forceinline__ uint4 filled_chunk(bool bad) {
-  float values[16 / Dtype::kBytes];
-#pragma unroll
-  for (float& v : values) v = bad ? NAN : 0.0f;
-  return Dtype::round(values);
-}
-
 // A return group's columns of a rank's tokens, cut into items: 512 bytes of a token's columns, 16 a lane. Items are
 // numbered token by token.
 struct SumSpan {

@@ -7,8 +7,6 @@
 // place, and each worker writes its own. Places are in token order, which a capacity factor relies on.
 #pragma once
 
-#include <limits>
-
 #include "flashmoe/protocol/fault.h"
 #include "flashmoe/protocol/wait.h"
 
@@ -16,11 +14,11 @@ namespace flashmoe {
 
 // What the gate leaves as a choice's expert where there is none.
 struct ExpertId {
-  static constexpr int32_t kNone = -1;                                  // given so: the token has fewer than K experts
-  static constexpr int32_t kBad = std::numeric_limits<int32_t>::min();  // of a row that is noted as bad
+  static constexpr int32_t kNone = -1;              // given so: the token has fewer than K experts
+  static constexpr int32_t kBad = -0x7fffffff - 1;  // of a row that is noted as bad
   // A given id, or the nearest to it that can be told from kBad.
   FLASHMOE_HD static constexpr int32_t given(int64_t id) {
-    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    constexpr int64_t kMost = 0x7fffffff;
     return static_cast<int32_t>(id > kMost ? kMost : id < -kMost ? -kMost : id);
   }
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"
+#include "flashmoe/protocol/packet.h"
 #include "flashmoe/sm90/few_products_mxfp4.cuh"
 #include "flashmoe/sm90/few_products_quantised.cuh"
 #include "flashmoe/sm90/few_scales.cuh"
