@@ -66,8 +66,7 @@ bool choose_experts(const LayerSpec& layer, const float* choice_bias, const floa
   std::vector<float>&choice = buffers.choice, &scores = buffers.scores;
   choice.assign(logits, logits + experts);
   if (!std::all_of(choice.begin(), choice.end(), is_finite_or_never)) return false;
-  const bool sigmoid = layer.routing == Routing::kSigmoid;
-  if (!sigmoid && *std::max_element(choice.begin(), choice.end()) == kNever) return false;
+  if (*std::max_element(choice.begin(), choice.end()) == kNever) return false;
   scores = choice;
   score(layer, scores);
   // Scores grow with logits, which tell apart more experts. But biases are of scores, and so are groups' sums.
@@ -79,7 +78,7 @@ bool choose_experts(const LayerSpec& layer, const float* choice_bias, const floa
   buffers.may.assign(experts, 1);
   if (layer.groups > 1) leave_best_groups(layer, buffers);
 
-  float sum = sigmoid ? kLeastSum : 0.0f;  // scores of a softmax are not all 0
+  float sum = layer.routing == Routing::kSigmoid ? kLeastSum : 0.0f;  // scores of a softmax are not all 0
   for (uint32_t k = 0; k < layer.top_k; ++k) {
     ids[k] = static_cast<int32_t>(take_largest(choice, buffers.may));
     weights[k] = scores[static_cast<size_t>(ids[k])];

@@ -16,8 +16,7 @@ struct RouterBuffers {
 
 // The experts of one token, from its logits [E], rounded where the layer rounds them: the K largest (ties: the lower
 // expert), of those of the best groups, in falling order. `choice_bias`: [E]; null: none. What is -inf is chosen where nothing
-// else is left. False if none can be chosen: a logit, or a score with its bias, is NaN or +inf, or all that a softmax is of
-// are -inf.
+// else is left. False if none can be made: a logit, or a score with its bias, is NaN or +inf, or all logits are -inf.
 bool choose_experts(const LayerSpec& layer, const float* choice_bias, const float* logits, int32_t* ids, float* weights,
                     RouterBuffers& buffers);
 

@@ -34,8 +34,8 @@ class CallReport:
     dropped: int
     """(token, k) pairs dropped by the capacity factor."""
     bad_rows: int
-    """Tokens that no expert got, since no choice can be made: a router logit of theirs is NaN or +inf, or a softmax's are
-    all -inf. Their rows of y are NaN."""
+    """Tokens that no expert got, since no choice can be made: a router logit of theirs is NaN or +inf, or all are -inf.
+    Their rows of y are NaN."""
     tasks: dict[str, int]
     """Tasks this rank executed, by kind (see `TASK_KINDS`). ``reduce`` and ``combine``: the pieces that processors took
     of a return group, between other tasks; where rows are joined as they come (a rank alone, ``direct``, K at most 2,

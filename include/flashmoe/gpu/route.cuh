@@ -82,18 +82,18 @@ __device__ __forceinline__ bool can_be_chosen_by(float v) {
 __device__ __forceinline__ bool prepare_token(const RouterRule& rule, float* logits, uint32_t experts) {
   using P = Platform;
   float largest = -INFINITY, sum = 0.0f;
-  bool good = true;
+  bool good = true, any = false;
   for (uint32_t e = P::lane(); e < experts; e += P::kLanes) {
     const float v = rounded_logit(rule, logits[e]);
     good &= can_be_chosen_by(v);
+    any |= v != -INFINITY;
     largest = max_of(largest, v);
     logits[e] = rule.by_scores() && rule.sigmoid != 0 && v != -INFINITY ? sigmoid(v) : v;
   }
-  if (P::ballot(!good) != 0) return false;
+  if (P::ballot(!good) != 0 || P::ballot(any) == 0) return false;
   if (rule.by_scores() && rule.sigmoid == 0) {
 #pragma unroll
     for (uint32_t d = 16; d != 0; d /= 2) largest = max_of(largest, __shfl_xor_sync(kFullWarp, largest, d));
-    if (largest == -INFINITY) return false;
     for (uint32_t e = P::lane(); e < experts; e += P::kLanes) {
       const float score = expf(logits[e] - largest);
       sum += score;
@@ -156,7 +156,7 @@ __device__ __forceinline__ bool choose_by_values(const RouterRule& rule, const f
   return P::ballot(!good) == 0;
 }
 
-// False if no choice can be made: a logit, or a score with its bias, is NaN or +inf, or all that a softmax is of are -inf.
+// False if no choice can be made: a logit, or a score with its bias, is NaN or +inf, or all logits are -inf.
 __device__ __forceinline__ bool choose_if_good(const RouterRule& rule, const TokenChoice& token, uint32_t experts,
                                                uint32_t top_k) {
   using P = Platform;
@@ -169,7 +169,6 @@ __device__ __forceinline__ bool choose_if_good(const RouterRule& rule, const Tok
   const bool of_softmax = rule.sigmoid == 0 && !rule.by_scores();
   if (of_softmax) {  // the first choice's logit is the largest
     const float largest = __shfl_sync(kFullWarp, mine, 0);
-    if (largest == -INFINITY) return false;
     mine = lane < top_k ? expf(mine - largest) : 0.0f;
     for (uint32_t e = lane; rule.renormalize == 0 && e < experts; e += P::kLanes)
       sum += expf(token.logits[e] - largest);

@@ -42,7 +42,7 @@ struct Fault {
 // Why no expert gets an own token's row. The call goes on without it, and its result is NaN.
 enum class RowFault : uint32_t {
   kNone = 0,
-  kLogits = 1,           // no choice can be made by its router logits: NaN, +inf, or all of a softmax's -inf
+  kLogits = 1,           // no choice can be made by its router logits: NaN or +inf, or all are -inf
   kExpertRange = 2,      // given routing names an expert that does not exist
   kDuplicateExpert = 3,  // given routing names one expert twice
 };
