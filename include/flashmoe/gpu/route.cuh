@@ -82,15 +82,14 @@ __device__ __forceinline__ bool can_be_chosen_by(float v) {
 __device__ __forceinline__ bool prepare_token(const RouterRule& rule, float* logits, uint32_t experts) {
   using P = Platform;
   float largest = -INFINITY, sum = 0.0f;
-  bool good = true, any = false;
+  bool good = true;
   for (uint32_t e = P::lane(); e < experts; e += P::kLanes) {
     const float v = rounded_logit(rule, logits[e]);
     good &= can_be_chosen_by(v);
-    any |= v != -INFINITY;
     largest = max_of(largest, v);
     logits[e] = rule.by_scores() && rule.sigmoid != 0 && v != -INFINITY ? sigmoid(v) : v;
   }
-  if (P::ballot(!good) != 0 || P::ballot(any) == 0) return false;
+  if (P::ballot(!good) != 0 || P::ballot(largest != -INFINITY) == 0) return false;
   if (rule.by_scores() && rule.sigmoid == 0) {
 #pragma unroll
     for (uint32_t d = 16; d != 0; d /= 2) largest = max_of(largest, __shfl_xor_sync(kFullWarp, largest, d));

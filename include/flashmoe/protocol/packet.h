@@ -101,24 +101,37 @@ FLASHMOE_FN void spoil_tokens(const Call& c, uint32_t b, const ChoiceRange& rang
   FLASHMOE_NO_UNROLL
   for (uint32_t t = range.begin / top_k + P::lane(); t < range.end / top_k; t += P::kLanes) {
     uint32_t* const choices = s.choices + t * top_k;
-    bool bad = false;
+    uint32_t bad = 0;
     FLASHMOE_NO_UNROLL
     for (uint32_t k = 0; k < top_k; ++k) {
-      bad |= choices[k] == Choice::kBad;
+      if (choices[k] == Choice::kBad) bad = 1;
       FLASHMOE_NO_UNROLL
       for (uint32_t j = 0; j < k; ++j) {
         if (choices[j] != choices[k] || !Choice::exists(choices[k])) continue;
-        bad = true;
+        bad = 1;
         note_row<P>(c, RowFault::kDuplicateExpert, (b << c.policy.log2_block) + t,
                     static_cast<int32_t>(Choice::expert(choices[k]) / c.shape.slices));
       }
     }
     FLASHMOE_NO_UNROLL
-    for (uint32_t k = 0; bad && k < top_k; ++k) {
+    for (uint32_t k = 0; k < top_k && bad != 0; ++k) {
       choices[k] = Choice::kBad;
       s.weights[t * top_k + k] = 0.0f;
     }
   }
+}
+
+// The worker's choice i has no expert: what it is instead. Who names an expert that does not exist is noted.
+template <class P>
+FLASHMOE_FN uint32_t choice_of_none(const Call& c, uint32_t b, uint32_t i, const PacketScratch& s) {
+  const int32_t id = s.ids[i];
+  s.weights[i] = 0.0f;  // what is given for no expert may be anything
+  P::store_relaxed(s.missing, 1u);
+  if (id == ExpertId::kNone) return Choice::kNone;
+  if (id != ExpertId::kBad) {
+    note_row<P>(c, RowFault::kExpertRange, (b << c.policy.log2_block) + i / c.shape.top_k, id);
+  }
+  return Choice::kBad;
 }
 
 // Turns the worker's ids into choices. Given routing is not trusted: an expert out of range, or twice in one token, would
@@ -126,37 +139,26 @@ FLASHMOE_FN void spoil_tokens(const Call& c, uint32_t b, const ChoiceRange& rang
 // is out of range among the K.)
 template <class P>
 FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
-  bool missing = false, bad = false;
+  const uint32_t none = range.end;
+  uint32_t odd = none;  // some choice that is bad, or that the token already has (two without an expert do no harm)
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
     const int32_t id = s.ids[i];
     bool good = id >= 0 && static_cast<uint32_t>(id) < c.shape.experts;
     if (good && static_cast<uint32_t>(id) >= c.shape.routed_experts()) {
       good = i % c.shape.top_k >= c.shape.routed_top_k();
     }
-    uint32_t choice = Choice::kNone;
-    if (good) {
-      choice = Choice::make(static_cast<uint32_t>(id), s.owner[id]);
-    } else {
-      missing = true;
-      s.weights[i] = 0.0f;  // what is given for no expert may be anything
-      if (id != ExpertId::kNone) choice = Choice::kBad, bad = true;
-      if (choice == Choice::kBad && id != ExpertId::kBad) {
-        note_row<P>(c, RowFault::kExpertRange, (b << c.policy.log2_block) + i / c.shape.top_k, id);
-      }
-    }
+    const uint32_t choice = good ? Choice::make(static_cast<uint32_t>(id), s.owner[id]) : choice_of_none<P>(c, b, i, s);
+    if (choice == Choice::kBad) odd = i;
     s.choices[i] = choice;
   }
   P::sync();
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
-    for (uint32_t j = i - i % c.shape.top_k; j < i; ++j) {
-      bad |= s.choices[j] == s.choices[i] && Choice::exists(s.choices[i]);
-    }
+    for (uint32_t j = i - i % c.shape.top_k; j < i; ++j) odd = s.choices[j] == s.choices[i] ? i : odd;
   }
-  if (P::ballot(bad) != 0) {
-    P::sync();
-    spoil_tokens<P>(c, b, range, s);
-  }
-  if (missing || bad) P::store_relaxed(s.missing, 1u);
+  if (P::ballot(odd < none) == 0) return;
+  P::store_relaxed(s.missing, 1u);
+  P::sync();
+  spoil_tokens<P>(c, b, range, s);
 }
 
 // With a capacity: waits until token block b - 1 is counted, and returns for each expert how many choices of it token
