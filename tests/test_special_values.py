@@ -1,5 +1,5 @@
-"""NaN, infinities and ids of no expert: whose rows they spoil, what is told of them, and that all other rows, ranks and calls
-are as without."""
+"""NaN, infinities and ids of no expert: whose rows they spoil, what is told of them, and that all other rows, ranks and
+calls are as without."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def drawn(seed: int, count: int, **options: Any) -> Problem:
 
 
 def spoiled(problem: Problem, seed: int) -> tuple[Problem, list[np.ndarray]]:
-    """With a tenth of the rows of each rank, one at least, as this module is about; and which of them have no expert."""
+    """With a tenth of the rows of each rank, one at least, as this module is about; and which have no expert."""
     rng = np.random.default_rng(seed)
     x, rows = [each.copy() for each in problem.x], []
     for of_rank in x:

@@ -149,8 +149,8 @@ class CallOptions(LayerOptions, total=False):
     pass sends x once more (docs/training.md). Bits are the same. All ranks alike. Default: the context's; only one that
     was made with `redispatch` has room for it."""
     strict: bool
-    """With a router: whether a token of this rank's whose logits are NaN or infinite raises `BadRow`, which names it, when
-    the call is over. Default: False, its row of y is NaN, and ``ctx.last_call.bad_rows`` counts it. Ranks may differ."""
+    """With a router: whether a token of this rank's whose logits are NaN or infinite raises `BadRow`, which names it,
+    when the call is over. Default: False; its y is NaN, and ``ctx.last_call.bad_rows`` counts it. Ranks may differ."""
 
 
 class Options(NamedTuple):

@@ -11,8 +11,8 @@ class InvalidArgument(FlashMoEError, ValueError):
     """An argument is outside its documented domain: wrong shape, dtype, range, option or placement.
 
     What a rank sees before it begins a call (shapes, types, options) leaves the context usable, and the other ranks
-    waiting for the call. What only values show (an expert id) is raised when the call is over, which it has been part of:
-    the context stays usable, and the other ranks know nothing of it.
+    waiting for the call. What only values show (an expert id) is raised when the call, which the rank has made, is
+    over: the context stays usable, and the other ranks know nothing of it.
     """
 
 

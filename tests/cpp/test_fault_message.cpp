@@ -54,8 +54,9 @@ void check_row(const RowNote& note, Kind kind, const std::string& message) {
 }
 
 void check_bad_rows() {
-  check_row({RowFault::kLogits, 9}, Kind::kBadRow,
-            "router: expected logits of which the largest is finite, with strict, got NaN or infinity for token 9 of rank 3");
+  check_row(
+      {RowFault::kLogits, 9}, Kind::kBadRow,
+      "router: expected logits of which the largest is finite, with strict, got NaN or infinity for token 9 of rank 3");
   check_row({RowFault::kDuplicateExpert, 1048575, 3}, Kind::kInvalidArgument,
             "topk_ids: expected distinct experts per token, got expert 3 twice for token 1048575 of rank 3");
   check_row({RowFault::kExpertRange, 0, -2}, Kind::kInvalidArgument,

@@ -95,8 +95,8 @@ struct HostFault {
   CallConfig mine, theirs;  // of fault.rank and fault.awaited
   // Beside a fault: the first RowNote that is an error and that the host has not raised yet, 0 without one; of a layer with so
   // many experts.
-  uint64_t noted;
-  uint32_t noted_experts;
+  uint64_t noted = 0;
+  uint32_t noted_experts = 0;
 };
 
 inline constexpr uint64_t kNoMoreCalls = ~uint64_t{0};  // the next call's epoch would be 0, which no call has

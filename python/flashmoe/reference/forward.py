@@ -70,8 +70,8 @@ def moe_reference(
         S[t] = the top_k experts of largest l[t]; of equal ones the lower ids
         w[t,e] = g[t,e] / C[t],  C[t] = sum of g[t,e] over S[t]     (renormalize; otherwise C[t] = 1)
 
-    An l[t,e] of -inf has g[t,e] = 0, and is chosen where nothing else is left. Where no choice can be made (`no_choice`)
-    y[t] is NaN. Given ids of -1 are no experts.
+    An l[t,e] of -inf has g[t,e] = 0, and is chosen where nothing else is left. Where no choice can be made
+    (`no_choice`) y[t] is NaN. Given ids of -1 are no experts.
 
     ``score="sigmoid"`` has g[t,e] = 1 / (1 + exp(-l[t,e])) and C[t] + 1e-20. `choice_values` has what `choice_bias` and
     groups do to S; with `round_logits` l is rounded to x's type; `routed_scale` multiplies w.

@@ -45,8 +45,8 @@ def choice_values(
 
 
 def no_choice(logits: np.ndarray, choice_bias: np.ndarray | None = None) -> np.ndarray:
-    """bool [T]: the tokens of which no choice can be made by their logits [T, E]: one, or a bias of the choice, is NaN or
-    +inf, or all logits are -inf."""
+    """bool [T]: the tokens of which no choice can be made by their logits [T, E]: one, or a bias of the choice, is NaN
+    or +inf, or all logits are -inf."""
     bad = ~(logits < np.inf).all(axis=1) | np.isneginf(logits).all(axis=1)
     if choice_bias is not None:
         bad |= ~(np.asarray(choice_bias) < np.inf).all()
@@ -84,8 +84,8 @@ def route(
     groups: int,
     top_groups: int | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits [T, E], and ids and weights [T, K], of tokens x [T, H] as the layer is given them; of a token without a choice
-    (`no_choice`) ids of -1 and weights of NaN."""
+    """Logits [T, E], and ids and weights [T, K], of tokens x [T, H] as the layer is given them; of a token without a
+    choice (`no_choice`) ids of -1 and weights of NaN."""
     logits = router_logits(x, router, router_bias)
     if round_logits:
         logits = logits.astype(x.dtype).astype(np.float64)
