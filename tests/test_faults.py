@@ -502,7 +502,7 @@ def test_router_that_is_not_finite(where, value):
     with flashmoe.Context(**problem.limits()) as context:
         assert np.isnan(flashmoe.moe(context, **problem.arguments(0))).all()
         assert context.last_call.bad_rows == 8
-        with pytest.raises(flashmoe.BadRow, match="router: .* for token 0 of rank 0"):
+        with pytest.raises(flashmoe.BadRow, match=r"router: .* for token 0 of rank 0"):
             flashmoe.moe(context, **problem.arguments(0), strict=True)
 
 
@@ -610,7 +610,7 @@ BAD_ARGUMENTS = {
         ("given", {"topk_ids": zeros(8, 2)}, r"topk_ids: expected .* int32 or int64, got .*float32"),
     "ids of no column": ("given", {"topk_ids": zeros(8, 0, dtype=np.int32)}, r"top.k.*: expected .*, got 0"),
     "an id too large":
-        ("given", {"topk_ids": np.full((8, 2), [0, 6])}, r"topk_ids: expected ids in \[0, E=6\), or -1 for none, got 6"),
+        ("given", {"topk_ids": np.full((8, 2), [0, 6])}, r"topk_ids: expected ids in \[0, E=6\), .*, got 6"),
     "a negative id":
         ("given", {"topk_ids": np.full((8, 2), [-2, 2])}, r"topk_ids: expected ids in \[0, E=6\), .*, got -2"),
     "an id beyond 32 bits":

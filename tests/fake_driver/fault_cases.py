@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import flashmoe
 import pytest
-from fake_gpu import SIZES, E, arguments, driver
+from fake_gpu import SIZES, arguments, driver
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""NaN, infinities and ids of no expert on GPUs: whose rows they spoil, what is told of them, and that the context goes on."""
+"""NaN, infinities and ids of no expert on GPUs: whose rows they spoil, what is told, and that contexts go on."""
 
 from __future__ import annotations
 
