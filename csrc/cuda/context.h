@@ -89,7 +89,7 @@ class Context {
   void launch(Plan& plan, DriverStream stream);
   gpu::CountedRows counted_rows(const Plan& plan, uint64_t memory) const;
   void check_health();
-  void raise_noted();
+  std::optional<Error> take_noted();
 
   std::mutex mutex_;  // calls come from any thread
   const Device device_;
