@@ -322,6 +322,7 @@ Map as_map(const CallReport& r) {
   set("entries_sent", r.entries_sent);
   set("return_rows_sent", r.return_rows_sent);
   set("dropped", r.dropped);
+  set("bad_rows", r.bad_rows);
   ffi::Array<int64_t> ns, count;
   for (uint32_t p = 0; p < kPhases; ++p) {
     ns.push_back(static_cast<int64_t>(r.ns[p]));
@@ -345,7 +346,7 @@ ffi::Array<int64_t> placement_owners(ffi::Array<int64_t> placement, int64_t rank
 
 // The calls of one layer by a context, which it does not keep alive. A call takes T, whether it is traced, the seed of
 // its perturbation, whether it keeps what gradients need, and whether that is without other ranks' rows, which are
-// dispatched again, its tensors in host memory, and [T, K] for the routing that it has chosen. It returns its report:
+// dispatched again, whether a row for which no choice can be made is an error, its tensors in host memory, and [T, K] for the routing that it has chosen. It returns its report:
 // times and counts of each phase, events as rows (as_rows), and what is kept.
 ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map order, int64_t groups) {
   return guarded([&] {
@@ -354,14 +355,14 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
     options.groups = static_cast<uint32_t>(groups);
     options.order = order_of(std::move(order));
     auto call = [handle, options, spec = layer_of(std::move(layer))](
-                    int64_t tokens, bool trace, int64_t perturbation, bool keep, bool redispatch, const Given& x,
-                    const Given& gate_up_proj, const Given& down_proj, const Given& router, const Given& router_bias,
-                    const Given& choice_bias, const Given& gate_up_bias, const Given& down_bias,
-                    const Given& shared_gate_up, const Given& shared_down, const Given& shared_gate,
-                    const Given& gate_up_scale, const Given& down_scale, const Given& shared_gate_up_scale,
-                    const Given& shared_down_scale, const Given& x_scale, const Given& topk_ids,
-                    const Given& topk_weights, const Given& load, const Given& router_logits, const Given& out,
-                    const Given& chosen, const Given& weights) {
+                    int64_t tokens, bool trace, int64_t perturbation, bool keep, bool redispatch, bool strict,
+                    const Given& x, const Given& gate_up_proj, const Given& down_proj, const Given& router,
+                    const Given& router_bias, const Given& choice_bias, const Given& gate_up_bias,
+                    const Given& down_bias, const Given& shared_gate_up, const Given& shared_down,
+                    const Given& shared_gate, const Given& gate_up_scale, const Given& down_scale,
+                    const Given& shared_gate_up_scale, const Given& shared_down_scale, const Given& x_scale,
+                    const Given& topk_ids, const Given& topk_weights, const Given& load, const Given& router_logits,
+                    const Given& out, const Given& chosen, const Given& weights) {
       return guarded([&] {
         const auto context = registry<Context>().get(handle);
         const bool routed = spec.routing != Routing::kGiven;
@@ -402,6 +403,7 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
         o.tokens = static_cast<uint32_t>(tokens);
         o.record_events = trace;
         o.perturbation = static_cast<uint64_t>(perturbation);
+        o.strict = strict;
         Map report = as_map(
             context->call(l, o, {memory_of<int32_t>("topk_ids", chosen), memory_of<float>("topk_weights", weights)}));
         if (!keep) return report;

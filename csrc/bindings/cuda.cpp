@@ -76,9 +76,9 @@ Matrix matrix(Fields& f, const std::string& name) {
 }
 
 // tensors: their addresses, 0 where there is none, and of matrices the bytes between rows and between experts. pass,
-// redispatch: see Layer.
+// redispatch, strict: see Layer.
 int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map tensors, ffi::String cubin, bool traced,
-                  int64_t pass, bool redispatch, int64_t stream) {
+                  int64_t pass, bool redispatch, bool strict, int64_t stream) {
   return guarded([&] {
     Layer l;
     l.spec = layer_of(layer);
@@ -104,6 +104,7 @@ int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map 
     l.traced = traced;
     l.pass = static_cast<Pass>(pass);
     l.redispatch = redispatch;
+    l.strict = strict;
     l.cubin = cubin;
     return context(handle)->add_layer(l, stream_of(stream));
   });

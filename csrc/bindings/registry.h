@@ -19,6 +19,7 @@ inline const char* python_name(host::Error::Kind kind) {
   using Kind = host::Error::Kind;
   switch (kind) {
     case Kind::kInvalidArgument: return "flashmoe.InvalidArgument";
+    case Kind::kBadRow: return "flashmoe.BadRow";
     case Kind::kHeap: return "flashmoe.HeapError";
     case Kind::kGroup: return "flashmoe.GroupError";
     case Kind::kPeerTimeout: return "flashmoe.PeerTimeout";

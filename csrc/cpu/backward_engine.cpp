@@ -168,6 +168,11 @@ void BackwardEngine::return_gradients(uint32_t tile) {
   trace_.add(phase_of(kReturning), start, monotonic_ns(), tile, 0, t.expert);
 }
 
+// Whether no expert has had the token's row.
+bool BackwardEngine::is_bad(uint32_t token) const {
+  return pass_->kept.ids[uint64_t{token} * c_.shape.top_k] == Choice::recorded(Choice::kBad);
+}
+
 // What a token's choices have given, to the weights or to the router's logits, and to the shared expert's gate.
 void BackwardEngine::finish_weights(uint32_t token) {
   const Kept& kept = pass_->kept;
@@ -179,6 +184,9 @@ void BackwardEngine::finish_weights(uint32_t token) {
     if (ids[k] >= 0) of_weights_[k / spec().slices] += *weight_gradient(c_, *layout_, c_.rank, token, k);
   }
   if (spec().shared_gate) {
+    pass_->shared_logits[token] = 0.0f;
+  }
+  if (spec().shared_gate && !is_bad(token)) {
     const float w = kept.weights[uint64_t{token} * choices + choices - 1];
     pass_->shared_logits[token] = *weight_gradient(c_, *layout_, c_.rank, token, choices - 1) * w * (1.0f - w);
   }
@@ -190,6 +198,10 @@ void BackwardEngine::finish_weights(uint32_t token) {
     return;
   }
   float* grad = pass_->logits.data() + uint64_t{token} * experts;
+  if (is_bad(token)) {
+    std::fill_n(grad, experts, kNan);
+    return;
+  }
   if (to.logits != nullptr) std::copy_n(to.logits + uint64_t{token} * experts, experts, grad);
   const float* logits = kept.logits.data() + uint64_t{token} * experts;
   ids_.resize(top_k);  // dropped ones too
@@ -202,6 +214,7 @@ void BackwardEngine::combine(const Piece& piece) {
   float* sums = room(sum_, size_t{piece.tokens} * hidden);
   std::fill_n(sums, size_t{piece.tokens} * hidden, 0.0f);
   for (uint32_t t = 0; t < piece.tokens; ++t) {
+    if (is_bad(first + t)) std::fill_n(sums + size_t{t} * hidden, hidden, kNan);
     add_returned(sums + size_t{t} * hidden, first + t, 0, hidden);
     finish_weights(first + t);
   }

@@ -38,6 +38,7 @@ class BackwardEngine : public Engine {
   // What the tile's rows give to their tokens' gradients; to each row's home.
   void return_gradients(uint32_t tile);
   void combine(const Piece& piece);
+  bool is_bad(uint32_t token) const;
   void finish_weights(uint32_t token);
 
   Backward* pass_ = nullptr;

@@ -196,6 +196,7 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
                      .owner_base = placement_.owner_base.data()};
   call_.shape.local_experts = placement_.local_experts(call_.rank);
   ++call_.epoch;
+  call_.control()->noted.value = 0;
   call_.shape.tokens = o.tokens;
   call_.set_layer(spec);
   call_.policy.log2_block = log2_token_block(o.tokens, call_.policy.clusters, limits_.entries_per_token());
@@ -312,9 +313,12 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
   run();
   const uint64_t end = monotonic_ns();
   check_outcome();
+  const RowNote note = RowNote::unpack(call_.control()->noted.value);
+  if (host::is_error(note, options.strict)) throw host::row_error(note, call_.rank, layer.spec.experts);
   for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
     const uint32_t choices = call_.shape.routed_top_k();
-    std::copy_n(call_.routing(t), choices, routing.ids + uint64_t{t} * choices);
+    std::transform(call_.routing(t), call_.routing(t) + choices, routing.ids + uint64_t{t} * choices,
+                   [](int32_t id) { return std::max(id, -1); });
     std::copy_n(call_.weights(t), choices, routing.weights + uint64_t{t} * choices);
   }
   if (layer.keep != nullptr) layer.keep->finish(call_);
@@ -393,6 +397,7 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   for (uint32_t t = 0; t < o.tokens; ++t) {
     const int32_t* ids = call_.routing(t);
     r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.shape.top_k, -1)) / call_.shape.slices;
+    r.bad_rows += ids[0] == Choice::recorded(Choice::kBad) ? 1 : 0;
   }
   // Joined rows were counted one by one, or, with one row a token, not at all: reported are all token blocks.
   if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();

@@ -27,6 +27,7 @@ struct CallOptions {
   uint64_t perturbation = 0;  // seed of schedule perturbation, 0: none
   Epoch forward = 0;          // of a backward pass: the call whose gradients it computes
   bool redispatch = false;    // of a backward pass: x is dispatched again
+  bool strict = false;        // a row for which no choice can be made is an error
 };
 
 // What a call did on this rank. Times are sums over processors.
@@ -36,11 +37,11 @@ struct CallReport {
   uint64_t count[kPhases] = {};
   uint64_t tiles = 0, tile_rows = 0;
   uint64_t rows_sent = 0, entries_sent = 0, return_rows_sent = 0;
-  uint64_t dropped = 0;
+  uint64_t dropped = 0, bad_rows = 0;
   std::vector<Event> events;
 };
 
-// Where a call leaves the chosen experts (-1: dropped) and their weights, [T, K] each, or [T, K slices] of their slices.
+// Where a call leaves the chosen experts (-1: none) and their weights, [T, K] each, or [T, K slices] of their slices.
 // Null: nowhere.
 struct RoutingOut {
   int32_t* ids = nullptr;
@@ -59,6 +60,7 @@ class Context {
   Context& operator=(const Context&) = delete;
 
   // Runs the layer on this rank; every rank of the group must call. Blocks until this rank's output is complete. After
+  // a bad row (RowNote) that is an error it throws that, and the next call is as any other. After
   // a fault it throws the fault, or what check_interrupt threw, and from then on that the context is broken. Of several
   // threads one calls at a time; what check_interrupt throws while a thread waits for the others' calls leaves them alone. A
   // call from within a call, as a handler of signals may make it, is an Error.

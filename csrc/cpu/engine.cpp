@@ -27,7 +27,7 @@ class Timed {
 
 PacketScratch Engine::packet_scratch() {
   const size_t choices = size_t{c_.block_tokens()} * c_.shape.top_k;
-  words_.resize(choices + c_.shape.ranks + 1);
+  words_.resize(choices + c_.shape.ranks + 2);
   halves_.resize(3 * size_t{c_.shape.experts});
   return {.choices = words_.data(),
           .weights = room(weights_, choices),
@@ -35,7 +35,8 @@ PacketScratch Engine::packet_scratch() {
           .count = halves_.data() + c_.shape.experts,
           .start = halves_.data() + 2 * size_t{c_.shape.experts},
           .entries = words_.data() + choices,
-          .bad = words_.data() + choices + c_.shape.ranks,
+          .aborted = words_.data() + choices + c_.shape.ranks,
+          .missing = words_.data() + choices + c_.shape.ranks + 1,
           .owner = c_.placement.owner};
 }
 
@@ -43,7 +44,7 @@ bool Engine::dispatch(uint32_t b) {
   const PacketScratch s = packet_scratch();
   {
     const Timed timed(trace_, Phase::kGate, b);
-    if (!route(b, s)) return false;
+    route(b, s);
     for (uint32_t t = 0; c_.shape.slices != 1 && t < c_.tokens_in_block(b); ++t) {
       choose_slices<CpuPlatform>(c_, (b << c_.policy.log2_block) + t, s.ids + t * c_.shape.top_k,
                                  s.weights + t * c_.shape.top_k);
@@ -52,6 +53,8 @@ bool Engine::dispatch(uint32_t b) {
   }
   const Timed timed(trace_, Phase::kDispatch, b);
   if (!build_packets<CpuPlatform>(c_, b, s, layer_.load)) return false;
+  fill_missing<CpuPlatform>(c_, b, s, static_cast<uint8_t*>(layer_.out),
+                            [&](uint8_t* row, bool bad) { fill_row(row, bad ? kNan : 0.0f); });
   if (spec().quantised()) quantise_rows(b);
   signal_own_packet<CpuPlatform>(c_, b, s);
   for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
@@ -61,7 +64,7 @@ bool Engine::dispatch(uint32_t b) {
 }
 
 // Fills ids and weights of the token block, from the given ones or by the router.
-bool Engine::route(uint32_t b, const PacketScratch& s) {
+void Engine::route(uint32_t b, const PacketScratch& s) {
   const uint32_t first = b << c_.policy.log2_block;
   const uint32_t tokens = c_.tokens_in_block(b);
   const uint32_t experts = spec().experts, top_k = spec().top_k;
@@ -69,10 +72,11 @@ bool Engine::route(uint32_t b, const PacketScratch& s) {
     const DType type = layer_.topk_weight_type;
     for (uint32_t t = 0; t < tokens; ++t) {
       const uint64_t from = uint64_t{first + t} * top_k;
-      std::copy_n(layer_.topk_ids + from, top_k, s.ids + t * c_.shape.top_k);
+      std::transform(layer_.topk_ids + from, layer_.topk_ids + from + top_k, s.ids + t * c_.shape.top_k,
+                     ExpertId::given);
       widen(s.weights + t * c_.shape.top_k, at(layer_.topk_weights, type, from), type, top_k);
     }
-    return true;
+    return;
   }
   const uint32_t rows = padded_rows(tokens, experts, c_.shape.hidden);
   float* a = room(a_, size_t{rows} * c_.shape.hidden);
@@ -88,14 +92,16 @@ bool Engine::route(uint32_t b, const PacketScratch& s) {
                        s.weights + t * c_.shape.top_k, router_)) {
       continue;
     }
-    post_fault<CpuPlatform>(c_, {.kind = FaultKind::kRouterValue,
-                                 .actor = Actor::kProcessor,
-                                 .awaited = c_.rank,
-                                 .culprit = c_.rank,
-                                 .index = first + t});
-    return false;
+    note_row<CpuPlatform>(c_, RowFault::kLogits, first + t);
+    std::fill_n(s.ids + t * c_.shape.top_k, top_k, ExpertId::kBad);
   }
-  return true;
+}
+
+// All elements of a row that returns.
+void Engine::fill_row(uint8_t* row, float value) {
+  float* const values = room(out_, c_.shape.hidden);
+  std::fill_n(values, c_.shape.hidden, value);
+  narrow(row, values, spec().return_type, c_.shape.hidden);
 }
 
 // The shared expert among the choices of the token block's tokens.

@@ -117,7 +117,8 @@ class Engine {
     uint32_t source, token, tile, row;
   };
 
-  bool route(uint32_t b, const PacketScratch& s);
+  void route(uint32_t b, const PacketScratch& s);
+  void fill_row(uint8_t* row, float value);
   void add_shared(uint32_t b, const PacketScratch& s);
   void combine(const Piece& piece);
   void quantise_rows(uint32_t b);

@@ -96,6 +96,13 @@ struct CpuMemory {
     return std::atomic_ref(*p).fetch_add(v, std::memory_order_relaxed);
   }
   static void add(uint64_t* p, uint64_t v) { fetch_add(p, v); }
+  static void keep_largest(uint64_t* p, uint64_t v) {
+    Perturbation::point();
+    std::atomic_ref at(*p);
+    for (uint64_t old = at.load(std::memory_order_relaxed); old < v;) {
+      if (at.compare_exchange_weak(old, v, std::memory_order_relaxed)) return;
+    }
+  }
   template <class T>
   static T fetch_add_acq_rel(T* p, T v) {
     Perturbation::point();

@@ -11,6 +11,20 @@ namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
+bool is_finite_or_never(float v) {
+  return v < std::numeric_limits<float>::infinity();  // false of NaN
+}
+
+// Which of those that may be taken is the largest, the first of equals; it may not be taken again. One at least may be.
+uint32_t take_largest(const std::vector<float>& values, std::vector<uint8_t>& may) {
+  auto best = static_cast<size_t>(std::find(may.begin(), may.end(), 1) - may.begin());
+  for (size_t i = best + 1; i < values.size(); ++i) {
+    if (may[i] != 0 && values[i] > values[best]) best = i;
+  }
+  may[best] = 0;
+  return static_cast<uint32_t>(best);
+}
+
 // What the weights are made of.
 void score(const LayerSpec& layer, std::vector<float>& v) {
   if (layer.routing == Routing::kSigmoid) {
@@ -23,8 +37,10 @@ void score(const LayerSpec& layer, std::vector<float>& v) {
   for (float& l : v) l /= sum;
 }
 
-// Leaves to `choice` the experts of the best groups: those whose two best experts have the largest sum.
-void leave_best_groups(const LayerSpec& layer, std::vector<float>& choice, std::vector<float>& group) {
+// Leaves to `may` the experts of the best groups: those whose two best experts have the largest sum.
+void leave_best_groups(const LayerSpec& layer, RouterBuffers& buffers) {
+  const std::vector<float>& choice = buffers.choice;
+  std::vector<float>& group = buffers.group;
   const uint32_t each = layer.experts / layer.groups;
   group.resize(layer.groups);
   for (uint32_t g = 0; g < layer.groups; ++g) {
@@ -35,11 +51,10 @@ void leave_best_groups(const LayerSpec& layer, std::vector<float>& choice, std::
     }
     group[g] = each == 1 ? best : best + second;
   }
+  buffers.may_group.assign(layer.groups, 1);
   for (uint32_t n = 0; n < layer.groups; ++n) {
-    const auto best = std::max_element(group.begin(), group.end());  // the first of equals
-    const auto first = choice.begin() + static_cast<uint32_t>(best - group.begin()) * each;
-    if (n >= layer.top_groups) std::fill_n(first, each, kNever);
-    *best = kNever;
+    const uint32_t best = take_largest(group, buffers.may_group);
+    if (n >= layer.top_groups) std::fill_n(buffers.may.begin() + best * each, each, uint8_t{0});
   }
 }
 
@@ -50,24 +65,24 @@ bool choose_experts(const LayerSpec& layer, const float* choice_bias, const floa
   const uint32_t experts = layer.experts;
   std::vector<float>&choice = buffers.choice, &scores = buffers.scores;
   choice.assign(logits, logits + experts);
-  if (!std::all_of(choice.begin(), choice.end(), [](float v) { return std::isfinite(v); })) return false;
+  if (!std::all_of(choice.begin(), choice.end(), is_finite_or_never)) return false;
+  if (*std::max_element(choice.begin(), choice.end()) == kNever) return false;
   scores = choice;
   score(layer, scores);
   // Scores grow with logits, which tell apart more experts. But biases are of scores, and so are groups' sums.
-  if (choice_bias != nullptr || layer.groups > 1) choice = scores;
-  for (uint32_t e = 0; choice_bias != nullptr && e < experts; ++e) {
-    choice[e] += choice_bias[e];
-    if (!std::isfinite(choice[e])) return false;
+  for (uint32_t e = 0; (choice_bias != nullptr || layer.groups > 1) && e < experts; ++e) {
+    const float value = scores[e] + (choice_bias != nullptr ? choice_bias[e] : 0.0f);
+    if (!is_finite_or_never(value)) return false;
+    choice[e] = logits[e] == kNever ? kNever : value;
   }
-  if (layer.groups > 1) leave_best_groups(layer, choice, buffers.group);
+  buffers.may.assign(experts, 1);
+  if (layer.groups > 1) leave_best_groups(layer, buffers);
 
   float sum = layer.routing == Routing::kSigmoid ? kLeastSum : 0.0f;  // scores of a softmax are not all 0
   for (uint32_t k = 0; k < layer.top_k; ++k) {
-    const auto best = std::max_element(choice.begin(), choice.end());  // the first of equals
-    ids[k] = static_cast<int32_t>(best - choice.begin());
+    ids[k] = static_cast<int32_t>(take_largest(choice, buffers.may));
     weights[k] = scores[static_cast<size_t>(ids[k])];
     sum += weights[k];
-    *best = kNever;
   }
   for (uint32_t k = 0; k < layer.top_k; ++k) {
     if (layer.renormalize) weights[k] /= sum;

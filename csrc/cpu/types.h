@@ -4,10 +4,13 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "flashmoe/spec/layer.h"
 
 namespace flashmoe::cpu {
+
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 inline float bf16_to_float(uint16_t h) {
   const uint32_t bits = static_cast<uint32_t>(h) << 16;

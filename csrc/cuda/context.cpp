@@ -166,7 +166,9 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
         concat("x: expected at most ", plan.most_few(), " tokens with weights of ", name_of(plan.spec.weight_type),
                " on the CUDA engine, which has no kernel of more, got ", tokens.tokens));
   }
+  const std::optional<Error> earlier = take_noted();
   launch(plan, stream);
+  if (earlier) throw *earlier;
 }
 
 void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpec& gradients, DriverStream stream) {
@@ -174,7 +176,9 @@ void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpe
   const Device::Use use(device_);  // autograd's threads may have no context of the driver's, which describes tensors
   Plan& plan = plan_for(layer, tokens);
   plan.set_gradients(gradients);
+  const std::optional<Error> earlier = take_noted();
   launch(plan, stream);
+  if (earlier) throw *earlier;
 }
 
 void Context::launch(Plan& plan, DriverStream stream) {
@@ -248,6 +252,7 @@ KeptRows Context::read_counts(int64_t layer, const gpu::KeptRoom& room) {
   const Device::Use use(device_);
   counted_.wait();
   check_health();
+  if (const std::optional<Error> noted = take_noted()) throw *noted;
   static_assert(gpu::kMaxRanks * sizeof(gpu::RankRows) <= MappedPage::kBytes);
   gpu::RankRows all{};
   for (uint32_t p = 0; p < common_.limits.ranks; ++p) {
@@ -267,6 +272,18 @@ void Context::synchronize(DriverStream stream) {
   // Not for the last call's stream alone: a call that was captured runs wherever its graph is launched.
   device_.synchronize();
   check_health();
+  if (const std::optional<Error> noted = take_noted()) throw *noted;
+}
+
+// A row that is an error, once. A call raises an earlier one's when it is launched itself: all ranks go on with the same calls.
+std::optional<Error> Context::take_noted() {
+  auto* record = fault_page_.host<HostFault>();
+  const std::atomic_ref noted(record->noted);
+  const RowNote note = RowNote::unpack(noted.load(std::memory_order_acquire));
+  if (note.fault == RowFault::kNone) return std::nullopt;
+  const uint32_t experts = record->noted_experts;
+  noted.store(0, std::memory_order_release);  // the kernel may leave the next one
+  return host::row_error(note, common_.call.rank, experts);
 }
 
 void Context::check_health() {

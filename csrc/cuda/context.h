@@ -61,10 +61,10 @@ class Context {
   // Whether calls of such a layer, of Pass::kInference, are those of the kernel of a few tokens for a rank of a group.
   bool few_in_group(const LayerSpec& spec) const;
 
-  // Waits for the device, then throws what a call ran into, if one did. Refused while `stream` is being captured.
+  // Waits for the device, then throws what a call ran into, if one did; a row that is an error (RowNote) once. Refused while `stream` is being captured.
   void synchronize(DriverStream stream);
 
-  // Of the last call, once it is over: [tokens, top_k] chosen experts (-1: dropped) and weights.
+  // Of the last call, once it is over: [tokens, top_k] chosen experts (or as Choice::recorded) and weights.
   void read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float* weights) const;
   // Of the last call, once it is over, if it was this layer's: adds to rows[p * El + l] the rows that rank p's tokens have
   // with local expert l.
@@ -89,6 +89,7 @@ class Context {
   void launch(Plan& plan, DriverStream stream);
   gpu::CountedRows counted_rows(const Plan& plan, uint64_t memory) const;
   void check_health();
+  std::optional<Error> take_noted();
 
   std::mutex mutex_;  // calls come from any thread
   const Device device_;

@@ -5,7 +5,7 @@
 
 namespace flashmoe::cuda {
 
-// Reads [tokens, top_k] chosen experts (-1: dropped) and weights. limits: those that `workspace` was made for; c: any
+// Reads [tokens, top_k] chosen experts (or as Choice::recorded) and weights. limits: those that `workspace` was made for; c: any
 // call of the context, for the layout.
 void read_routing(const Call& c, const DeviceMemory& workspace, const Limits& limits, uint32_t tokens, uint32_t top_k,
                   int32_t* ids, float* weights);

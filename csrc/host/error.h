@@ -8,7 +8,7 @@ namespace flashmoe::host {
 
 class Error : public std::runtime_error {
  public:
-  enum class Kind { kInvalidArgument, kHeap, kGroup, kPeerTimeout, kOther };
+  enum class Kind { kInvalidArgument, kBadRow, kHeap, kGroup, kPeerTimeout, kOther };
   Error(Kind kind, const std::string& message) : std::runtime_error(message), kind(kind) {}
   const Kind kind;
 };

@@ -85,20 +85,26 @@ Error disagreement_error(const HostFault& record) {
 }  // namespace
 
 Error fault_error(const HostFault& record, const Teller& teller) {
-  const Fault& r = record.fault;
-  switch (r.kind) {
-    case FaultKind::kDisagree: return disagreement_error(record);
-    case FaultKind::kRouterValue:
+  return record.fault.kind == FaultKind::kDisagree ? disagreement_error(record) : timeout_error(record, teller);
+}
+
+bool is_error(const RowNote& note, bool strict) {
+  return note.fault != RowFault::kNone && (strict || note.fault != RowFault::kLogits);
+}
+
+Error row_error(const RowNote& note, uint32_t rank, uint32_t experts) {
+  const std::string where = concat(" for token ", note.token, " of rank ", rank);
+  switch (note.fault) {
+    case RowFault::kDuplicateExpert:
       return {Kind::kInvalidArgument,
-              concat("router: expected finite logits, got NaN or infinity for token ", r.index, " of rank ", r.rank)};
-    case FaultKind::kDuplicateExpert:
-      return {Kind::kInvalidArgument, concat("topk_ids: expected distinct experts per token, got expert ", r.seen,
-                                             " twice for token ", r.index, " of rank ", r.rank)};
-    case FaultKind::kExpertRange:
+              concat("topk_ids: expected distinct experts per token, got expert ", note.id, " twice", where)};
+    case RowFault::kExpertRange:
       return {Kind::kInvalidArgument,
-              concat("topk_ids: expected ids in [0, E=", r.expected, "), got ", static_cast<int32_t>(r.seen),
-                     " for token ", r.index, " of rank ", r.rank)};
-    default: return timeout_error(record, teller);
+              concat("topk_ids: expected ids in [0, E=", experts, "), or -1 for none, got ", note.id, where)};
+    default:
+      return {Kind::kBadRow, concat("router: expected logits of which the largest is finite, with strict, got NaN or "
+                                    "infinity",
+                                    where)};
   }
 }
 

@@ -19,4 +19,9 @@ struct Teller {
 // `theirs` where ranks disagree.
 Error fault_error(const HostFault& record, const Teller& teller);
 
+// Whether a call in which a row was noted is to raise that. Its context goes on either way.
+bool is_error(const RowNote& note, bool strict);
+// That error, of a row of this rank's. experts: E.
+Error row_error(const RowNote& note, uint32_t rank, uint32_t experts);
+
 }  // namespace flashmoe::host

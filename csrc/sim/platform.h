@@ -72,6 +72,7 @@ struct Memory {
     return before;
   }
   static void add(uint64_t* p, uint64_t v) { *p += v; }
+  static void keep_largest(uint64_t* p, uint64_t v) { *p = std::max(*p, v); }
   template <class T>
   static T fetch_add_acq_rel(T* p, T v) {
     World::lane().at = released();

@@ -175,7 +175,7 @@ uint32_t Rank<Platform>::dispatch(uint32_t token_block) {
   std::vector<int32_t> ids(from, from + uint64_t{call_.tokens_in_block(token_block)} * s.top_k);
   std::vector<float> weights(ids.size(), 1.0f);
   std::vector<uint16_t> experts(3 * uint64_t{s.experts});
-  std::vector<uint32_t> entries(s.ranks + 1);
+  std::vector<uint32_t> entries(s.ranks + 2);
   PacketScratch scratch{};
   scratch.ids = ids.data();
   scratch.weights = weights.data();
@@ -183,7 +183,8 @@ uint32_t Rank<Platform>::dispatch(uint32_t token_block) {
   scratch.count = experts.data() + s.experts;
   scratch.start = experts.data() + 2 * uint64_t{s.experts};
   scratch.entries = entries.data();
-  scratch.bad = &entries[s.ranks];
+  scratch.aborted = &entries[s.ranks];
+  scratch.missing = &entries[s.ranks + 1];
   scratch.owner = call_.placement.owner;
   build_packets<UntimedPlatform>(call_, token_block, scratch);
   return entries[call_.rank];

@@ -8,6 +8,7 @@ with deferred():
     from ._version import __version__
     from .context import Context
     from .errors import (
+        BadRow,
         CheckpointError,
         FlashMoEError,
         GroupError,
@@ -21,6 +22,7 @@ with deferred():
     from .report import CallReport
 
 __all__ = [
+    "BadRow",
     "CallReport",
     "CheckpointError",
     "Context",

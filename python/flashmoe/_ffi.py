@@ -29,6 +29,7 @@ def library() -> Any:
     for kind in (
         errors.FlashMoEError,
         errors.InvalidArgument,
+        errors.BadRow,
         errors.HeapError,
         errors.GroupError,
         errors.PeerTimeout,

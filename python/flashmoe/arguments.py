@@ -148,6 +148,9 @@ class CallOptions(LayerOptions, total=False):
     """Several ranks: whether a call keeps for its gradients none of the rows of other ranks' tokens, and the backward
     pass sends x once more (docs/training.md). Bits are the same. All ranks alike. Default: the context's; only one that
     was made with `redispatch` has room for it."""
+    strict: bool
+    """With a router: whether a token of this rank's whose logits are NaN or infinite raises `BadRow`, which names it,
+    when the call is over. Default: False; its y is NaN, and ``ctx.last_call.bad_rows`` counts it. Ranks may differ."""
 
 
 class Options(NamedTuple):
@@ -176,6 +179,7 @@ class Options(NamedTuple):
     weights_on_input: bool = False
     slices: int = 1
     redispatch: bool | None = None
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -260,7 +264,9 @@ def checked_values(options: Options) -> Options:
         redispatch=None if options.redispatch is None else truth("redispatch", options.redispatch),
         **{
             name: truth(name, getattr(options, name))
-            for name in ("renormalize", "exact", "round_logits", "interleaved", "transposed", "weights_on_input")
+            for name in (
+                *("renormalize", "exact", "round_logits", "interleaved", "transposed", "weights_on_input", "strict"),
+            )
         },
     )
     if activation != "clamped_swiglu":

@@ -11,9 +11,14 @@ class InvalidArgument(FlashMoEError, ValueError):
     """An argument is outside its documented domain: wrong shape, dtype, range, option or placement.
 
     What a rank sees before it begins a call (shapes, types, options) leaves the context usable, and the other ranks
-    waiting for the call. What only values show (an expert id, a router logit that is not finite) ends the call on every
-    rank, and the context with it.
+    waiting for the call. What only values show (an expert id) is raised when the call, which the rank has made, is
+    over: the context stays usable, and the other ranks know nothing of it.
     """
+
+
+class BadRow(InvalidArgument):
+    """With `strict`: a token's router logits are NaN or infinite, so that it has no experts. Raised as what only values
+    show."""
 
 
 class CheckpointError(FlashMoEError):

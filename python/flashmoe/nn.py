@@ -267,6 +267,8 @@ class MoE(torch.nn.Module):
         Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
     redispatch:
         Whether passes that train keep none of the rows of other ranks' tokens and send x again, as in `flashmoe.moe`.
+    strict:
+        Whether a token whose router logits are NaN or infinite raises `BadRow`, as in `flashmoe.moe`.
     dtype:
         ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's. Weights of experts are
         quantised where those of the context are (its `weight_dtype`).
@@ -318,6 +320,7 @@ class MoE(torch.nn.Module):
         token_group: Any = None,
         weight_scales: str = "block",
         redispatch: bool | None = None,
+        strict: bool = False,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
@@ -335,7 +338,7 @@ class MoE(torch.nn.Module):
         slices = bounded("slices", options.get("slices", 1), 1, MAX_EXPERTS)
         self.placement = None if placement is None else placements.checked(placement, experts * slices, ctx.ranks)
         of_call = {"placement": self.placement, "capacity_factor": capacity_factor, "return_mode": return_mode}
-        of_call["redispatch"] = redispatch
+        of_call |= {"redispatch": redispatch, "strict": strict}
         chosen = checked_values(
             Options(top_k=top_k, activation=activation, renormalize=renormalize, exact=exact, **of_call, **options)
         )

@@ -27,11 +27,15 @@ class CallReport:
     return_mode: str
     """``direct`` or ``reduced``: what was used, never ``auto``."""
     topk_ids: np.ndarray
-    """int32 [T, K]: the experts chosen, -1 where a capacity factor dropped the pair."""
+    """int32 [T, K]: the experts chosen, -1 where there is none: a capacity factor dropped the pair, none was given, or
+    the row is a bad one."""
     topk_weights: np.ndarray
-    """float32 [T, K]: the weight of each chosen expert."""
+    """float32 [T, K]: the weight of each chosen expert, also of a dropped pair; else 0."""
     dropped: int
     """(token, k) pairs dropped by the capacity factor."""
+    bad_rows: int
+    """Tokens that no expert got, since no choice can be made: a router logit of theirs is NaN or +inf, or all are -inf.
+    Their rows of y are NaN."""
     tasks: dict[str, int]
     """Tasks this rank executed, by kind (see `TASK_KINDS`). ``reduce`` and ``combine``: the pieces that processors took
     of a return group, between other tasks; where rows are joined as they come (a rank alone, ``direct``, K at most 2,
@@ -91,6 +95,8 @@ class GroupReport:
     """(token, k) pairs computed: dropped ones are not counted."""
     dropped: int
     """(token, k) pairs dropped."""
+    bad_rows: int
+    """Tokens of which no choice could be made."""
     expert_load: np.ndarray
     """int64 [E]: (token, k) pairs that each expert computed."""
     rows_sent: int
@@ -174,6 +180,7 @@ def summarize(reports: Sequence[CallReport], experts: int) -> GroupReport:
         tokens=sum(report.tokens for report in reports),
         pairs=int(load.sum()),
         dropped=sum(report.dropped for report in reports),
+        bad_rows=sum(report.bad_rows for report in reports),
         expert_load=load,
         rows_sent=sum(report.rows_sent + report.return_rows_sent for report in reports),
         padded_rows=sum(report.padded_rows for report in reports),

@@ -97,6 +97,7 @@ def _moe(
     shared_down_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
     redispatch: bool | None = None,
+    strict: bool = False,
 ) -> Tensor:
     return _run(locals())
 

@@ -96,7 +96,8 @@ class PacketMemory {
             .count = count_.data(),
             .start = start_.data(),
             .entries = entries_.data(),
-            .bad = &bad_,
+            .aborted = &aborted_,
+            .missing = &missing_,
             .owner = c.placement.owner};
   }
 
@@ -105,7 +106,7 @@ class PacketMemory {
   std::vector<float> weights_;
   std::vector<uint16_t> place_, count_, start_;
   std::vector<uint32_t> entries_;
-  uint32_t bad_ = 0;
+  uint32_t aborted_ = 0, missing_ = 0;
 };
 
 // The engine of one processor. `ledgers` are the ranks'.

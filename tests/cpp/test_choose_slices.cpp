@@ -34,8 +34,7 @@ struct Chosen {
     l.top_k = l.return_slots = top_k;
     return l;
   }
-  bool faulted() { return group.rank(0).call.control()->abort.value != 0; }
-  const Fault& fault() { return group.rank(0).call.fault(0, 0)->fault; }
+  RowNote note() { return RowNote::unpack(group.rank(0).call.control()->noted.value); }
 
   AbstractGroup<P> group;
   std::vector<int32_t> ids;
@@ -46,7 +45,7 @@ void check_order_and_weights() {
   for (const uint32_t slices : {1u, 2u, 3u, 7u}) {
     for (const std::vector<int32_t>& gate_ids : {std::vector{4}, {0, 4}, {3, 1, 2}, {4, 3, 2, 1, 0}}) {
       Chosen chosen(gate_ids, slices);
-      CHECK(!chosen.faulted());
+      CHECK(chosen.note().fault == RowFault::kNone);
       for (size_t k = 0; k < gate_ids.size(); ++k) {
         for (uint32_t n = 0; n < slices; ++n) {
           CHECK_EQ(chosen.ids[k * slices + n], gate_ids[k] * static_cast<int32_t>(slices) + static_cast<int32_t>(n));
@@ -58,16 +57,16 @@ void check_order_and_weights() {
   }
 }
 
-// The largest numbers too: times the slices they are beyond an id, or, wrapped around, one that exists.
+// The largest numbers too: times the slices they are beyond an id, or, wrapped around, one that exists. Of negative ones all
+// slices are that, which is told apart, and noted, where choices are made of ids.
 void check_experts_that_do_not_exist() {
-  for (const int32_t id : {-1, 5, 1 << 30, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min()}) {
+  for (const int32_t id : {-1, -2, 5, 1 << 30, std::numeric_limits<int32_t>::max(), ExpertId::kBad}) {
     Chosen chosen({2, id, 1}, 4, 17);
-    CHECK(chosen.faulted());
-    CHECK_EQ(static_cast<uint32_t>(chosen.fault().kind), static_cast<uint32_t>(FaultKind::kExpertRange));
-    CHECK_EQ(chosen.fault().index, 17u);
-    CHECK_EQ(chosen.fault().expected, uint64_t{kGateExperts});
-    CHECK_EQ(static_cast<int32_t>(chosen.fault().seen), id);
-    const std::vector<int32_t> expected{8, 9, 10, 11, -1, -1, -1, -1, 4, 5, 6, 7};
+    const RowNote note = chosen.note();
+    CHECK(note.fault == (id < 0 ? RowFault::kNone : RowFault::kExpertRange));
+    CHECK(id < 0 || (note.token == 17 && note.id == id));
+    const int32_t none = id < 0 ? id : ExpertId::kBad;
+    const std::vector<int32_t> expected{8, 9, 10, 11, none, none, none, none, 4, 5, 6, 7};
     CHECK(std::equal(expected.begin(), expected.end(), chosen.ids.begin()));
   }
 }

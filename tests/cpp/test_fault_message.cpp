@@ -47,13 +47,26 @@ void check_expired_waits() {
       "rank 2");
 }
 
-void check_bad_routing() {
-  check_message({.kind = FaultKind::kRouterValue, .index = 9}, Kind::kInvalidArgument,
-                "router: expected finite logits, got NaN or infinity for token 9 of rank 1");
-  check_message({.kind = FaultKind::kDuplicateExpert, .index = 9, .seen = 3}, Kind::kInvalidArgument,
-                "topk_ids: expected distinct experts per token, got expert 3 twice for token 9 of rank 1");
-  check_message({.kind = FaultKind::kExpertRange, .index = 9, .expected = 16, .seen = ~uint64_t{0}},
-                Kind::kInvalidArgument, "topk_ids: expected ids in [0, E=16), got -1 for token 9 of rank 1");
+void check_row(const RowNote& note, Kind kind, const std::string& message) {
+  const Error e = host::row_error(RowNote::unpack(note.pack()), 3, 16);
+  CHECK(e.kind == kind);
+  CHECK_EQ(std::string(e.what()), message);
+}
+
+void check_bad_rows() {
+  check_row(
+      {RowFault::kLogits, 9}, Kind::kBadRow,
+      "router: expected logits of which the largest is finite, with strict, got NaN or infinity for token 9 of rank 3");
+  check_row({RowFault::kDuplicateExpert, 1048575, 3}, Kind::kInvalidArgument,
+            "topk_ids: expected distinct experts per token, got expert 3 twice for token 1048575 of rank 3");
+  check_row({RowFault::kExpertRange, 0, -2}, Kind::kInvalidArgument,
+            "topk_ids: expected ids in [0, E=16), or -1 for none, got -2 for token 0 of rank 3");
+  CHECK(RowNote::unpack(0).fault == RowFault::kNone);
+  CHECK(!host::is_error({}, true) && !host::is_error({RowFault::kLogits, 9}, false));
+  CHECK(host::is_error({RowFault::kLogits, 9}, true) && host::is_error({RowFault::kExpertRange, 9}, false));
+  // The first token's is the largest, and of one token's always the same.
+  CHECK((RowNote{RowFault::kDuplicateExpert, 4, 7}.pack() > RowNote{RowFault::kExpertRange, 5, -9}.pack()));
+  CHECK((RowNote{RowFault::kExpertRange, 4, -9}.pack() > RowNote{RowFault::kDuplicateExpert, 4, 0}.pack()));
 }
 
 // What a rank believes a call to be.
@@ -152,7 +165,7 @@ void check_posted_faults() {
 int main() {
   using namespace flashmoe::test;
   check_expired_waits();
-  check_bad_routing();
+  check_bad_rows();
   check_disagreements();
   check_posted_faults();
   return 0;

@@ -34,6 +34,7 @@ size_t memory_left = size_t{1} << 40;
 unsigned allocation_ms = 0;
 bool capture = false;
 Fault next_fault;
+RowNote next_note;
 std::string last_launch = "{}";
 std::string last_move;
 std::string events;  // what was launched, recorded and waited for since it was asked for
@@ -327,6 +328,9 @@ void fake_compute_capability(int value) {
 void fake_fault(unsigned kind, unsigned token, uint64_t expected, uint64_t seen) {
   next_fault = {.kind = static_cast<FaultKind>(kind), .index = token, .expected = expected, .seen = seen, .epoch = 3};
 }
+void fake_note(unsigned fault, unsigned token, int id) {
+  next_note = {static_cast<RowFault>(fault), token, id};
+}
 size_t fake_allocations() {
   return blocks.size();
 }
@@ -503,6 +507,12 @@ CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFuncti
     args.host_fault->posted = 1;
     next_fault = {};
   }
+  const bool is_error = next_note.fault != RowFault::kLogits || args.strict != 0;
+  if (next_note.fault != RowFault::kNone && is_error) {
+    args.host_fault->noted_experts = args.call.shape.gate_experts;
+    args.host_fault->noted = next_note.pack();
+  }
+  next_note = {};
   return 0;
 }
 CudaResult cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base, const uint64_t* dims,

@@ -14,9 +14,6 @@ from flashmoe.growing import Shape, growing_context
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
-        ((6, 5, 0, 0), flashmoe.InvalidArgument, "router: expected finite logits, .* token 5 of rank 0"),
-        ((7, 5, 0, 3), flashmoe.InvalidArgument, "got expert 3 twice for token 5"),
-        ((8, 5, E, 2**64 - 1), flashmoe.InvalidArgument, r"ids in \[0, E=16\), got -1 for token 5"),
         ((4, 0, 0, 0), flashmoe.PeerTimeout, "rank 0 holds up call 3: .* waited 30 s"),
     ],
 )
@@ -68,3 +65,40 @@ def test_a_growing_context_goes_on_behind_a_fault(monkeypatch, captures):
     context._captured.clear()
     fresh.close()
     failed.close()
+
+
+NOTES = {
+    "logits": ((1, 5, 0), flashmoe.BadRow, "router: .* NaN or infinity for token 5 of rank 0"),
+    "range": ((2, 5, -2), flashmoe.InvalidArgument, r"ids in \[0, E=16\), or -1 for none, got -2 for token 5"),
+    "twice": ((3, 5, 3), flashmoe.InvalidArgument, "got expert 3 twice for token 5"),
+}
+
+
+@pytest.mark.parametrize("what", NOTES)
+@pytest.mark.parametrize("where", ["next call", "synchronize", "last_call", "trace"])
+def test_rows_that_are_errors(what, where):
+    """Raised once, by a later call too, which is launched; the context goes on."""
+    note, error, message = NOTES[what]
+    with flashmoe.Context(engine="cuda", **SIZES) as ctx:
+        driver.fake_note(*note)
+        if where == "trace":
+            with pytest.raises(error, match=message):
+                flashmoe.moe(ctx, **arguments(), trace=True, strict=True)
+        else:
+            flashmoe.moe(ctx, **arguments(), strict=True)  # does not wait, so does not know
+            with pytest.raises(error, match=message):
+                if where == "next call":
+                    flashmoe.moe(ctx, **arguments())
+                elif where == "synchronize":
+                    ctx.synchronize()
+                else:
+                    _ = ctx.last_call
+        for again in (lambda: flashmoe.moe(ctx, **arguments()), ctx.synchronize, lambda: ctx.last_call.topk_ids):
+            again()
+
+
+def test_bad_rows_that_are_no_errors():
+    with flashmoe.Context(engine="cuda", **SIZES) as ctx:
+        driver.fake_note(1, 5, 0)
+        flashmoe.moe(ctx, **arguments())
+        ctx.synchronize()

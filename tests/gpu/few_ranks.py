@@ -144,22 +144,6 @@ def stall(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, who
     return told
 
 
-def spoiled(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, how: str) -> str:
-    """Rank 1's routing is not valid; what each is told."""
-    own = own_problem(rank, ranks, spec | ({} if how == "logits" else {"ids": "int32"}), most, 68)
-    if rank == 1 and how == "logits":
-        own.x[2, 3] = float("nan")
-    elif rank == 1:
-        own.topk_ids[2, 1] = own.topk_ids[2, 0] if how == "twice" else own.experts
-    with joined(rank, ranks, f"{name}-{how}", **sizes_of(spec, most)) as context:
-        local = with_experts(own, context.local_experts())
-        try:
-            call(context, local)
-        except flashmoe.FlashMoEError as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def disagree(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int) -> str:
     """Rank 1 calls with another K."""
     own = own_problem(rank, ranks, spec, most, 69)

@@ -116,7 +116,7 @@ struct Shared {
   int32_t ids[kMaxChoices];
   float weights[kMaxChoices];
   uint16_t place[kMaxExperts], count[kMaxExperts], start[kMaxExperts];
-  uint32_t owner[kMaxExperts], entries[1], bad;
+  uint32_t owner[kMaxExperts], entries[1], aborted, missing;
   ReturnCursors<OneWorker<P>::Cursor> returns;
   // Former.
   FormedExpert experts[kMaxServed];
@@ -153,7 +153,8 @@ __device__ bool dispatch_block(const Call& c, const BenchArgs& args, Shared& s, 
                               .count = s.count,
                               .start = s.start,
                               .entries = s.entries,
-                              .bad = &s.bad,
+                              .aborted = &s.aborted,
+                              .missing = &s.missing,
                               .owner = s.owner};
   const int32_t* ids = args.topk_ids + uint64_t{b << c.policy.log2_block} * c.shape.top_k;
   for (uint32_t i = P::lane(); i < c.tokens_in_block(b) * c.shape.top_k; i += P::kLanes) {

@@ -54,9 +54,10 @@ struct ReturnCursors {
   Cursor<CombineCursor> combine;
 };
 
-// Whether slot s of an own token's return rows holds something: s is k (direct) or a rank (reduced).
+// Whether slot s of an own token's return rows holds something: s is k (direct) or a rank (reduced). Those of a bad row do
+// (fill_missing).
 FLASHMOE_HD bool is_returned(const Call& c, uint32_t token, uint32_t s) {
-  return c.reduced() ? *c.out_counts(s, token) != 0 : c.routing(token)[s] >= 0;
+  return c.reduced() ? *c.out_counts(s, token) != 0 : static_cast<uint32_t>(c.routing(token)[s]) < Choice::kNone;
 }
 
 // One worker's part in Reduce. All functions by all lanes. What the engine supplies: see Returner.

@@ -248,7 +248,7 @@ struct KernelArgs {
   uint32_t few_choices;           // of a token in sm90/few.cuh: its K experts, and the slices of the shared one
   uint32_t few_parts;             // of the intermediate columns, that are tasks of their own in sm90/few.cuh
   uint32_t weights_on_input;      // 1: a row's weight scales its products with gate_up, and not its result
-  HostFault* host_fault;          // in mapped host memory: written when the call failed
+  HostFault* host_fault;          // in mapped host memory: written when the call failed, or a row of it is an error
   uint8_t* trace;                 // [blocks] of kTraceBytesPerBlock; null: not traced
   float* kept;                    // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
 
@@ -262,6 +262,7 @@ struct KernelArgs {
   BackwardArgs backward;  // of backward passes (kBackward)
   GroupArgs group;        // of both, among several ranks
   BackwardOptions options;
+  uint32_t strict;  // 1: a row for which no choice can be made is an error
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

@@ -23,6 +23,16 @@ __device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
   }
 }
 
+// The same of a row that is an error, unless an earlier one waits for the host.
+__device__ __forceinline__ void hand_over_note(const KernelArgs& args, const Call& c, uint64_t note) {
+  Platform::store_relaxed(&c.control()->noted.value, uint64_t{0});
+  if (args.strict == 0 && RowNote::unpack(note).fault == RowFault::kLogits) return;
+  HostFault& to = *args.host_fault;
+  if (Platform::load_acquire(&to.noted, kSystem) != 0) return;
+  to.noted_experts = c.shape.gate_experts;
+  Platform::store_release(&to.noted, note, kSystem);
+}
+
 // One thread, when all of the block's warps are done. The last block to leave counts the call (every block has read the
 // count by then), and hands the host what went wrong. Calls queued behind one that failed, or replayed, would find its
 // leftovers in queue and lists, and another number of tokens: they must not begin, which kNoMoreCalls tells them.
@@ -36,6 +46,9 @@ __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uin
   const bool failed = Platform::load_relaxed(&control->abort.value) != 0;
   Platform::store_relaxed(&control->calls.value, failed ? kNoMoreCalls : epoch);
   if (failed) hand_over_fault(c, *args.host_fault);
+  if constexpr (!kIsBackward) {
+    if (const uint64_t note = Platform::load_relaxed(&control->noted.value); note != 0) hand_over_note(args, c, note);
+  }
 }
 
 }  // namespace flashmoe::gpu

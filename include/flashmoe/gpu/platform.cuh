@@ -129,6 +129,9 @@ struct Platform {
   static __device__ __forceinline__ void add(uint64_t* p, uint64_t v) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");
   }
+  static __device__ __forceinline__ void keep_largest(uint64_t* p, uint64_t v) {
+    asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");
+  }
 
   static __device__ __forceinline__ uint32_t fetch_add_nearby(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
   static __device__ __forceinline__ uint32_t look_nearby(uint32_t* p) { return atomicOr(p, 0u); }

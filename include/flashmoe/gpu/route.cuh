@@ -5,6 +5,7 @@
 #include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/gpu/types.cuh"
+#include "flashmoe/protocol/packet.h"
 
 namespace flashmoe::gpu {
 
@@ -15,6 +16,11 @@ __device__ __forceinline__ float given_weight(const KernelArgs& args, uint64_t i
   return Dtype::widen(static_cast<const typename Dtype::Element*>(args.topk_weights)[i]);
 }
 
+__device__ __forceinline__ int32_t given_id(const KernelArgs& args, uint64_t i) {
+  return ExpertId::given(args.topk_ids_64 != 0 ? static_cast<const int64_t*>(args.topk_ids)[i]
+                                               : static_cast<const int32_t*>(args.topk_ids)[i]);
+}
+
 // So many threads, side by side: copies the given ids and weights of token block b to where packets are built from.
 template <class Dtype, uint32_t kThreads>
 __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, int32_t* ids,
@@ -23,13 +29,8 @@ __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c
   const uint64_t first = uint64_t{b << c.policy.log2_block} * top_k;
   for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kThreads) {
     const uint32_t to = i + i / top_k * (c.shape.top_k - top_k);
-    if (args.topk_ids_64) {
-      const int64_t id = static_cast<const int64_t*>(args.topk_ids)[first + i];
-      ids[to] = id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
-    } else {
-      ids[to] = static_cast<const int32_t*>(args.topk_ids)[first + i];
-    }
-    weights[to] = given_weight<Dtype>(args, first + i);
+    ids[to] = given_id(args, first + i);
+    weights[to] = ids[to] == ExpertId::kNone ? 0.0f : given_weight<Dtype>(args, first + i);
   }
 }
 
@@ -71,22 +72,32 @@ __device__ __forceinline__ float sigmoid(float logit) {
   return 1.0f / (1.0f + expf(-logit));
 }
 
-// The logits rounded as the rule says, in place; where scores decide, those instead. False if one is not finite.
+// Whether a choice can be made by it, with others: it is finite, or -inf, which is chosen where nothing else is left.
+__device__ __forceinline__ bool can_be_chosen_by(float v) {
+  return v < INFINITY;  // false of NaN
+}
+
+// The logits rounded as the rule says, in place; where scores decide, those instead, but for -inf. False if no choice can be
+// made.
 __device__ __forceinline__ bool prepare_token(const RouterRule& rule, float* logits, uint32_t experts) {
   using P = Platform;
   float largest = -INFINITY, sum = 0.0f;
-  bool finite = true;
+  bool good = true;
   for (uint32_t e = P::lane(); e < experts; e += P::kLanes) {
     const float v = rounded_logit(rule, logits[e]);
-    finite &= isfinite(v);
+    good &= can_be_chosen_by(v);
     largest = max_of(largest, v);
-    logits[e] = rule.by_scores() && rule.sigmoid != 0 ? sigmoid(v) : v;
+    logits[e] = rule.by_scores() && rule.sigmoid != 0 && v != -INFINITY ? sigmoid(v) : v;
   }
-  if (P::ballot(!finite) != 0) return false;
+  if (P::ballot(!good) != 0 || P::ballot(largest != -INFINITY) == 0) return false;
   if (rule.by_scores() && rule.sigmoid == 0) {
 #pragma unroll
     for (uint32_t d = 16; d != 0; d /= 2) largest = max_of(largest, __shfl_xor_sync(kFullWarp, largest, d));
-    for (uint32_t e = P::lane(); e < experts; e += P::kLanes) sum += logits[e] = expf(logits[e] - largest);
+    for (uint32_t e = P::lane(); e < experts; e += P::kLanes) {
+      const float score = expf(logits[e] - largest);
+      sum += score;
+      if (logits[e] != -INFINITY) logits[e] = score;
+    }
 #pragma unroll
     for (uint32_t d = 16; d != 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
     for (uint32_t e = P::lane(); e < experts; e += P::kLanes) logits[e] /= sum;
@@ -119,20 +130,20 @@ __device__ __forceinline__ uint32_t best_groups(const RouterRule& rule, const fl
   return P::ballot(own < rule.groups && better < rule.top_groups);
 }
 
-// Of lane k, the k-th choice. False if what one is chosen by is not finite.
+// Of lane k, the k-th choice. False if none can be made.
 __device__ __forceinline__ bool choose_by_values(const RouterRule& rule, const float* values, uint32_t experts,
                                                  uint32_t top_k, uint32_t& chosen) {
   using P = Platform;
   const uint32_t each = experts / rule.groups;
   const uint32_t groups = rule.groups == 1 ? 1 : best_groups(rule, values, experts);
   uint32_t taken = 0;  // bit i: expert 32 i + lane
-  bool finite = true;
+  bool good = true;
   for (uint32_t k = 0; k < top_k; ++k) {
     uint32_t best = 0, expert = 0xffffffffu;
     for (uint32_t i = 0; i * P::kLanes + P::lane() < experts; ++i) {
       const uint32_t e = i * P::kLanes + P::lane();
       const float v = choice_value(rule, values, e);
-      finite &= isfinite(v);
+      good &= can_be_chosen_by(v);
       const uint32_t key = (taken >> i & 1u) == 0 && (groups >> e / each & 1u) != 0 ? order_key(v) : 0;
       if (key > best) best = key, expert = e;  // the first of equals
     }
@@ -141,11 +152,11 @@ __device__ __forceinline__ bool choose_by_values(const RouterRule& rule, const f
     if (P::lane() == k) chosen = winner;
     if (winner % P::kLanes == P::lane()) taken |= 1u << winner / P::kLanes;
   }
-  return P::ballot(!finite) == 0;
+  return P::ballot(!good) == 0;
 }
 
-// False if a logit, or a score with its bias, is not finite; nothing is chosen then.
-__device__ __forceinline__ bool choose_by_rule(const RouterRule& rule, const TokenChoice& token, uint32_t experts,
+// False if no choice can be made: a logit, or a score with its bias, is NaN or +inf, or all logits are -inf.
+__device__ __forceinline__ bool choose_if_good(const RouterRule& rule, const TokenChoice& token, uint32_t experts,
                                                uint32_t top_k) {
   using P = Platform;
   const uint32_t lane = P::lane();
@@ -153,6 +164,7 @@ __device__ __forceinline__ bool choose_by_rule(const RouterRule& rule, const Tok
   if (!prepare_token(rule, token.logits, experts)) return false;
   if (!choose_by_values(rule, token.logits, experts, top_k, chosen)) return false;
   float mine = lane < top_k ? token.logits[chosen] : 0.0f, sum = 0.0f;
+  if (rule.by_scores()) mine = fmaxf(mine, 0.0f);  // of a logit of -inf
   const bool of_softmax = rule.sigmoid == 0 && !rule.by_scores();
   if (of_softmax) {  // the first choice's logit is the largest
     const float largest = __shfl_sync(kFullWarp, mine, 0);
@@ -174,11 +186,22 @@ __device__ __forceinline__ bool choose_by_rule(const RouterRule& rule, const Tok
   return true;
 }
 
+// The same; false also if the token is bad then, and its ids say so.
+__device__ __forceinline__ bool choose_by_rule(const RouterRule& rule, const TokenChoice& token, uint32_t experts,
+                                               uint32_t top_k) {
+  if (choose_if_good(rule, token, experts, top_k)) return true;
+  if (Platform::lane() < top_k) {
+    token.ids[Platform::lane()] = ExpertId::kBad;
+    token.weights[Platform::lane()] = 0.0f;
+  }
+  return false;
+}
+
 // ---- by a plain rule (softmax, top-k): several tokens of a warp side by side -----------------------------------------
 
 // One warp chooses for kTokens tokens side by side: for each, a chain of reductions over the warp, whose latencies the
 // other tokens' chains fill. A lane has the experts lane, lane + 32, ... of each token, at most kPerLane of them. Bit t
-// of what it returns: a logit of the t-th token is not finite, and nothing is chosen for it.
+// of what it returns: for the t-th token no choice can be made, and its ids say so.
 template <uint32_t kPerLane, uint32_t kTokens>
 __device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTokens], uint32_t experts, uint32_t top_k,
                                                  bool renormalize) {
@@ -192,7 +215,7 @@ __device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTok
     for (uint32_t i = 0; i < kPerLane; ++i) {
       const bool exists = i * 32 + lane < experts;
       const float v = exists ? token[t].logits[i * 32 + lane] : 0.0f;
-      if (!isfinite(v)) bad |= 1u << t;
+      if (!can_be_chosen_by(v)) bad |= 1u << t;
       key[t][i] = exists ? order_key(v) : 0;
     }
   }
@@ -233,6 +256,7 @@ __device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTok
   float sum[kTokens];
 #pragma unroll
   for (uint32_t t = 0; t < kTokens; ++t) {
+    if (largest[t] == -INFINITY) bad |= 1u << t;
     mine[t] = lane < top_k ? expf(mine[t] - largest[t]) : 0.0f;
     sum[t] = mine[t];
     if (!renormalize) {
@@ -247,9 +271,10 @@ __device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTok
   }
 #pragma unroll
   for (uint32_t t = 0; t < kTokens; ++t) {
-    if (lane >= top_k || (bad >> t & 1u)) continue;
-    token[t].ids[lane] = static_cast<int32_t>(chosen[t]);
-    token[t].weights[lane] = mine[t] / sum[t];
+    if (lane >= top_k) continue;
+    const bool good = (bad >> t & 1u) == 0;
+    token[t].ids[lane] = good ? static_cast<int32_t>(chosen[t]) : ExpertId::kBad;
+    token[t].weights[lane] = good ? mine[t] / sum[t] : 0.0f;
   }
   return bad;
 }
@@ -264,8 +289,7 @@ __device__ __forceinline__ uint32_t choose_experts(const TokenChoice (&token)[kT
 }
 
 // The same where there are at most kFewLanes experts: so many lanes have a token, and a warp chooses for four in the
-// time of one. `token`: the one of this lane, the warp's number lane / kFewLanes; logits null: none. Returns only the
-// first bit that choose_among() would.
+// time of one. `token`: the one of this lane, the warp's number lane / kFewLanes; logits null: none.
 inline constexpr uint32_t kFewLanes = 8;
 
 __device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_t experts, uint32_t top_k,
@@ -274,7 +298,7 @@ __device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_
   const uint32_t own = P::lane() % kFewLanes, first = P::lane() - own;
   const bool exists = token.logits != nullptr && own < experts;
   const float logit = exists ? token.logits[own] : 0.0f;
-  const uint32_t bad = P::ballot(!isfinite(logit));
+  uint32_t bad = P::ballot(!can_be_chosen_by(logit));
   uint32_t key = exists ? order_key(logit) : 0;
   float largest, mine = 0.0f;  // as in choose_among
   uint32_t chosen = 0;
@@ -291,16 +315,22 @@ __device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_
     }
     if (own == winner) key = 0;
   }
+  bad |= P::ballot(largest == -INFINITY);
   mine = own < top_k ? expf(mine - largest) : 0.0f;
   float sum = mine;
   if (!renormalize) sum = exists ? expf(logit - largest) : 0.0f;
 #pragma unroll
   for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
-  if (exists && own < top_k && (bad >> first & ((1u << kFewLanes) - 1)) == 0) {
-    token.ids[own] = static_cast<int32_t>(chosen);
-    token.weights[own] = mine / sum;
+  constexpr uint32_t kOfToken = (1u << kFewLanes) - 1;
+  if (exists && own < top_k) {
+    const bool good = (bad >> first & kOfToken) == 0;
+    token.ids[own] = good ? static_cast<int32_t>(chosen) : ExpertId::kBad;
+    token.weights[own] = good ? mine / sum : 0.0f;
   }
-  return bad == 0 ? 0 : 1u << (__ffs(bad) - 1) / kFewLanes;
+  uint32_t tokens = 0;
+#pragma unroll
+  for (uint32_t t = 0; t < P::kLanes / kFewLanes; ++t) tokens |= (bad >> t * kFewLanes & kOfToken) != 0 ? 1u << t : 0;
+  return tokens;
 }
 
 }  // namespace flashmoe::gpu

@@ -9,6 +9,7 @@
 #include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/gpu/types.cuh"
+#include "flashmoe/protocol/packet.h"
 
 namespace flashmoe::gpu {
 
@@ -79,8 +80,12 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   const uint32_t experts = gate_experts_of(shape);
   const bool sigmoid = rule.sigmoid != 0, renormalize = rule.renormalize != 0;
   const uint64_t first_choice = token * gate_top_k_of(shape), first_logit = token * experts;
+  const auto kept_id = [&](uint32_t k) {
+    return b.kept.ids[kSlicedBuild ? token * shape.top_k + k * shape.slices : first_choice + k];
+  };
+  const bool bad = kept_id(0) == ExpertId::kBad;  // no choice was made by its logits: all their gradients are NaN
   const auto expert = [&](uint32_t k) {
-    const int32_t id = b.kept.ids[kSlicedBuild ? token * shape.top_k + k * shape.slices : first_choice + k];
+    const int32_t id = bad ? 0 : kept_id(k);
     const auto kept = static_cast<uint32_t>(id >= 0 ? id : ~id);
     return kSlicedBuild ? kept / shape.slices : kept;
   };
@@ -108,7 +113,7 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   const auto store = [&](uint32_t e, double gradient) {
     auto rounded = static_cast<float>(rule.routed_scale * gradient);
     if (b.of_logits != nullptr) rounded += b.of_logits[first_logit + e];
-    if (exists) to[e] = Dtype::narrow(rounded);
+    if (exists) to[e] = Dtype::narrow(bad ? NAN : rounded);
   };
 #pragma unroll 1
   for (uint32_t e = lane; e < experts; e += lanes) store(e, moved == 0.0 ? 0.0 : -score(e) * moved);

@@ -189,4 +189,13 @@ __device__ __forceinline__ float bias_at(const void* bias, uint32_t i, bool insi
   return bias != nullptr && inside ? Dtype::widen(static_cast<const typename Dtype::Element*>(bias)[i]) : 0.0f;
 }
 
+// 16 bytes of a row that nobody computes: NaN, or zeros.
+template <class Dtype>
+__device__ __forceinline__ uint4 filled_chunk(bool bad) {
+  float values[16 / Dtype::kBytes];
+#pragma unroll
+  for (float& v : values) v = bad ? NAN : 0.0f;
+  return Dtype::round(values);
+}
+
 }  // namespace flashmoe::gpu

@@ -12,9 +12,28 @@
 
 namespace flashmoe {
 
-// A choice (token, k): its expert and the rank that is to compute it, in one word.
+// What the gate leaves as a choice's expert where there is none.
+struct ExpertId {
+  static constexpr int32_t kNone = -1;              // given so: the token has fewer than K experts
+  static constexpr int32_t kBad = -0x7fffffff - 1;  // of a row that is noted as bad
+  // A given id, or the nearest to it that can be told from kBad.
+  FLASHMOE_HD static constexpr int32_t given(int64_t id) {
+    constexpr int64_t kMost = 0x7fffffff;
+    return static_cast<int32_t>(id > kMost ? kMost : id < -kMost ? -kMost : id);
+  }
+};
+
+// A choice (token, k): its expert and the rank that is to compute it, in one word; or why there is no expert, as
+// Call::routing has it, too.
 struct Choice {
-  static constexpr uint32_t kDropped = 0xffffffffu;
+  static constexpr uint32_t kDropped = ~0u;   // its expert has no room for it
+  static constexpr uint32_t kNone = ~0u - 1;  // given as no expert
+  static constexpr uint32_t kBad = ~0u - 2;   // its token's row is bad, and so are all choices of the token
+  FLASHMOE_HD static constexpr bool exists(uint32_t choice) { return choice < kBad; }
+  // As Call::routing has it.
+  FLASHMOE_HD static constexpr int32_t recorded(uint32_t choice) {
+    return static_cast<int32_t>(exists(choice) ? expert(choice) : choice);
+  }
   FLASHMOE_HD static constexpr uint32_t make(uint32_t expert, uint32_t owner) { return owner << 16 | expert; }
   FLASHMOE_HD static constexpr uint32_t expert(uint32_t choice) { return choice & 0xffffu; }
   FLASHMOE_HD static constexpr uint32_t owner(uint32_t choice) { return choice >> 16; }
@@ -31,7 +50,8 @@ struct PacketScratch {
   uint16_t* count;    // [E] choices of the token block that the expert keeps
   uint16_t* start;    // [E] place of the expert's first entry within its packet
   uint32_t* entries;  // [R] entries of the packet for each rank
-  uint32_t* bad;      // non-zero: the routing is not valid
+  uint32_t* aborted;  // non-zero: the call is over
+  uint32_t* missing;  // non-zero: some choice is kNone or kBad
   const uint32_t* owner;  // [E] the call's, copied where it is quick to read
 };
 
@@ -56,7 +76,7 @@ FLASHMOE_FN void for_each_choice(const ChoiceRange& range, const uint32_t* choic
   for (uint32_t base = range.begin; base < range.end; base += P::kLanes) {
     const uint32_t i = base + P::lane();
     const uint32_t choice = i < range.end ? choices[i] : Choice::kDropped;
-    const bool active = choice != Choice::kDropped;
+    const bool active = Choice::exists(choice);
     bool last = false;
     const uint32_t rank = P::rank_among_equal(choice, active, last);
     const uint32_t place = active ? counter[Choice::expert(choice)] + rank : 0;
@@ -67,50 +87,78 @@ FLASHMOE_FN void for_each_choice(const ChoiceRange& range, const uint32_t* choic
   }
 }
 
+// Notes an own token's row as bad. One lane.
 template <class P>
-FLASHMOE_FN void bad_routing(const Call& c, FaultKind kind, uint32_t token, int32_t expert) {
-  post_fault<P>(c, {.kind = kind,
-                    .actor = Actor::kProcessor,
-                    .awaited = c.rank,
-                    .culprit = c.rank,
-                    .index = token,
-                    .expected = c.shape.routed_experts() / c.shape.slices,
-                    .seen = static_cast<uint64_t>(static_cast<uint32_t>(expert))});
+FLASHMOE_FN void note_row(const Call& c, RowFault fault, uint32_t token, int32_t id = 0) {
+  P::keep_largest(&c.control()->noted.value, RowNote{fault, token, id}.pack());
+}
+
+// Of the worker's tokens, those with an expert twice, or with a bad choice, get no expert. Rare, and so a token is one lane's:
+// nobody else reads its choices, which change.
+template <class P>
+FLASHMOE_FN void spoil_tokens(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
+  const uint32_t top_k = c.shape.top_k;
+  FLASHMOE_NO_UNROLL
+  for (uint32_t t = range.begin / top_k + P::lane(); t < range.end / top_k; t += P::kLanes) {
+    uint32_t* const choices = s.choices + t * top_k;
+    uint32_t bad = 0;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t k = 0; k < top_k; ++k) {
+      if (choices[k] == Choice::kBad) bad = 1;
+      FLASHMOE_NO_UNROLL
+      for (uint32_t j = 0; j < k; ++j) {
+        if (choices[j] != choices[k] || !Choice::exists(choices[k])) continue;
+        bad = 1;
+        note_row<P>(c, RowFault::kDuplicateExpert, (b << c.policy.log2_block) + t,
+                    static_cast<int32_t>(Choice::expert(choices[k]) / c.shape.slices));
+      }
+    }
+    FLASHMOE_NO_UNROLL
+    for (uint32_t k = 0; k < top_k && bad != 0; ++k) {
+      choices[k] = Choice::kBad;
+      s.weights[t * top_k + k] = 0.0f;
+    }
+  }
+}
+
+// The worker's choice i has no expert: what it is instead. Who names an expert that does not exist is noted.
+template <class P>
+FLASHMOE_FN uint32_t choice_of_none(const Call& c, uint32_t b, uint32_t i, const PacketScratch& s) {
+  const int32_t id = s.ids[i];
+  s.weights[i] = 0.0f;  // what is given for no expert may be anything
+  P::store_relaxed(s.missing, 1u);
+  if (id == ExpertId::kNone) return Choice::kNone;
+  if (id != ExpertId::kBad) {
+    note_row<P>(c, RowFault::kExpertRange, (b << c.policy.log2_block) + i / c.shape.top_k, id);
+  }
+  return Choice::kBad;
 }
 
 // Turns the worker's ids into choices. Given routing is not trusted: an expert out of range, or twice in one token, would
-// write outside its packet. Reports such a choice, and marks the token block as bad. (Behind a token's K ids is the shared
-// expert's, which is out of range among the K.)
+// write outside its packet. Such a token is noted, and gets no expert. (Behind a token's K ids is the shared expert's, which
+// is out of range among the K.)
 template <class P>
 FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
-  const uint32_t first = b << c.policy.log2_block;
   const uint32_t none = range.end;
-  uint32_t bad = none;  // some choice out of range
-  int32_t bad_id = 0;
+  uint32_t odd = none;  // some choice that is bad, or that the token already has (two without an expert do no harm)
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
     const int32_t id = s.ids[i];
     bool good = id >= 0 && static_cast<uint32_t>(id) < c.shape.experts;
     if (good && static_cast<uint32_t>(id) >= c.shape.routed_experts()) {
       good = i % c.shape.top_k >= c.shape.routed_top_k();
     }
-    if (!good) {
-      bad = i;
-      bad_id = id;
-    }
-    s.choices[i] = good ? Choice::make(static_cast<uint32_t>(id), s.owner[id]) : Choice::kDropped;
+    const uint32_t choice = good ? Choice::make(static_cast<uint32_t>(id), s.owner[id]) : choice_of_none<P>(c, b, i, s);
+    if (choice == Choice::kBad) odd = i;
+    s.choices[i] = choice;
   }
   P::sync();
-  uint32_t twice = none;  // some choice whose expert the token already has
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
-    for (uint32_t j = i - i % c.shape.top_k; j < i; ++j) twice = s.choices[j] == s.choices[i] ? i : twice;
+    for (uint32_t j = i - i % c.shape.top_k; j < i; ++j) odd = s.choices[j] == s.choices[i] ? i : odd;
   }
-  if (bad < none) {
-    bad_routing<P>(c, FaultKind::kExpertRange, first + bad / c.shape.top_k, bad_id);
-  } else if (twice < none) {
-    bad_routing<P>(c, FaultKind::kDuplicateExpert, first + twice / c.shape.top_k,
-                   static_cast<int32_t>(Choice::expert(s.choices[twice]) / c.shape.slices));
-  }
-  if (bad < none || twice < none) P::store_relaxed(s.bad, 1u);
+  if (P::ballot(odd < none) == 0) return;
+  P::store_relaxed(s.missing, 1u);
+  P::sync();
+  spoil_tokens<P>(c, b, range, s);
 }
 
 // With a capacity: waits until token block b - 1 is counted, and returns for each expert how many choices of it token
@@ -172,7 +220,7 @@ FLASHMOE_FN void drop_over_capacity(const Call& c, const ChoiceRange& range, con
   for (uint32_t e = P::lane(); e < c.shape.experts; e += P::kLanes) place[e] = min_of<uint16_t>(place[e], s.count[e]);
   P::sync();
   for (uint32_t i = range.begin; i < range.end; ++i) {
-    if (P::lane() == 0 && s.choices[i] != Choice::kDropped) --place[Choice::expert(s.choices[i])];
+    if (P::lane() == 0 && Choice::exists(s.choices[i])) --place[Choice::expert(s.choices[i])];
   }
   P::sync();
 }
@@ -219,7 +267,7 @@ FLASHMOE_FN void record_routing(const Call& c, uint32_t b, const ChoiceRange& ra
   const uint32_t first = b << c.policy.log2_block;
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
     const uint32_t token = first + i / c.shape.top_k, k = i % c.shape.top_k;
-    c.routing(token)[k] = s.choices[i] == Choice::kDropped ? -1 : static_cast<int32_t>(Choice::expert(s.choices[i]));
+    c.routing(token)[k] = Choice::recorded(s.choices[i]);
     c.weights(token)[k] = s.weights[i];
   }
 }
@@ -233,7 +281,7 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const ChoiceRange& ran
     const uint32_t token = first + i / c.shape.top_k, k = i % c.shape.top_k;
     uint32_t ordinal = 0;
     for (uint32_t j = c.reduced() ? i - k : i; j < i; ++j)
-      ordinal += s.choices[j] != Choice::kDropped && Choice::owner(s.choices[j]) == Choice::owner(choice);
+      ordinal += Choice::exists(s.choices[j]) && Choice::owner(s.choices[j]) == Choice::owner(choice);
     c.out_entries(Choice::owner(choice), first)[s.start[Choice::expert(choice)] + at] = {
         token, static_cast<uint16_t>(k), static_cast<uint16_t>(ordinal), s.weights[i]};
   });
@@ -242,8 +290,9 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const ChoiceRange& ran
     for (uint32_t t = range.begin / c.shape.top_k + P::lane(); t < range.end / c.shape.top_k; t += P::kLanes) {
       const uint32_t* choices = s.choices + t * c.shape.top_k;
       uint32_t n = 0;
-      for (uint32_t k = 0; k < c.shape.top_k; ++k)
-        n += choices[k] != Choice::kDropped && Choice::owner(choices[k]) == q;
+      for (uint32_t k = 0; k < c.shape.top_k; ++k) n += Choice::exists(choices[k]) && Choice::owner(choices[k]) == q;
+      // Of a bad row, with the reduced return, one that this rank computes: fill_missing() stages it.
+      if (q == c.rank && choices[0] == Choice::kBad && c.reduced()) n = 1;
       c.out_counts(q, first)[t] = static_cast<uint16_t>(n);
     }
   }
@@ -256,16 +305,17 @@ FLASHMOE_FN void choose_shared(const Call& c, int32_t* ids, float* weights, floa
 }
 
 // Puts the slices of a token's K experts in place of them, each with the expert's weight: `ids` and `weights` are the
-// token's, and have room for that. An expert that does not exist is reported here, where its number is known. One lane.
+// token's, and have room for that. An expert beyond all others is noted here, where its number is known. One lane.
 template <class P>
 FLASHMOE_FN void choose_slices(const Call& c, uint32_t token, int32_t* ids, float* weights) {
   for (uint32_t k = c.shape.gate_top_k; k-- != 0;) {  // from behind: what is written has been read
     const int32_t id = ids[k];
     const float weight = weights[k];
     const bool exists = id >= 0 && static_cast<uint32_t>(id) < c.shape.gate_experts;
-    if (!exists) bad_routing<P>(c, FaultKind::kExpertRange, token, id);
+    if (!exists && id >= 0) note_row<P>(c, RowFault::kExpertRange, token, id);
+    const int32_t none = id < 0 ? id : ExpertId::kBad;
     for (uint32_t n = k * c.shape.slices; n < (k + 1) * c.shape.slices; ++n) {
-      ids[n] = exists ? static_cast<int32_t>(static_cast<uint32_t>(id) * c.shape.slices + n % c.shape.slices) : -1;
+      ids[n] = exists ? static_cast<int32_t>(static_cast<uint32_t>(id) * c.shape.slices + n % c.shape.slices) : none;
       weights[n] = weight;
     }
   }
@@ -277,7 +327,10 @@ template <class P, class Make>
 FLASHMOE_FN bool build_packets_of(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load, Make&& make) {
   const ChoiceRange range = own_choices<P>(c, b);
   uint16_t* const place = s.place + P::worker() * c.shape.experts;
-  if (P::worker() == 0 && P::lane() == 0) P::store_relaxed(s.bad, 0u);
+  if (P::worker() == 0 && P::lane() == 0) {
+    P::store_relaxed(s.aborted, 0u);
+    P::store_relaxed(s.missing, 0u);
+  }
   P::team_sync();
   for (uint32_t e = P::lane(); e < c.shape.experts; e += P::kLanes) place[e] = 0;
   make(range);
@@ -285,9 +338,9 @@ FLASHMOE_FN bool build_packets_of(const Call& c, uint32_t b, const PacketScratch
   for_each_choice<P>(range, s.choices, place, [](uint32_t, uint32_t, uint32_t) {});
   bool aborted = false;
   const uint32_t* before = c.shape.capacity != 0 ? earlier_choices<P>(c, b, aborted) : nullptr;
-  if (aborted && P::lane() == 0) P::store_relaxed(s.bad, 1u);
+  if (aborted && P::lane() == 0) P::store_relaxed(s.aborted, 1u);
   P::team_sync();
-  if (P::load_relaxed(s.bad) != 0) return false;
+  if (P::load_relaxed(s.aborted) != 0) return false;
   scan_workers<P>(c, b, s, before, load);
   P::team_sync();
   if (c.shape.capacity != 0) {
@@ -304,13 +357,13 @@ FLASHMOE_FN bool build_packets_of(const Call& c, uint32_t b, const PacketScratch
 }
 
 // The same from the ids and weights of the token block's gate. The whole team calls it, after a team_sync; false if the
-// call is over (bad routing, abort). load: see scan_workers().
+// call is over. load: see scan_workers().
 template <class P>
 FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load = nullptr) {
   return build_packets_of<P>(c, b, s, load, [&](const ChoiceRange& range) { make_choices<P>(c, b, range, s); });
 }
 
-// The same from ids that an earlier call has left (Call::routing), -1 where it dropped the choice.
+// The same from ids that an earlier call has left (Call::routing), negative where it had no expert.
 template <class P>
 FLASHMOE_FN bool build_known_packets(const Call& c, uint32_t b, const PacketScratch& s) {
   return build_packets_of<P>(c, b, s, nullptr, [&](const ChoiceRange& range) {
@@ -319,6 +372,40 @@ FLASHMOE_FN bool build_known_packets(const Call& c, uint32_t b, const PacketScra
       s.choices[i] = id < 0 ? Choice::kDropped : Choice::make(static_cast<uint32_t>(id), s.owner[id]);
     }
   });
+}
+
+// Behind build_packets(), which no other engine's row comes for: what Combine reads of choices that have no expert. Zeros where
+// none is given, NaN of a bad row; and the result itself where rows are joined, which nobody would find to be the last. The
+// whole team calls it. fill(row, bad): a warp stores such a row, of returned ones' type. out: the results.
+template <class P, class Fill>
+FLASHMOE_FN void fill_missing(const Call& c, uint32_t b, const PacketScratch& s, uint8_t* out, Fill&& fill) {
+  if (P::load_relaxed(s.missing) == 0) return;
+  P::team_sync();  // the routing is recorded
+  FLASHMOE_NO_UNROLL
+  for (uint32_t t = P::worker(); t < c.tokens_in_block(b); t += P::workers()) {
+    const uint32_t token = (b << c.policy.log2_block) + t;
+    const int32_t* const routing = c.routing(token);
+    const bool bad = routing[0] == Choice::recorded(Choice::kBad);
+    if (c.reduced()) {
+      if (bad) fill(c.staged_row(c.rank, token, 0), true);
+      continue;
+    }
+    uint32_t missing = 0;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t k = 0; k < c.shape.top_k; ++k) {
+      if (routing[k] >= Choice::recorded(Choice::kDropped)) continue;
+      fill(c.return_row(c.rank, token, k), bad);
+      ++missing;
+    }
+    if (c.policy.joined == 0 || missing == 0) continue;
+    if (missing == c.shape.top_k) {
+      fill(out + uint64_t{token} * c.memory.return_row_bytes, bad);
+      continue;
+    }
+    for (uint32_t column = P::lane(); column < c.policy.columns[kReturning]; column += P::kLanes) {
+      P::store_relaxed(c.joint_word(column, token), 2u);  // as if it were stored (actors/joiner.h)
+    }
+  }
 }
 
 // Tells rank q that its packet of token block b is complete: `entries` of them, and their rows. One lane.

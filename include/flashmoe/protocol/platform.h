@@ -26,6 +26,7 @@
 //   void     post(T*, T);                               // a store that releases what is before the last release_fence
 //   T        fetch_add(T*, T);                              // relaxed: tickets, claims
 //   void     add(uint64_t*, uint64_t);                      // relaxed, of memory that no actor reads; nothing comes back
+//   void     keep_largest(uint64_t*, uint64_t);             // the same: the larger of both stays
 //   T        fetch_add_acq_rel(T*, T);                      // at device scope: dependency counters
 //   void     acquire_fence(Scope);                      // of what the lane's relaxed operations saw
 //   T        post_add(T*, T);                           // relaxed, between a release_fence and an acquire_fence

@@ -18,14 +18,11 @@ struct alignas(64) Status {
 
 enum class FaultKind : uint32_t {
   kNone = 0,
-  kCallSignal = 1,       // a rank did not begin the call in time
-  kPacket = 2,           // a packet did not arrive in time
-  kReturn = 3,           // a return signal did not arrive in time
-  kLocal = 4,            // an actor of this rank did not progress in time
-  kDisagree = 5,         // a rank's call configuration differs from this rank's
-  kRouterValue = 6,      // a router logit is not finite
-  kDuplicateExpert = 7,  // given routing names one expert twice for one token
-  kExpertRange = 8,      // given routing names an expert that does not exist
+  kCallSignal = 1,  // a rank did not begin the call in time
+  kPacket = 2,      // a packet did not arrive in time
+  kReturn = 3,      // a return signal did not arrive in time
+  kLocal = 4,       // an actor of this rank did not progress in time
+  kDisagree = 5,    // a rank's call configuration differs from this rank's
 };
 
 enum class Actor : uint32_t { kOs = 0, kProcessor = 1 };
@@ -36,10 +33,33 @@ struct Fault {
   uint32_t rank = 0;      // who found it
   uint32_t awaited = 0;   // from whom it was awaited; kDisagree: who disagrees
   uint32_t culprit = 0;   // who, as far as the finder could see, does not move
-  uint32_t index = 0;     // packet: token block; return: group; router, routing: token
-  uint64_t expected = 0;  // epoch of the awaited signal; routing: E
-  uint64_t seen = 0;      // epoch it had; routing: the id
+  uint32_t index = 0;     // packet: token block; return: group
+  uint64_t expected = 0;  // epoch of the awaited signal
+  uint64_t seen = 0;      // epoch it had
   uint64_t epoch = 0;
+};
+
+// Why no expert gets an own token's row. The call goes on without it, and its result is NaN.
+enum class RowFault : uint32_t {
+  kNone = 0,
+  kLogits = 1,           // no choice can be made by its router logits: NaN or +inf, or all are -inf
+  kExpertRange = 2,      // given routing names an expert that does not exist
+  kDuplicateExpert = 3,  // given routing names one expert twice
+};
+
+// Such a row as one word, of which the largest is the first token's. No note is 0.
+struct RowNote {
+  RowFault fault = RowFault::kNone;
+  uint32_t token = 0;
+  int32_t id = 0;  // of given routing
+
+  FLASHMOE_HD constexpr uint64_t pack() const {
+    return ~(uint64_t{token} << 36 | uint64_t{static_cast<uint32_t>(fault)} << 32 | static_cast<uint32_t>(id));
+  }
+  FLASHMOE_HD static constexpr RowNote unpack(uint64_t word) {
+    if (word == 0) return {};
+    return {static_cast<RowFault>(~word >> 32 & 0xfu), static_cast<uint32_t>(~word >> 36), static_cast<int32_t>(~word)};
+  }
 };
 
 struct alignas(64) FaultRecord {
@@ -73,6 +93,10 @@ struct HostFault {
   Fault fault;
   uint64_t entered;         // epoch of the call that the culprit has begun
   CallConfig mine, theirs;  // of fault.rank and fault.awaited
+  // Beside a fault: the first RowNote that is an error and that the host has not raised yet, 0 without one; of a layer with so
+  // many experts.
+  uint64_t noted = 0;
+  uint32_t noted_experts = 0;
 };
 
 inline constexpr uint64_t kNoMoreCalls = ~uint64_t{0};  // the next call's epoch would be 0, which no call has
@@ -98,6 +122,7 @@ struct alignas(128) Control {
   // Of a backward pass with a router (GPU): thread blocks whose tokens' logits are differentiated, and in the upper half warps
   // that have combined; zero between calls.
   Line routed;
+  Line noted;  // the first RowNote of the call, 0 without one; zero before the call
 };
 
 }  // namespace flashmoe

@@ -35,7 +35,8 @@ struct DispatchScratch {
     s.count = reinterpret_cast<uint16_t*>(stages + 16 * 1024);
     s.start = reinterpret_cast<uint16_t*>(stages + 18 * 1024);
     s.entries = reinterpret_cast<uint32_t*>(stages + 20 * 1024);
-    s.bad = reinterpret_cast<uint32_t*>(stages + 21 * 1024);
+    s.aborted = reinterpret_cast<uint32_t*>(stages + 21 * 1024);
+    s.missing = s.aborted + 1;
     s.owner = reinterpret_cast<uint32_t*>(stages + 24 * 1024);
     s.place = reinterpret_cast<uint16_t*>(second);
     return s;
@@ -138,19 +139,9 @@ __device__ __forceinline__ void copy_kept(const KeptOutputs& kept, const Call& c
   }
 }
 
-// Logits of the token are not finite.
-__device__ __forceinline__ void post_bad_logits(const Call& c, Shared& s, uint32_t token) {
-  s.router_bad = 1;
-  post_fault<Platform>(c, {.kind = FaultKind::kRouterValue,
-                           .actor = Actor::kProcessor,
-                           .awaited = c.rank,
-                           .culprit = c.rank,
-                           .index = token});
-}
-
 // Every warp of the team: chooses the experts of the token block's tokens, from their logits.
-__device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, Shared& s,
-                                             const DispatchScratch& scratch, uint32_t b) {
+__device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
+                                             uint32_t b) {
   const PacketScratch packets = scratch.packets();
   const uint32_t tokens = c.tokens_in_block(b), experts = c.shape.gate_experts, top_k = c.shape.gate_top_k;
   auto choice = [&](uint32_t t) -> TokenChoice {
@@ -160,7 +151,9 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
 #pragma unroll 1
     for (uint32_t t = Team::worker(); t < tokens; t += kTeamWarps) {
       const bool good = choose_by_rule(args.rule, choice(t), experts, top_k);
-      if (!good && Platform::lane() == 0) post_bad_logits(c, s, (b << c.policy.log2_block) + t);
+      if (!good && Platform::lane() == 0) {
+        note_row<Platform>(c, RowFault::kLogits, (b << c.policy.log2_block) + t);
+      }
     }
     return;
   }
@@ -176,18 +169,19 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
       bad = choose_experts({choice(first), choice(second)}, experts, top_k, renormalize);
     }
     if (bad == 0 || Platform::lane() != 0) continue;
-    post_bad_logits(c, s, (b << c.policy.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps);
+    // The first of them has the lowest number, and is what is told.
+    note_row<Platform>(c, RowFault::kLogits, (b << c.policy.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps);
   }
 }
 
-// Fills ids and weights of the token block, from the given ones or by the router. False if a logit is not finite.
+// Fills ids and weights of the token block, from the given ones or by the router.
 template <class Dtype>
-__device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& c, Shared& s,
+__device__ __forceinline__ void route_block(const KernelArgs& args, const Call& c, Shared& s,
                                             const DispatchScratch& scratch, uint32_t b) {
   const PacketScratch packets = scratch.packets();
   if (args.topk_ids != nullptr) {
     copy_given<Dtype, kTeamWarps * 32>(args, c, b, packets.ids, packets.weights);
-    return true;
+    return;
   }
   with_gate<Dtype>(c.shape.gate_experts, [&]<class Stage>() {
     // A fresh barrier passes waits of parity 1: the loaders find all stages empty.
@@ -208,9 +202,8 @@ __device__ __forceinline__ bool route_block(const KernelArgs& args, const Call& 
                  scratch.logits(experts, 0), c.tokens_in_block(b) * experts, threadIdx.x, kTeamWarps * 32);
     Team::team_sync();
   }
-  choose_block(args, c, s, scratch, b);
+  choose_block(args, c, scratch, b);
   Team::team_sync();
-  return s.router_bad == 0;
 }
 
 // Every warp of the team: slices in place of the experts that the token block's tokens have chosen.
@@ -266,8 +259,20 @@ __device__ __forceinline__ void keep_routing(const KeptOutputs& keep, const Call
   for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
     const uint32_t token = first + i / top_k, k = i % top_k;
     const uint64_t at = uint64_t{token} * top_k + k;
-    if (c.routing(token)[k] < 0) keep.ids[at] = ~keep.ids[at];
+    const int32_t recorded = c.routing(token)[k];
+    if (recorded == Choice::recorded(Choice::kDropped)) keep.ids[at] = ~keep.ids[at];
+    if (recorded == Choice::recorded(Choice::kBad)) keep.ids[at] = ExpertId::kBad;
     keep.weights[at] = c.weights(token)[k];
+  }
+}
+
+// One warp: all of a row that returns, or of a result.
+template <class Dtype>
+__device__ __forceinline__ void fill_row(const Call& c, uint8_t* row, bool bad) {
+  const uint4 filled = filled_chunk<Dtype>(bad);
+#pragma unroll 1
+  for (uint32_t at = Team::lane() * 16; at < c.memory.return_row_bytes; at += Team::kLanes * 16) {
+    *reinterpret_cast<uint4*>(row + at) = filled;
   }
 }
 
@@ -281,7 +286,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   if constexpr (kIsBackward) {
     copy_kept(args.backward.kept, c, b, packets);
   } else {
-    if (!route_block<Dtype>(args, c, s, scratch, b)) return false;
+    route_block<Dtype>(args, c, s, scratch, b);
     if (c.shape.slices != 1) slice_block(c, b, packets);
     if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
   }
@@ -296,8 +301,11 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   const bool built =
       kIsBackward ? build_known_packets<Team>(c, b, packets) : build_packets<Team>(c, b, packets, args.load);
   if (!built) {
-    Team::team_sync();  // `bad` lies in the stages, which loaders may overwrite: only when all warps have read it
+    Team::team_sync();  // `aborted` lies in the stages, which loaders may overwrite: only when all warps have read it
     return false;
+  }
+  if constexpr (!kIsBackward) {
+    fill_missing<Team>(c, b, packets, args.out, [&](uint8_t* row, bool bad) { fill_row<Dtype>(c, row, bad); });
   }
   if constexpr (kQuantised<Dtype>) quantise_block<Dtype>(args, c, b);
   signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see send.cuh

@@ -101,7 +101,7 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
   const few::Block b{args, args.call, s, s.routing, Platform::load_relaxed(&args.call.control()->calls.value) + 1};
   const Tracer<kTrace, kFewThreads> trace{args, s.trace_events, s.trace_starts};
   if (threadIdx.x == 0) {
-    s.failed = 0;
+    s.failed = s.wrong = 0;
     s.trace_events = 0;
     prefetch_map(&args.gate_up);
     prefetch_map(&args.down);

@@ -25,7 +25,7 @@ inline constexpr bool kFewGroup = FLASHMOE_FEW_GROUP != 0;
 inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kFewChoices / 16;
 
 // The routing, as every block knows it. Choice p is (token p / n, k = p % n), where n is few_choices: the shared expert's
-// slices are choices here. Choices that are not dropped have rows: an expert's follow one another, in token order, and so
+// slices are choices here. Choices that are not dropped, and have an expert (ExpertId), have rows: an expert's follow one another, in token order, and so
 // do the experts. A unit is an expert and some of its rows, as many as a warp multiplies at a time.
 // In a group only those choices count that came to this rank: number p is row p, of a token and a choice as SentRow says, and
 // experts are local ones.
@@ -158,6 +158,7 @@ struct FewShared {
   FewRouting routing;
   FewPipeline pipeline;
   uint32_t failed;  // not zero: the call is over
+  uint32_t wrong;   // not zero: given routing is, of some token
   Fault fault;      // why, if this block is to post that
   Call call;        // to post it with: the given one, but with the call's epoch
   uint32_t trace_events;
@@ -257,11 +258,6 @@ __device__ __forceinline__ void fail(const Block& b, Fault fault) {
   fault.actor = Actor::kProcessor;
   fault.awaited = fault.culprit = b.c.rank;
   b.s.fault = fault;
-}
-// For a fault that every block finds by itself: only block 0 posts it.
-__device__ __forceinline__ void fail_everywhere(const Block& b, Fault fault) {
-  if (blockIdx.x != 0) fault.kind = FaultKind::kNone;
-  fail(b, fault);
 }
 
 // One warp.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"
+#include "flashmoe/protocol/packet.h"
 #include "flashmoe/sm90/few_products_mxfp4.cuh"
 #include "flashmoe/sm90/few_products_quantised.cuh"
 #include "flashmoe/sm90/few_scales.cuh"
@@ -273,6 +274,10 @@ __device__ __forceinline__ void sum_rows(const Block& b) {
   for (uint32_t i = first; i < chunks * b.c.shape.tokens; i += gridDim.x * kFewThreads) {
     const uint32_t token = i / chunks, chunk = i % chunks;
     float sum[kElements] = {};
+    if (b.routing.ids[token * n] == ExpertId::kBad) {
+      reinterpret_cast<uint4*>(b.args.out)[i] = filled_chunk<Dtype>(true);
+      continue;
+    }
     if (b.args.few_parts == 1) {
       add_rows<Dtype>(b, token, chunk, sum);
     } else {

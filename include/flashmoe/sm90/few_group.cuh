@@ -129,7 +129,7 @@ __device__ __forceinline__ void begin_call(const KernelArgs& args, FewShared& s)
   for (uint32_t i = kEpochWords + threadIdx.x; i < sizeof(Call) / 4; i += kFewThreads) to[i] = from[i];
   if (threadIdx.x == kFewThreads - 1) init_pipeline(s.pipeline);
   if (threadIdx.x == 0) {
-    s.failed = 0;
+    s.failed = s.wrong = 0;
     s.trace_events = 0;
     if (args.call.shape.local_experts != 0) {
       prefetch_map(&args.gate_up);

@@ -23,17 +23,13 @@ __device__ __forceinline__ void list_slots(const Block& b) {
   }
 }
 
-// All threads, behind a meeting: given routing is not trusted, since it would write outside its packet.
+// All threads, behind a meeting: given routing is not trusted, since it would write outside its packet (see spoil_given).
 __device__ __forceinline__ void check_given(const Block& b, uint32_t n) {
   const Call& c = b.c;
   const uint32_t top_k = c.shape.top_k, first = n << c.policy.log2_block;
   const int32_t* const ids = b.routing.ids + first * top_k;
   for (uint32_t i = threadIdx.x; i < c.tokens_in_block(n) * top_k; i += kFewThreads) {
-    const bool exists = ids[i] >= 0 && static_cast<uint32_t>(ids[i]) < c.shape.routed_experts();
-    bool twice = false;
-    for (uint32_t j = i - i % top_k; j < i; ++j) twice |= ids[j] == ids[i];
-    if (exists && !twice) continue;
-    fail(b, fault_of_given(b, exists, first + i / top_k, ids[i]));
+    if (is_wrong(b, i - i % top_k, i, ids[i], [&](uint32_t j) { return ids[j]; })) b.s.wrong = 1;
   }
 }
 
@@ -49,7 +45,7 @@ __device__ __forceinline__ uint32_t send_entries(const Block& b, uint32_t n, uin
   for (uint32_t l = P::lane(); l < owned; l += P::kLanes) count[l] = 0;
   P::sync();
   // Of choice i its local expert on rank q; owned or more if it is not one of the rank's.
-  auto local = [&](uint32_t i) { return i < choices ? s.slot[ids[i]] - begin : ~0u; };
+  auto local = [&](uint32_t i) { return i < choices && ids[i] >= 0 ? s.slot[ids[i]] - begin : ~0u; };
 #pragma unroll 1
   for (uint32_t base = 0; base < choices; base += P::kLanes) {
     const uint32_t i = base + P::lane(), l = local(i);
@@ -82,15 +78,25 @@ __device__ __forceinline__ uint32_t send_entries(const Block& b, uint32_t n, uin
   return entries;
 }
 
-// All threads: what the host reads of the token block's routing.
+// All threads: what the host reads of the token block's routing; and rows that no rank returns, which all that have sums to
+// make read once all have stored theirs.
+template <class Dtype>
 __device__ __forceinline__ void report_choices(const Block& b, uint32_t n) {
   const Call& c = b.c;
   const uint32_t top_k = c.shape.top_k, first = n << c.policy.log2_block;
   for (uint32_t i = threadIdx.x; i < c.tokens_in_block(n) * top_k; i += kFewThreads) {
     const uint32_t p = first * top_k + i, token = first + i / top_k, k = i % top_k;
-    c.routing(token)[k] = b.routing.ids[p];
+    const int32_t id = b.routing.ids[p];
     c.weights(token)[k] = b.routing.weights[p];
-    if (b.args.load != nullptr) P::add(&b.args.load[b.routing.ids[p]], uint64_t{1});
+    c.routing(token)[k] = id >= 0 ? id : recorded_without_row(id);
+    if (id >= 0) {
+      if (b.args.load != nullptr) P::add(&b.args.load[id], uint64_t{1});
+      continue;
+    }
+    auto* const row = reinterpret_cast<uint4*>(c.return_row(c.rank, token, k));
+    const uint4 filled = filled_chunk<Dtype>(id == ExpertId::kBad);
+#pragma unroll 1
+    for (uint32_t at = 0; at < c.memory.return_row_bytes / 16; ++at) row[at] = filled;
   }
 }
 
@@ -108,13 +114,14 @@ __device__ __forceinline__ bool send_packets(const Block& b, uint32_t n) {
     choose(b, {first, 1, c.tokens_in_block(n)});
   }
   if (!all_well(b)) return false;  // behind it, all of the block's rows are stored, and its choices made
+  spoil_given(b, first, c.tokens_in_block(n));
   // The last warps first: warp 0 goes on to await packets.
   for (uint32_t i = kFewWarps - 1 - b.warp(); i < c.shape.ranks; i += kFewWarps) {
     const uint32_t q = (c.rank + i) % c.shape.ranks, entries = send_entries(b, n, q);
     P::sync();
     if (P::lane() == 0) signal_packet<P>(c, q, n, entries);
   }
-  report_choices(b, n);
+  report_choices<Dtype>(b, n);
   return true;
 }
 

@@ -261,39 +261,58 @@ __device__ __forceinline__ void choose(const Block& b, const Tokens& tokens) {
         {logits, b.routing.ids + t * b.args.few_choices, b.routing.weights + t * b.args.few_choices}};
     const bool good = rule.plain() ? choose_experts(choice, experts, top_k, rule.renormalize != 0) == 0
                                    : choose_by_rule(rule, choice[0], experts, top_k);
-    if (good || P::lane() != 0) continue;
-    const Fault fault{.kind = FaultKind::kRouterValue, .index = t};
-    shares_choices(b) ? fail(b, fault) : fail_everywhere(b, fault);
+    if (!good && P::lane() == 0) note_row<P>(b.c, RowFault::kLogits, t);
   }
 }
 
-// A given choice of a token: an expert that does not exist, or one that the token has twice.
-__device__ __forceinline__ Fault fault_of_given(const Block& b, bool exists, uint32_t token, int32_t id) {
-  return {.kind = exists ? FaultKind::kDuplicateExpert : FaultKind::kExpertRange,
-          .index = token,
-          .expected = b.c.shape.routed_experts(),
-          .seen = static_cast<uint32_t>(id)};
+// Whether a given choice is wrong: an expert that does not exist, or one that the token has already. id_of(j): that of an
+// earlier choice, of which the token's first is `begin`.
+template <class IdOf>
+__device__ __forceinline__ bool is_wrong(const Block& b, uint32_t begin, uint32_t i, int32_t id, IdOf&& id_of) {
+  bool twice = false;
+  for (uint32_t j = begin; j < i; ++j) twice |= id_of(j) == id;
+  return id != ExpertId::kNone && (twice || id < 0 || static_cast<uint32_t>(id) >= b.c.shape.routed_experts());
 }
 
-// Given routing is not trusted: every block finds what is wrong with it, and block 0 posts that.
+// All threads, behind a meeting that was behind the last is_wrong(): tokens with a wrong choice are noted, and get no expert.
+__device__ __forceinline__ void spoil_given(const Block& b, uint32_t first, uint32_t tokens) {
+  if (b.s.wrong == 0) return;
+  const uint32_t top_k = b.c.shape.routed_top_k();
+#pragma unroll 1
+  for (uint32_t t = first + threadIdx.x; t < first + tokens; t += kFewThreads) {
+    int32_t* const ids = b.routing.ids + t * b.args.few_choices;
+    float* const weights = b.routing.weights + t * b.args.few_choices;
+    bool bad = false;
+#pragma unroll 1
+    for (uint32_t k = 0; k < top_k; ++k) {
+      if (!is_wrong(b, 0, k, ids[k], [&](uint32_t j) { return ids[j]; })) continue;
+      bad = true;
+      const bool exists = ids[k] >= 0 && static_cast<uint32_t>(ids[k]) < b.c.shape.routed_experts();
+      note_row<P>(b.c, exists ? RowFault::kDuplicateExpert : RowFault::kExpertRange, t, ids[k]);
+    }
+#pragma unroll 1
+    for (uint32_t k = 0; bad && k < top_k; ++k) ids[k] = ExpertId::kBad, weights[k] = 0.0f;
+  }
+  __syncthreads();
+}
+
+// What Call::routing has of a choice that has no row.
+__device__ __forceinline__ int32_t recorded_without_row(int32_t id) {
+  const uint32_t why = id >= 0 ? Choice::kDropped : id == ExpertId::kNone ? Choice::kNone : Choice::kBad;
+  return static_cast<int32_t>(why);
+}
+
+// Given routing is not trusted: every block finds out whether something is wrong with it.
 template <class Dtype>
 __device__ __forceinline__ void take_given(const Block& b) {
   const uint32_t top_k = b.c.shape.routed_top_k();
-  auto id_of = [&](uint32_t i) {
-    if (b.args.topk_ids_64 == 0) return static_cast<const int32_t*>(b.args.topk_ids)[i];
-    const int64_t id = static_cast<const int64_t*>(b.args.topk_ids)[i];
-    return id == static_cast<int32_t>(id) ? static_cast<int32_t>(id) : -1;
-  };
+  auto id_of = [&](uint32_t i) { return given_id(b.args, i); };
   for (uint32_t p = threadIdx.x; p < b.c.shape.tokens * top_k; p += kFewThreads) {
     const int32_t id = id_of(p);
     const uint32_t choice = p + p / top_k * b.c.shape.shared;  // the token's slices lie between
     b.routing.ids[choice] = id;
-    b.routing.weights[choice] = given_weight<Dtype>(b.args, p);
-    const bool exists = id >= 0 && static_cast<uint32_t>(id) < b.c.shape.routed_experts();
-    bool twice = false;
-    for (uint32_t i = p - p % top_k; i < p; ++i) twice |= id_of(i) == id;
-    if (exists && !twice) continue;
-    fail_everywhere(b, fault_of_given(b, exists, p / top_k, id));
+    b.routing.weights[choice] = id == ExpertId::kNone ? 0.0f : given_weight<Dtype>(b.args, p);
+    if (is_wrong(b, p - p % top_k, p, id, id_of)) b.s.wrong = 1;
   }
 }
 
@@ -379,8 +398,8 @@ __device__ __forceinline__ void count_segment(const Block& b, uint32_t segment) 
   const uint32_t length = segment_length(b), end = min_of((segment + 1) * length, b.choices());
   for (uint32_t base = segment * length; base < end; base += P::kLanes) {
     const uint32_t p = base + P::lane();
-    const bool exists = p < end;
-    const int32_t expert = exists ? s.ids[p] : -1;
+    const int32_t expert = p < end ? s.ids[p] : ExpertId::kNone;
+    const bool exists = expert >= 0;
     bool last;
     const uint32_t rank = P::rank_among_equal(static_cast<uint32_t>(expert), exists, last);
     const uint32_t position = exists ? count[expert] + rank : 0;
@@ -448,8 +467,9 @@ __device__ __forceinline__ void number_units(const Block& b) {
 template <class Dtype>
 __device__ __forceinline__ void group_lanes(const Block& b) {
   FewRouting& s = b.routing;
-  const bool exists = P::lane() < b.choices();
-  const uint32_t expert = exists ? static_cast<uint32_t>(s.ids[P::lane()]) : ~0u;
+  const int32_t id = P::lane() < b.choices() ? s.ids[P::lane()] : ExpertId::kNone;
+  const bool exists = id >= 0;
+  const uint32_t expert = exists ? static_cast<uint32_t>(id) : ~0u;
   const uint32_t equal = __match_any_sync(kFullWarp, expert), before = (1u << P::lane()) - 1;
   const uint32_t count = kept(b, expert, P::popcount(equal)), position = P::popcount(equal & before);
   const bool first = exists && position == 0, keeps = exists && position < count;
@@ -461,7 +481,7 @@ __device__ __forceinline__ void group_lanes(const Block& b) {
     row += other < expert ? all_kept >> lane & 1u : 0;
     unit += other < expert ? all_first >> lane & 1u : 0;
   }
-  if (exists) s.row[P::lane()] = keeps ? static_cast<uint16_t>(row) : kDropped;
+  if (P::lane() < b.choices()) s.row[P::lane()] = keeps ? static_cast<uint16_t>(row) : kDropped;
   if (keeps) s.choice[row] = static_cast<uint16_t>(P::lane());
   if (first) {
     s.unit_expert[unit] = static_cast<uint16_t>(expert);
@@ -493,6 +513,10 @@ __device__ __forceinline__ void group_choices(const Block& b) {
   __syncthreads();
   for (uint32_t p = threadIdx.x; p < b.choices(); p += kFewThreads) {
     const uint32_t expert = static_cast<uint32_t>(s.ids[p]);
+    if (s.ids[p] < 0) {
+      s.row[p] = kDropped;
+      continue;
+    }
     const uint32_t position = s.row[p] + groups.count[p / length * b.experts() + expert];
     const uint32_t row = groups.first[expert] + position;
     const bool exists = position < kept(b, expert, position + 1);
@@ -508,8 +532,8 @@ __device__ __forceinline__ void report_routing(const Block& b) {
   for (uint32_t i = threadIdx.x; i < own.count * top_k; i += kFewThreads) {
     const uint32_t t = own[i / top_k], k = i % top_k, p = t * b.args.few_choices + k;
     const int32_t expert = b.routing.ids[p];
-    if (b.args.load != nullptr) P::add(&b.args.load[expert], uint64_t{1});
-    b.c.routing(t)[k] = b.routing.row[p] == kDropped ? -1 : expert;
+    if (b.args.load != nullptr && expert >= 0) P::add(&b.args.load[expert], uint64_t{1});
+    b.c.routing(t)[k] = b.routing.row[p] == kDropped ? recorded_without_row(expert) : expert;
     b.c.weights(t)[k] = b.routing.weights[p];
   }
 }
@@ -525,6 +549,7 @@ __device__ __forceinline__ bool route(const Block& b) {
   }
   if (b.c.shape.shared != 0) add_shared<Dtype>(b, tokens);
   if (!all_well(b)) return false;
+  spoil_given(b, 0, b.c.shape.tokens);
   if (shares_choices(b) && !share_choices(b)) return false;
   group_choices<Dtype>(b);
   fence_proxy_async_shared();  // the copy engine writes where all this was

@@ -82,7 +82,6 @@ __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
     s.returns.combines = 0;
     s.returns.reduce.init();
     s.returns.combine.init();
-    s.router_bad = 0;
     s.late.init();
     s.trace_events = 0;
     s.ring.init();
@@ -110,8 +109,8 @@ __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c,
   trace.begin(1);
   const RowCopies copies(memory + warp * RowCopies::kBytes, shared_address(s.send_barriers[warp]));
   RowEngine<Dtype, Trace> engine(args, c, copies, trace);
-  // The block's own packet is signalled by now. To look whether it is costs a backward pass among several ranks a spill.
-  const uint32_t own_block = kTrainsInGroup && kIsBackward ? ~0u : blockIdx.x;
+  // The block's own packet is signalled by now: to look whether it is costs a spill.
+  constexpr uint32_t own_block = ~0u;
   Sender<Platform, RowEngine<Dtype, Trace>>(c, engine).run(warp * senders + blockIdx.x + senders - blocks,
                                                            kWarps * senders, own_block);
   __syncthreads();  // and now the senders are

@@ -139,7 +139,6 @@ struct Shared {
   TaskRing ring;
   ReturnCursors<CursorOfWarp> returns;
   LateRows late;
-  uint32_t router_bad;  // a logit of this block's tokens was not finite
   uint32_t trace_events;
   // Former.
   Source former_sources[kMaxRanks];

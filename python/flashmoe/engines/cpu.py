@@ -50,7 +50,7 @@ class Ended(NamedTuple):
     prepared: Prepared
     raw: Mapping[str, Any]
     topk_ids: np.ndarray
-    """Slices of experts, int32 [T, K slices], -1 where dropped."""
+    """Slices of experts, int32 [T, K slices], -1 where there is none."""
     topk_weights: np.ndarray
     """float32 [T, K slices]."""
 
@@ -114,7 +114,7 @@ class CpuEngine(Engine):
         views = [None if each is None else host_view(each) for each in given.floats]
         ids = weights = None
         if given.topk_ids is not None:
-            ids = self._expert_ids(given.topk_ids, prepared.layer.experts)
+            ids = _expert_ids(given.topk_ids)
             weights = host_view(given.topk_weights)
         out = empty_like(tensors.x)
         results = believed("out", out)
@@ -128,6 +128,7 @@ class CpuEngine(Engine):
             self._perturbation,
             keep,
             keep and redispatches(self.room, options),
+            bool(options.strict),
             *views,
             ids,
             weights,
@@ -214,19 +215,6 @@ class CpuEngine(Engine):
             each is None or each.shape[0] == tokens for each in _of_tokens(tensors)
         )
 
-    def _expert_ids(self, ids: Any, experts: int) -> Any:
-        """Given ids as the engine takes them, int32; -1 for what does not fit. A rank alone is told here of what is no
-        expert, and its context stays usable; several all hear of it, from the engine."""
-        view = host_view(ids)
-        wide = np.from_dlpack(view)
-        if self.room.ranks == 1 and len(outside := np.argwhere((wide < 0) | (wide >= experts))):
-            token, k = outside[0]
-            raise InvalidArgument(f"topk_ids: expected ids in [0, E={experts}), got {wide[token, k]} at [{token}, {k}]")
-        if wide.dtype == np.int32:
-            return view
-        narrow = wide.astype(np.int32)
-        return as_view(np.where(narrow == wide, narrow, np.int32(-1)))
-
     def _report_of(self, ended: Ended) -> CallReport:
         """The library's figures as a `CallReport`."""
         layer, raw, ids = ended.prepared.layer, ended.raw, ended.topk_ids
@@ -240,6 +228,7 @@ class CpuEngine(Engine):
             return_mode=layer.return_mode,
             **chosen_experts(ids, ended.topk_weights, layer.slices),
             dropped=int(raw["dropped"]),
+            bad_rows=int(raw["bad_rows"]),
             tasks=tasks,
             tiles=int(raw["tiles"]),
             tile_rows=int(raw["tile_rows"]),
@@ -258,6 +247,15 @@ class CpuEngine(Engine):
             processors=self.processors,
             events=_events(raw["events"]),
         )
+
+
+def _expert_ids(ids: Any) -> Any:
+    """Given ids as the engine takes them, int32; the nearest for what does not fit."""
+    view = host_view(ids)
+    wide = np.from_dlpack(view)
+    if wide.dtype == np.int32:
+        return view
+    return as_view(np.clip(wide, np.iinfo(np.int32).min, np.iinfo(np.int32).max).astype(np.int32))
 
 
 def _events(flat: Sequence[int]) -> list[Event]:

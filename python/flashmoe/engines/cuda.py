@@ -46,6 +46,8 @@ _GRADIENTS = {
 """What a backward pass's kernel writes of a layer's tensors."""
 _OF_TOKENS = ("x", "topk_weights")
 """Whose gradients are never added to what is there."""
+_BAD_ROW = -3
+"""What the kernel leaves as the experts of a bad row (``Choice::kBad``)."""
 _ABSENT = DeviceOperand(0, (), "", 0, 0)
 _INFERENCE, _FORWARD, _BACKWARD = range(3)  # cuda::Pass
 machines: tuple[int, ...] = ()
@@ -430,6 +432,7 @@ class CudaEngine(Engine):
             bool(trace),
             pass_,
             pass_ != _INFERENCE and redispatches(self.room, options),
+            bool(options.strict),
             current_stream(self.device),
         )
         rank = self.room.rank
@@ -465,6 +468,7 @@ class CudaEngine(Engine):
         weights = np.empty((tokens, layer.choices), np.float32)
         library, handle = _ffi.library(), self.checked_handle()
         library.cuda_read_routing(handle, as_view(ids), as_view(weights))
+        bad_rows = int((ids[:, 0] == _BAD_ROW).sum())
         if room.ranks == 1:
             load, returned, passed_on = expert_load([ids], layer.experts), 0, 0
         else:
@@ -479,7 +483,8 @@ class CudaEngine(Engine):
             processors=self.processors,
             topk_ids=ids,
             topk_weights=weights,
-            load=np.append(load, [tokens] * shared),
+            bad_rows=bad_rows,
+            load=np.append(load, [tokens - bad_rows] * shared),
             returned=returned,
             passed_on=passed_on,
             machines=self.machines or (0,) * room.ranks,

@@ -32,9 +32,11 @@ class Ended:
     processors: int
     """Thread blocks."""
     topk_ids: np.ndarray
-    """Slices of experts, int32 [T, K slices], -1 where dropped."""
+    """Slices of experts, int32 [T, K slices], -1 where dropped, and less where there is none."""
     topk_weights: np.ndarray
     """float32 [T, K slices]."""
+    bad_rows: int
+    """Tokens of which no choice could be made."""
     load: np.ndarray
     """[E], or [El] of this rank's experts, and behind them the shared expert: rows that each computed."""
     returned: int
@@ -52,7 +54,7 @@ class Ended:
 
 def counted(call: Ended) -> CallReport:
     """The report of a call without times, which only a trace would know."""
-    layer, ids = call.layer, call.topk_ids
+    layer, ids = call.layer, np.maximum(call.topk_ids, -1)
     # Every tile of an expert but the last is full.
     tiles = int((-(-call.load // call.tile_rows)).sum())
     # GEMM0 has the shared expert's tiles slice by slice.
@@ -62,7 +64,7 @@ def counted(call: Ended) -> CallReport:
     columns0 = -(-layer.intermediate // (features // 2 if layer.gated else features))
     columns1 = -(-layer.hidden // features)
     counts = {"gate": blocks, "gemm0": sliced * columns0, "gemm1": tiles * columns1, "reduce": 0, "combine": blocks}
-    owners = np.array([*call.owners, call.rank])[ids]  # a dropped pair, -1, goes nowhere
+    owners = np.array([*call.owners, call.rank])[ids]  # a pair without an expert, -1, goes nowhere
     others = [q for q in range(call.ranks) if q != call.rank]
     here = call.machines[call.rank]
     # A row goes to each rank of the own machine that needs it, and once to each other machine.
@@ -72,7 +74,8 @@ def counted(call: Ended) -> CallReport:
         tokens=len(ids),
         return_mode=layer.return_mode,
         **chosen_experts(ids, call.topk_weights, layer.slices),
-        dropped=int((ids < 0).sum()) // layer.slices,
+        dropped=int((call.topk_ids == -1).sum()) // layer.slices,
+        bad_rows=call.bad_rows,
         tasks={kind: counts[kind] for kind in TASK_KINDS},
         tiles=tiles,
         tile_rows=int(call.load.sum()),

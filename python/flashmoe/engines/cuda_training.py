@@ -113,11 +113,11 @@ def logit_pitch(experts: int) -> int:
 
 def weights_by_bias(tensors: Tensors, given: Mapping[str, Any], ids: Any) -> Any:
     """What `down_bias` owes to the gradients of combine weights, since one is ``dY . (down a + bias)``: [T, K] float64,
-    None without. `given` as in `Engine.backward`; `ids` [T, K], ``~expert`` where dropped."""
+    None without. `given` as in `Engine.backward`; `ids` [T, K], negative where there is no row."""
     if tensors.down_bias is None:
         return None
     of_bias = given["y"].double() @ tensors.down_bias.double().T
-    return of_bias.gather(1, ids.where(ids >= 0, ~ids).long()).where(ids >= 0, 0.0)
+    return of_bias.gather(1, ids.clamp(min=0).long()).where(ids >= 0, 0.0)
 
 
 _ROWS_AT_ONCE = 1024  # of x, that are widened

@@ -20,7 +20,7 @@ class ReferenceResult:
     y: np.ndarray
     """float64 [T, H]."""
     topk_ids: np.ndarray
-    """int64 [T, K]: the experts chosen, -1 where the capacity dropped the pair."""
+    """int64 [T, K]: the experts chosen, -1 where the capacity dropped the pair, or there is none."""
     topk_weights: np.ndarray
     """float64 [T, K]: the weights of the pairs, of dropped ones too."""
     dropped: int
@@ -70,6 +70,9 @@ def moe_reference(
         S[t] = the top_k experts of largest l[t]; of equal ones the lower ids
         w[t,e] = g[t,e] / C[t],  C[t] = sum of g[t,e] over S[t]     (renormalize; otherwise C[t] = 1)
 
+    An l[t,e] of -inf has g[t,e] = 0, and is chosen where nothing else is left. Where no choice can be made
+    (`no_choice`) y[t] is NaN. Given ids of -1 are no experts.
+
     ``score="sigmoid"`` has g[t,e] = 1 / (1 + exp(-l[t,e])) and C[t] + 1e-20. `choice_values` has what `choice_bias` and
     groups do to S; with `round_logits` l is rounded to x's type; `routed_scale` multiplies w.
 
@@ -101,6 +104,8 @@ def moe_reference(
         rule = {"score": score, "choice_bias": choice_bias, "groups": groups, "top_groups": top_groups}
         rule |= {"round_logits": round_logits, "routed_scale": routed_scale, "renormalize": renormalize}
         _, topk_ids, topk_weights = route(x, router, router_bias, top_k, **rule)
+    ids = np.array(topk_ids, np.int64)
+    bad = (ids < 0).all(axis=1) & np.isnan(topk_weights).all(axis=1) & (router is not None)
     given = [x, gate_up_proj, down_proj, shared_gate_up, shared_down]
     halves = 2 if activation in GATED and not interleaved else 1
     rows, gate_up_proj, down_proj, up, down = _numbers(given, transposed, halves, **scales)
@@ -109,7 +114,7 @@ def moe_reference(
     shape = {"interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
 
     weights = np.asarray(topk_weights, np.float64)
-    kept = kept_choices(np.array(topk_ids, np.int64), capacity_factor, experts)
+    kept = kept_choices(ids.copy(), capacity_factor, experts)
 
     y, squares = np.zeros(x.shape), 0.0
     for expert in range(experts):
@@ -126,7 +131,8 @@ def moe_reference(
         terms = _shared_weights(x, shared_gate) * (a @ down.T)
         y += terms
         squares += np.square(terms).sum()
-    return ReferenceResult(y, kept, weights, int((kept == -1).sum()), math.sqrt(squares))
+    y[bad] = np.nan
+    return ReferenceResult(y, kept, weights, int((kept != ids).sum()), math.sqrt(squares))
 
 
 def _numbers(

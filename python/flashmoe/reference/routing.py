@@ -31,16 +31,26 @@ def choice_values(
     top_groups: int | None = None,
 ) -> np.ndarray:
     """float64 [T, E]: by what experts are chosen. That is their logits, or where there are groups or a bias of the
-    choice, their scores and that bias; -inf outside of the best groups."""
+    choice, their scores and that bias; -inf outside of the best groups, and where a logit is -inf."""
     if groups == 1 and choice_bias is None:
         return logits
     values = scores(logits, score) + (0.0 if choice_bias is None else np.asarray(choice_bias, np.float64))
+    values = np.where(np.isneginf(logits), -np.inf, values)
     by_group = values.reshape(len(values), groups, values.shape[1] // groups)
     of_group = np.sort(by_group, axis=2)[:, :, -2:].sum(axis=2)  # the two best of each
     best = choose(of_group, groups if top_groups is None else top_groups)
     kept = np.zeros(of_group.shape, bool)
     np.put_along_axis(kept, best, True, axis=1)
     return np.where(kept[:, :, None], by_group, -np.inf).reshape(values.shape)
+
+
+def no_choice(logits: np.ndarray, choice_bias: np.ndarray | None = None) -> np.ndarray:
+    """bool [T]: the tokens of which no choice can be made by their logits [T, E]: one, or a bias of the choice, is NaN
+    or +inf, or all logits are -inf."""
+    bad = ~(logits < np.inf).all(axis=1) | np.isneginf(logits).all(axis=1)
+    if choice_bias is not None:
+        bad |= ~(np.asarray(choice_bias) < np.inf).all()
+    return bad
 
 
 def choose(values: np.ndarray, top_k: int) -> np.ndarray:
@@ -74,13 +84,18 @@ def route(
     groups: int,
     top_groups: int | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits [T, E], and ids and weights [T, K], of tokens x [T, H] as the layer is given them."""
+    """Logits [T, E], and ids and weights [T, K], of tokens x [T, H] as the layer is given them; of a token without a
+    choice (`no_choice`) ids of -1 and weights of NaN."""
     logits = router_logits(x, router, router_bias)
     if round_logits:
         logits = logits.astype(x.dtype).astype(np.float64)
-    by = choice_values(logits, score=score, choice_bias=choice_bias, groups=groups, top_groups=top_groups)
-    ids = choose(by, top_k)
-    return logits, ids, weigh(logits, ids, renormalize, score=score, routed_scale=routed_scale)
+    with np.errstate(invalid="ignore"):  # of NaN and infinities
+        by = choice_values(logits, score=score, choice_bias=choice_bias, groups=groups, top_groups=top_groups)
+        ids = choose(by, top_k)
+        weights = weigh(logits, ids, renormalize, score=score, routed_scale=routed_scale)
+        bad = no_choice(logits, choice_bias)
+    ids[bad], weights[bad] = -1, np.nan
+    return logits, ids, weights
 
 
 def check_topk(logits: np.ndarray, ids: np.ndarray, slack: float | np.ndarray = 0.0) -> np.ndarray:
