@@ -59,8 +59,7 @@ def moe(
     router: [E, H]
         Router weights: the `top_k` largest of the scores, in fp32, ties to the lower expert.
     topk_ids, topk_weights: [T, K] int32 or int64, [T, K] float32 or x's type
-        Given routing, instead of `router`: a token's experts, distinct; -1 is none, and its weight is not read. E:
-        `placement`'s, a lone rank's, or `ctx`'s.
+        Given routing, instead of `router`: distinct experts, -1 is none. E: `placement`'s, a lone rank's, or `ctx`'s.
     top_k, renormalize:
         With `router`: K; whether the K weights are divided by their sum (that of sigmoids plus 1e-20).
     activation:
@@ -94,12 +93,9 @@ def moe(
     ------
     InvalidArgument
         A tensor or option is outside its domain. Where shapes, types or options show it, the other ranks wait for this
-        one to make the call as it should be. Where only values do (ids), the rank that has them raises it once the call
-        is over, and the next call is in step; with the CUDA engine in a later call, which is made, in
-        `Context.synchronize`, or where ``ctx.last_call`` is read, since the call itself does not wait.
-    BadRow
-        Likewise, with `strict`, of a token whose router logits are NaN or infinite (docs/models.md). Without, its y is
-        NaN, and so are gradients of the router; it goes to no expert.
+        one to make the call as it should be. Where only values do (ids; `BadRow`: with `strict`, NaN logits), this rank
+        raises it once the call is over, and the next is in step (docs/models.md); with the CUDA engine in a later call,
+        which is made, in `Context.synchronize`, or where ``ctx.last_call`` is read, as the call does not wait.
     GroupError
         The ranks disagree on sizes, types, placement or other options; or an earlier call of the group failed.
     LimitExceeded, PeerTimeout

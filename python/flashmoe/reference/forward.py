@@ -70,11 +70,9 @@ def moe_reference(
         S[t] = the top_k experts of largest l[t]; of equal ones the lower ids
         w[t,e] = g[t,e] / C[t],  C[t] = sum of g[t,e] over S[t]     (renormalize; otherwise C[t] = 1)
 
-    An l[t,e] of -inf has g[t,e] = 0, and is chosen where nothing else is left. Where no choice can be made
-    (`no_choice`) y[t] is NaN. Given ids of -1 are no experts.
-
     ``score="sigmoid"`` has g[t,e] = 1 / (1 + exp(-l[t,e])) and C[t] + 1e-20. `choice_values` has what `choice_bias` and
-    groups do to S; with `round_logits` l is rounded to x's type; `routed_scale` multiplies w.
+    groups do to S; with `round_logits` l is rounded to x's type; `routed_scale` multiplies w. Where `no_choice` can be
+    made y[t] is NaN. Given ids of -1 are no experts.
 
     Experts and combination (``act`` by element; swiglu: silu of the first I rows times the last I rows)::
 
@@ -105,7 +103,6 @@ def moe_reference(
         rule |= {"round_logits": round_logits, "routed_scale": routed_scale, "renormalize": renormalize}
         _, topk_ids, topk_weights = route(x, router, router_bias, top_k, **rule)
     ids = np.array(topk_ids, np.int64)
-    bad = (ids < 0).all(axis=1) & np.isnan(topk_weights).all(axis=1) & (router is not None)
     given = [x, gate_up_proj, down_proj, shared_gate_up, shared_down]
     halves = 2 if activation in GATED and not interleaved else 1
     rows, gate_up_proj, down_proj, up, down = _numbers(given, transposed, halves, **scales)
@@ -131,7 +128,7 @@ def moe_reference(
         terms = _shared_weights(x, shared_gate) * (a @ down.T)
         y += terms
         squares += np.square(terms).sum()
-    y[bad] = np.nan
+    y[(ids < 0).all(axis=1) & np.isnan(weights).all(axis=1) & (router is not None)] = np.nan
     return ReferenceResult(y, kept, weights, int((kept != ids).sum()), math.sqrt(squares))
 
 
