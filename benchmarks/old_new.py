@@ -1,6 +1,6 @@
 """The speed of two versions of the package on one GPU, in turn in one run.
 
-    python benchmarks/old_new.py --trees OLD NEW [--commits OLD NEW] [--out FILE.json]
+    python benchmarks/old_new.py --trees OLD NEW [--commits OLD NEW] [--layers SHAPE:TOKENS ...] [--out FILE.json]
 
 A tree is a folder that holds an importable `flashmoe`, see same_bits.py. The layers are those of docs/measured.md's
 table of one GPU, and 8 tokens of Qwen3. Three processes keep a context and the layer's weights each: the old version,
