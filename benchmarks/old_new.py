@@ -163,8 +163,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trees", nargs=2, type=pathlib.Path, required=True, metavar=("OLD", "NEW"))
     parser.add_argument("--commits", nargs=2, default=("", ""), metavar=("OLD", "NEW"), help="of the trees")
+    parser.add_argument("--layers", nargs="+", metavar="SHAPE:TOKENS", help="others than those above")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
+    named = [layer.rsplit(":", 1) for layer in args.layers or ()]
+    layers = [(shape, int(tokens)) for shape, tokens in named] or LAYERS
     old, new = (Tree.at(folder, commit) for folder, commit in zip(args.trees, args.commits, strict=True))
     compile_kernels([old, new], VARIANTS)
     start = time.monotonic()
@@ -182,7 +185,7 @@ def main() -> int:
     columns = f"{'old us':>9} {'new us':>9} new/old old/old (quartiles) "
     print(f"{result['device']}, {result['torch']}, driver {result['driver']}")
     print(f"{'':>17} | busy: {columns}| plain: {columns}")
-    for shape, tokens in LAYERS:
+    for shape, tokens in layers:
         row = measure(players, shape, tokens)
         result["shapes"].append(row)
         print(shown(row), flush=True)
