@@ -125,7 +125,7 @@ def _forward_of(block: torch.nn.Module) -> Forward:
             f"{names[1]}.{attribute}: expected {expected} of Transformers, got {type(router).__name__}"
         )
     for name, module in (("", block), (f".{attribute}", router), (".experts", block.experts)):
-        if (found := own_forward(module)) is not None:
+        if (found := own_forward(module, forward)) is not None:
             raise InvalidArgument(
                 f"{names[1]}{name}: expected the forward that Transformers has for it, got {found}; fuse the model "
                 "before something wraps it, or not at all"

@@ -87,14 +87,14 @@ def _found_on_router(gate: torch.nn.Module) -> str | None:
     return None if collected is None or "router_logits" not in collected else _LOGITS
 
 
-def own_forward(module: torch.nn.Module) -> str | None:
-    """A forward of the module or its class that is not as Transformers or PyTorch has it, in words."""
-    return found_on(module) if "forward" in module.__dict__ else _forward_of_class(type(module))
+def own_forward(module: torch.nn.Module, ours: Any = experts_forward) -> str | None:
+    """A forward of the module or its class that is neither `ours` nor as Transformers or PyTorch has it, in words."""
+    return found_on(module) if "forward" in module.__dict__ else _forward_of_class(type(module), ours)
 
 
-def _forward_of_class(kind: type) -> str | None:
+def _forward_of_class(kind: type, ours: Any = experts_forward) -> str | None:
     file = getattr(getattr(kind.forward, "__code__", None), "co_filename", "")
-    if kind.forward is experts_forward or file.startswith(_FOLDERS):
+    if kind.forward in (ours, experts_forward) or file.startswith(_FOLDERS):
         return None
     return f"{kind.__name__}.forward, {name_of(kind.forward)}"
 
