@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import flashmoe
 import flashmoe.nn
 import numpy as np
@@ -162,10 +164,21 @@ def test_a_checkpoint_keeps_it(ctx, tmp_path):
     loaded = load_layer(tmp_path / "model.safetensors", top_k=TOP_K)
     assert (loaded.router.dtype.name, loaded.dtype.name, loaded.weight_dtype) == ("float32", "bfloat16", "bfloat16")
     np.testing.assert_array_equal(loaded.router, layer.gate.weight.detach().numpy())
+    assert not loaded.options.get("round_logits")
     again = flashmoe.nn.MoE.from_layer(ctx, loaded)
     assert again.gate.weight.dtype == torch.float32
     with torch.no_grad():
         assert torch.equal(again(tokens_of()), layer(tokens_of()))
+
+
+def test_logits_of_a_router_in_float32_are_not_rounded(ctx, tmp_path):
+    layer = layer_of(ctx, {})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_experts_per_tok": TOP_K}))
+    for dtype, rounded in ((torch.float32, False), (torch.bfloat16, True)):
+        layer.gate.to(dtype)
+        state = {f"model.layers.0.mlp.{name}": each.detach().clone() for name, each in layer.state_dict().items()}
+        save_file(state, tmp_path / "model.safetensors")
+        assert load_layer(tmp_path).options.get("round_logits", False) == rounded
 
 
 def test_another_mixture_is_refused(ctx, tmp_path):
