@@ -86,3 +86,12 @@ def test_hooks_on_the_experts_run(layer):
     x = torch.randn(3, 32)
     layer.experts.register_forward_hook(lambda module, args, output: output * 0)
     assert layer(x).abs().max() == 0
+
+
+def test_adapted_experts_are_not_moved(layer):
+    parametrize.register_parametrization(layer.experts, "down_proj", torch.nn.Identity())
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^experts: expected Experts .* got ParametrizedExperts"):
+        layer.move(None)
+    layer.experts = torch.nn.Sequential(layer.experts)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^experts: expected Experts .* got Sequential"):
+        layer.move(None)

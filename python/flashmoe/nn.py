@@ -244,6 +244,10 @@ class MoE(torch.nn.Module):
     checkpoint files hold a tensor per expert and projection, `flashmoe.checkpoint.load_layer` reads them and
     `from_layer` takes what it returns.
 
+    The layer calls its `experts`, whose hooks run; of `gate`, `shared_expert` and `shared_expert_gate` it reads the
+    parameters, parametrized ones too. Hooks, wrappers (adapters, FSDP2 on one of these alone) or another forward on
+    these raise `InvalidArgument`, since they would not run.
+
     Copies made by `copy.deepcopy` share the context.
 
     Parameters
@@ -489,6 +493,9 @@ class MoE(torch.nn.Module):
         Parameters are new ones. Raises `HeapError`, before anything is moved, where the context has no room for it.
         """
         experts, room, parts = self.experts, room_of(self.ctx), self._layer.parts
+        if not isinstance(experts, Experts) or "parametrizations" in experts._modules:
+            got = type(experts).__name__
+            raise InvalidArgument(f"experts: expected Experts whose parameters are its own, to be moved, got {got}")
         chosen = None if placement is None else placements.checked(placement, parts, room.ranks)
         before, after = (placement_of(room, each, parts) for each in (self.placement, chosen))
         resolved(room, self._layer, self._options, after, tokens=0)
