@@ -73,7 +73,9 @@ HOOKS = {
     "hook": lambda module: module.register_forward_hook(lambda _, args, output: halved(output)),
     "pre-hook": lambda module: module.register_forward_pre_hook(lambda _, args: (args[0] * 0.5, *args[1:])),
     "backward hook": lambda module: module.register_full_backward_hook(
-        lambda _, grads, __: tuple(None if each is None else each * 0.5 for each in grads)
+        lambda _, grads, __: tuple(
+            each * 0.5 if each is not None and each.is_floating_point() else each for each in grads
+        )
     ),
 }
 
