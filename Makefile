@@ -155,6 +155,7 @@ in-training: $(VENV)/.training $(VENV)/.package
 	  --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
 nightly: export FLASHMOE_EXAMPLES = 10000
+nightly: export FLASHMOE_PROGRAMS = 1000
 nightly: export FLASHMOE_LONG_TESTS = 1
 nightly: TEST_TIMEOUT = 14400
 nightly: COMPILE_FLAGS = --every

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+import warnings
 import weakref
 
 import flashmoe
@@ -49,14 +51,29 @@ def test_greedy_tokens_are_those_of_the_model(models):
     assert torch.equal(got, expected)
 
 
-def test_the_router_is_not_called(models, monkeypatch):
+def classes_called(call):
+    """The classes of modules whose forward runs while `call` does, as the interpreter sees it."""
+    seen = set()
+
+    def profiled(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "forward":
+            seen.add(type(frame.f_locals.get("self")))
+
+    sys.setprofile(profiled)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_the_router_is_not_called(models):
     model = models[1]
     if isinstance(model, transformers.Llama4ForCausalLM):
         pytest.skip("a block of Llama 4 returns its router's logits")
-    for experts in experts_modules(model):
-        (block,) = (each for each in model.modules() if getattr(each, "experts", None) is experts)
-        monkeypatch.setattr(type(block.gate), "forward", lambda *_: pytest.fail("the router was called"))
-    logits_of(model, PROMPT)
+    router = type(block_of(model)[1])
+    assert router not in classes_called(lambda: logits_of(model, PROMPT))
+    assert router in classes_called(lambda: logits_of(models[0], PROMPT))
 
 
 def shared_of(block):
@@ -66,24 +83,20 @@ def shared_of(block):
 
 
 @pytest.mark.parametrize("name", ["Qwen2Moe", "DeepseekV3", "Glm4Moe"])
-def test_a_shared_expert_is_in_the_call(name, monkeypatch):
+def test_a_shared_expert_is_in_the_call(name):
     model = model_of(name)
     model.set_experts_implementation("eager")
     expected = logits_of(model, PROMPT)
     fuse(model)
-    shared, gate, up = shared_of(block_of(model)[0])
-    names, values = list(model.state_dict()), {key: value.clone() for key, value in model.state_dict().items()}
-    with monkeypatch.context() as patch:
-        patch.setattr(type(shared), "forward", lambda *_: pytest.fail("the shared expert was called"))
-        blocks = [each for each in model.modules() if hasattr(each, "experts")]
-        x = torch.randn(9, model.config.hidden_size)
-        with torch.no_grad():
-            for block in blocks:
-                block(x[None])
-    assert up.data_ptr() == gate.data_ptr() + gate.numel() * gate.element_size()
+    places = {key: (value.data_ptr(), value.clone()) for key, value in model.state_dict().items()}
+    blocks = [each for each in model.modules() if hasattr(each, "experts")]
+    x = torch.randn(1, 9, model.config.hidden_size)
+    with torch.no_grad():
+        assert type(shared_of(block_of(model)[0])[0]) not in classes_called(lambda: [block(x) for block in blocks])
     assert (logits_of(model, PROMPT) - expected).abs().max() <= 1e-5
-    assert list(model.state_dict()) == names
-    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
+    assert list(model.state_dict()) == list(places)
+    for key, value in model.state_dict().items():
+        assert value.data_ptr() == places[key][0] and torch.equal(value, places[key][1])
 
 
 @pytest.mark.parametrize("change", ["in place", "replaced", "copied", "moved"])
@@ -104,6 +117,152 @@ def test_a_shared_expert_that_changes_is_seen(change):
     plain.load_state_dict(model.state_dict())
     plain.set_experts_implementation("eager")
     assert (logits_of(model, PROMPT) - logits_of(plain, PROMPT)).abs().max() <= 1e-5
+
+
+def test_gradients_in_eval_mode_reach_gate_and_up():
+    gradients = []
+    for change in (lambda model: model.set_experts_implementation("eager"), fuse):
+        model, tokens = model_of("Qwen2Moe"), torch.tensor(PROMPT)
+        change(model)
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_a_model_trains_after_a_call_in_inference_mode():
+    model, tokens = fuse(model_of("Qwen2Moe")), torch.tensor(PROMPT)
+    with torch.inference_mode():
+        model(tokens)
+    assert not any(each.is_inference() for each in model.parameters())
+    model.train()(tokens, labels=tokens).loss.backward()
+    assert shared_of(block_of(model)[0])[2].grad is not None
+
+
+def test_who_held_the_weights_before_a_call_still_does():
+    model = fuse(model_of("Qwen2Moe").share_memory())
+    held = model.state_dict()
+    before = logits_of(model, PROMPT)
+    held["model.layers.0.mlp.shared_expert.up_proj.weight"].zero_()
+    assert (logits_of(model, PROMPT) - before).abs().max() > 0.1
+    assert all(each.is_shared() for each in model.parameters())
+
+
+def doubled(value):
+    """A module's result with its last tensor of floating point doubled: of a router the weights, not the logits."""
+    if isinstance(value, torch.Tensor):
+        return value * 2.0
+    at = 1 if value[1].is_floating_point() and len(value) == 3 else 0
+    return (*value[:at], value[at] * 2.0, *value[at + 1 :])
+
+
+def patched(module):
+    forward = module.forward
+    module.forward = lambda *args: doubled(forward(*args))
+
+
+def patched_class(module, monkeypatch):
+    forward = type(module).forward
+    monkeypatch.setattr(type(module), "forward", lambda self, *args: doubled(forward(self, *args)))
+
+
+def subclassed(module):
+    forward = type(module).forward
+    module.__class__ = type("Another", (type(module),), {"forward": lambda self, *args: doubled(forward(self, *args))})
+
+
+WATCHED = {
+    "hook": lambda module, _: module.register_forward_hook(lambda _, args, output: doubled(output)),
+    "pre-hook": lambda module, _: module.register_forward_pre_hook(lambda _, args: (args[0] * 2.0, *args[1:])),
+    "patched": lambda module, _: patched(module),
+    "patched class": patched_class,
+    "subclassed": lambda module, _: subclassed(module),
+}
+
+
+@pytest.mark.parametrize("where", ["router", "experts"])
+@pytest.mark.parametrize("what", WATCHED)
+@pytest.mark.parametrize("name", ["Qwen3Moe", "DeepseekV3", "Llama4"])
+def test_what_a_call_would_pass_by_runs_and_is_named_once(name, what, where, monkeypatch):
+    models = []
+    for change in (lambda model: model.set_experts_implementation("eager"), fuse):
+        model = model_of(name)
+        change(model)
+        before = logits_of(model, PROMPT)
+        models.append((model, before))
+    with monkeypatch.context() as patch:
+        for model, _ in models[:1] if what == "patched class" else models:
+            found, router = block_of(model)
+            WATCHED[what](router if where == "router" else found.experts, patch)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            expected, got = (logits_of(model, PROMPT) for model, _ in models)
+            logits_of(models[1][0], PROMPT)
+    assert (expected - models[0][1]).abs().max() > 0.01
+    assert (got - expected).abs().max() <= 1e-5
+    messages = [str(each.message) for each in said if "not as one call of FlashMoE" in str(each.message)]
+    layers = {each.split(":")[0] for each in messages}
+    assert messages and len(messages) == len(layers) and all(each.startswith("model.layers.") for each in layers)
+    attribute = "experts" if where == "experts" else "router" if name == "Llama4" else "gate"
+    assert all(f": {attribute} has " in each for each in messages), messages
+
+
+def test_a_hook_of_all_modules_runs():
+    model = fuse(model_of("Qwen3Moe"))
+    seen = set()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.add(type(module)))
+    with pytest.warns(UserWarning, match=r"^model\.layers\.0\.mlp: every module has a hook of all modules"):
+        logits_of(model, PROMPT)
+    handle.remove()
+    assert {type(block_of(model)[0].experts), type(block_of(model)[1])} <= seen
+
+
+@pytest.mark.parametrize("where", ["block", "router", "experts"])
+def test_a_forward_that_was_set_before_is_refused(where):
+    model = model_of("Qwen3Moe")
+    block, router = block_of(model)
+    patched({"block": block, "router": router, "experts": block.experts}[where])
+    with pytest.raises(
+        flashmoe.InvalidArgument, match=r"^Qwen3MoeSparseMoeBlock.*expected the forward that .*, got a f"
+    ):
+        fuse(model)
+
+
+def test_hooks_on_an_activation_are_refused():
+    block = block_of(fuse(model_of("Qwen3Moe")))[0]
+    block.experts.act_fn.register_forward_hook(lambda *_: None)
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^Qwen3MoeExperts\.act_fn: expected .*, got a forward hook"):
+        block(torch.randn(1, 3, 32))
+
+
+def test_fusing_twice_changes_nothing(models):
+    kinds = [type(each) for each in models[1].modules()]
+    assert [type(each) for each in fuse(models[1]).modules()] == kinds
+
+
+def test_a_fused_model_is_pickled(tmp_path):
+    for name in ("Qwen2Moe", "Llama4"):
+        model = fuse(model_of(name))
+        expected = logits_of(model, PROMPT)
+        torch.save(model, tmp_path / "model.pt")
+        again = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert type(block_of(again)[0]) is type(block_of(model)[0])
+        assert torch.equal(logits_of(again, PROMPT), expected)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3", "Glm4Moe"])
+def test_a_router_in_float32_chooses_by_itself(name):
+    """As Transformers keeps it from release 5.24 on."""
+    model = model_of(name, torch.bfloat16)
+    block, router = block_of(model)
+    with torch.no_grad():
+        router.float().weight.add_(torch.randn(router.weight.shape) * 1e-3)  # no bfloat16 any more
+        x = torch.randn(1, 200, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+        model.set_experts_implementation("eager")
+        expected = block(x)[0].float()
+        fuse(model)
+        off = (block(x)[0].float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(off.max()) < 0.1  # another expert would be off by about 1
 
 
 def test_a_hook_on_the_shared_expert_is_called():

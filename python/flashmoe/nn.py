@@ -43,6 +43,8 @@ from .spec import (
     truth,
 )
 from .torch_op import call, check_tensors, context_id, saving_contexts
+from .torch_routing import of_given_routing, route
+from .watched import found_on, is_touched
 
 __all__ = ["Experts", "MoE", "Router", "SharedExpert", "saving_contexts"]
 
@@ -65,7 +67,11 @@ TOKENS = ("own", "replicated")
 class Router(torch.nn.Module):
     """The router's parameters: `weight` [E, H] and, if asked for, `bias` [E] and `choice_bias` [E], a buffer, since no
     gradient leads to it. That is of scores, and stays float32 whatever type the module is turned into or loads. The
-    same on every rank."""
+    same on every rank.
+
+    A `weight` in float32 beside x of 16 bits (by ``layer.gate.float()``, or as a checkpoint has it) makes float32
+    logits of x in float32. PyTorch computes them, and the choice, before the operator is called.
+    """
 
     def __init__(self, hidden: int, experts: int, *, bias: bool, choice_bias: bool = False, dtype: torch.dtype) -> None:
         super().__init__()
@@ -247,6 +253,10 @@ class MoE(torch.nn.Module):
     Initial values are random, also the router's, and differ from rank to rank: load weights before use. Where
     checkpoint files hold a tensor per expert and projection, `flashmoe.checkpoint.load_layer` reads them and
     `from_layer` takes what it returns.
+
+    The layer calls its `experts`, whose hooks run; of `gate`, `shared_expert` and `shared_expert_gate` it reads the
+    parameters, parametrized ones too. Hooks, wrappers (adapters, FSDP2 on one of these alone) or another forward on
+    these raise `InvalidArgument`, since they would not run.
 
     Copies made by `copy.deepcopy` share the context.
 
@@ -510,6 +520,9 @@ class MoE(torch.nn.Module):
         Parameters are new ones. Raises `LimitExceeded`, before anything is moved, where the context has no room for it.
         """
         experts, room, parts = self.experts, room_of(self.ctx), self._layer.parts
+        if not isinstance(experts, Experts) or "parametrizations" in experts._modules:
+            got = type(experts).__name__
+            raise InvalidArgument(f"experts: expected Experts whose parameters are its own, to be moved, got {got}")
         chosen = None if placement is None else placements.checked(placement, parts, room.ranks)
         before, after = (placement_of(room, each, parts) for each in (self.placement, chosen))
         resolved(room, self._layer, self._options, after, tokens=0)
@@ -541,35 +554,49 @@ class MoE(torch.nn.Module):
             As `flashmoe.moe`.
         """
         check_tensors({"x": x})
+        for name, kind in _READ.items():
+            _check_read(name, getattr(self, name), kind)
         hidden = self.gate.weight.shape[1]
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
-        gate, experts, shared, shared_gate = self.gate, self.experts, self.shared_expert, self.shared_expert_gate
+        experts, shared, shared_gate = self.experts, self.shared_expert, self.shared_expert_gate
         tokens, replicas = x.reshape(-1, hidden).contiguous(), self._replicas
         if replicas is not None:
             tokens = tokens[replicas.share(len(tokens))]
-        logits = None
-        if truth("return_router_logits", return_router_logits):
-            logits = tokens.new_empty((tokens.shape[0], gate.weight.shape[0]), dtype=torch.float32)
-        tensors: dict[str, Tensor | None] = {
+        with_logits, main_grad = truth("return_router_logits", return_router_logits), truth("main_grad", self.main_grad)
+        routing, logits, options = self._routing(tokens, with_logits, main_grad)
+        tensors = routing | {
             "x": tokens,
-            "router": gate.weight,
-            "router_bias": gate.bias,
-            "choice_bias": gate.choice_bias,
             "shared_gate": None if shared_gate is None else shared_gate.weight,
             "load": self.load,
-            "router_logits": logits,
         }
         if shared is not None:
             tensors |= {_SHARED[ours]: getattr(shared, name) for ours, name in shared.names.items()}
-        y = experts(self._context_id, tensors, self._options, truth("main_grad", self.main_grad))
+        y = experts(self._context_id, tensors, options, main_grad)
         if replicas is not None:
             of_all = x.numel() // hidden
             y = replicas.gathered(y, of_all)
             logits = None if logits is None else replicas.gathered(logits, of_all)
         if logits is None:
             return y.reshape(x.shape)
-        return y.reshape(x.shape), logits.reshape(*x.shape[:-1], gate.weight.shape[0])
+        return y.reshape(x.shape), logits.reshape(*x.shape[:-1], logits.shape[1])
+
+    def _routing(
+        self, x: Tensor, with_logits: bool, main_grad: bool
+    ) -> tuple[dict[str, Tensor | None], Tensor | None, Options]:
+        """The tensors that say how x [T, H] is routed, the logits' if asked for, and the options beside them."""
+        weight, bias, choice_bias = map(_local, (self.gate.weight, self.gate.bias, self.gate.choice_bias))
+        if weight.dtype is x.dtype or weight.dtype is not torch.float32:
+            logits = x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32) if with_logits else None
+            given = {"router": weight, "router_bias": bias, "choice_bias": choice_bias, "router_logits": logits}
+            return given, logits, self._options
+        if main_grad:
+            raise InvalidArgument(
+                f"main_grad: expected False beside a router in {weight.dtype}, x in {x.dtype}, got True"
+            )
+        routed = route(x, weight, bias, choice_bias, self._options)
+        given = {"topk_ids": routed.ids, "topk_weights": routed.weights}
+        return given, routed.logits if with_logits else None, of_given_routing(self._options)
 
     def extra_repr(self) -> str:
         return (
@@ -589,6 +616,25 @@ def _make_load(module: MoE, keys: Any) -> None:
     """Where weights have taken the place of some that were on no device: `load`, which is in no ``state_dict``."""
     if module.load is not None and module.load.is_meta:
         module.load = torch.zeros_like(module.load, device=module.gate.weight.device)
+
+
+_READ = {"gate": Router, "shared_expert": SharedExpert, "shared_expert_gate": torch.nn.Linear}
+"""The submodules whose parameters a layer reads without calling them, and their classes."""
+_FORWARDS = {kind: kind.forward for kind in _READ.values()}
+
+
+def _check_read(name: str, module: torch.nn.Module | None, kind: type) -> None:
+    """Raises `InvalidArgument` where the submodule has what would run if it were called: nothing of it would happen."""
+    if module is None:
+        return
+    own_class = not isinstance(module, kind) or type(module).forward is not _FORWARDS[kind]
+    if not own_class and not is_touched(module):
+        return
+    got = f"a {type(module).__name__}" if own_class else found_on(module)
+    raise InvalidArgument(
+        f"{name}: expected a {kind.__name__} without hooks, wrappers or a forward of its own, since flashmoe.nn.MoE "
+        f"reads its parameters and does not call it, got {got}; put such on the layer, or on its experts"
+    )
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:

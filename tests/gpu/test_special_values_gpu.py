@@ -86,7 +86,7 @@ def test_ids_of_no_expert(name, ids, tokens):
     assert others.sum() == tokens - 3
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", TOKENS[1:])  # of a few tokens an expert may drop none
 def test_rows_take_no_expert_s_capacity(tokens):
     problem = random_problem(3, tokens, capacity_factor=0.5, **USUAL)
     with context_of(problem) as context:

@@ -17,12 +17,16 @@ from .planned import Planned
 
 def checked_encoding(block: str, plan: dict[str, Planned]) -> Encoding | None:
     """That of the experts' matrices, if they are quantised. Raise unless all are of one dtype; or the matrices are
-    quantised in one, and of one is what is left."""
+    quantised in one, and of one is what is left. A router may be float32 beside others of 16 bits."""
     matrices = {name: plan[name].dtype for name in SCALE_OF if name in plan}
     quantised = not STORED_AS.keys().isdisjoint(dtype.name for dtype in matrices.values())
-    apart = {"choice_bias", *SCALE_OF.values(), *(matrices if quantised else ())}
+    of_router = {name for name in ("router", "router_bias") if name in plan}
+    if any(plan[name].dtype != np.float32 for name in of_router):
+        of_router = set()
+    apart = {"choice_bias", *of_router, *SCALE_OF.values(), *(matrices if quantised else ())}
     stored = one_dtype(f"{block} matrices", matrices.values()) if quantised else None
-    one_dtype(block, (planned.dtype for name, planned in plan.items() if name not in apart))
+    if left := [planned.dtype for name, planned in plan.items() if name not in apart]:
+        one_dtype(block, left)
     return None if stored is None else ENCODINGS[STORED_AS[stored.name]]
 
 

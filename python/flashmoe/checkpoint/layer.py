@@ -21,9 +21,11 @@ SHARED = ("shared_gate_up", "shared_down", "shared_gate", "shared_gate_up_scale"
 
 @dataclass(frozen=True, eq=False)
 class MoELayerOf(Generic[Weights]):
-    """The weights and the routing rule of one MoE layer. All but `choice_bias` share one dtype (see `DTYPES`); or the
-    experts' matrices are quantised and have scales: in FP8, or in MXFP4, whose tensors have the shapes that
-    `flashmoe.moe` takes.
+    """The weights and the routing rule of one MoE layer.
+
+    All but `choice_bias` share one dtype (see `DTYPES`), but that a router may be float32 beside others of 16 bits,
+    which `flashmoe.nn.MoE` computes and `flashmoe.moe` refuses; or the experts' matrices are quantised and have scales:
+    in FP8, or in MXFP4, whose tensors have the shapes that `flashmoe.moe` takes.
 
     E is the number of experts, H the hidden size, I the intermediate size of one expert. `tensors` and `rule` are what
     `flashmoe.moe` takes.
@@ -100,8 +102,11 @@ class MoELayerOf(Generic[Weights]):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of every tensor but the quantised ones and their scales, as NumPy's."""
-        return self.router.dtype
+        """The dtype of every tensor but the quantised ones, their scales and a float32 router, as NumPy's."""
+        if self.router.dtype != np.float32:
+            return self.router.dtype
+        beside = [self.gate_up_bias, self.shared_gate, self.down_proj if self.gate_up_scale is None else None]
+        return next((each.dtype for each in beside if isinstance(each, np.ndarray)), self.router.dtype)
 
     @property
     def weight_dtype(self) -> str:

@@ -1,8 +1,10 @@
-"""A module's attributes, and what follows from them, at little of the host's time, which bounds eager decoding."""
+"""A module's attributes, what follows from them, at little of the host's time, which bounds eager decoding, and classes
+that compute by another function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -36,3 +38,27 @@ def remembered(module: torch.nn.Module, name: str, made_of: tuple[Any, ...], mak
     if held is None or held.made_of != made_of:
         held = module.__dict__[name] = Remembered(made_of, make())
     return held.result
+
+
+@cache
+def computed_by(kind: type, forward: Callable[..., Any]) -> type:
+    """`kind`, whose calls are `forward`'s, a function of a module. Its modules are copied and pickled as such."""
+    if vars(kind).get("_flashmoe_computes"):
+        return kind
+    own = {"forward": forward, "_flashmoe_computes": (kind, forward), "__reduce_ex__": _reduced}
+    return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
+
+
+def unpatched(kind: type) -> type:
+    """What `computed_by` was given for `kind`, also where other classes were made of that since, as FSDP2 does."""
+    return kind._flashmoe_computes[0]
+
+
+def _reduced(module: torch.nn.Module, protocol: int) -> Any:
+    made = vars(type(module)).get("_flashmoe_computes")
+    return object.__reduce_ex__(module, protocol) if made is None else (_made, made, vars(module))
+
+
+def _made(kind: type, forward: Callable[..., Any]) -> Any:
+    made = computed_by(kind, forward)
+    return made.__new__(made)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ...growing import GrowingContext, growing_context
 from ...spec import DTYPES, ENCODINGS
 from ...torch_op import call
 from ..operands import as_taken, shape_of
-from .attributes import remembered, tensor_of
+from .attributes import computed_by, remembered, tensor_of
 from .recognise import ExpertsOptions, is_of_llama4, recognise
 
 NAME = "flashmoe"
@@ -138,13 +137,7 @@ def mark_as_share(module: torch.nn.Module, experts: int) -> None:
 
 def always_here(module: torch.nn.Module) -> None:
     """Makes an experts module one that this implementation computes, whichever is chosen."""
-    module.__class__ = _always(type(module))
-
-
-@cache
-def _always(kind: type) -> type:
-    """`kind`, computed here whatever its configuration says."""
-    return type(kind.__name__, (kind,), {"forward": experts_forward, "__module__": kind.__module__})
+    module.__class__ = computed_by(type(module), experts_forward)
 
 
 def _refuse_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:

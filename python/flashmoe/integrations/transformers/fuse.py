@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -11,11 +10,13 @@ from torch import Tensor
 
 from ...errors import InvalidArgument
 from ...torch_op import call
-from .attributes import tensor_of
+from ..operands import as_taken
+from .attributes import computed_by, tensor_of, unpatched
 from .experts import NAME, experts_modules, number_of, operands_of, options_of
 from .llama4 import block_forward
 from .recognise import recognise
 from .shared import shared_operands
+from .watched import NAME_IN_MODEL, ROUTER, is_watched, names_of, own_forward
 
 Rule = Callable[[torch.nn.Module], dict[str, Any]]
 """What a router, by its attributes, is to `flashmoe.moe`."""
@@ -43,28 +44,31 @@ Forward = Callable[[Any, Tensor], Any]
 """What a block makes of hidden states."""
 
 
-def _one_call(rule: Rule) -> Forward:
-    """A block with such a router as a call of the operator."""
-
-    def forward(block: Any, hidden_states: Tensor) -> Tensor:
-        if block.training or _is_watched(block._modules["gate"]):
-            return block._flashmoe_unfused.forward(block, hidden_states)
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return _one_call_of(block, x, rule).reshape(hidden_states.shape)
-
-    return forward
+def softmax_forward(block: Any, hidden_states: Tensor) -> Tensor:
+    """A block whose router takes the largest of a softmax, as a call of the operator."""
+    return _forward(block, hidden_states, _softmax)
 
 
-_OF_SOFTMAX, _OF_GROUPS = _one_call(_softmax), _one_call(_grouped_sigmoid)
+def grouped_forward(block: Any, hidden_states: Tensor) -> Tensor:
+    """A block with DeepSeek-V3's router as a call of the operator."""
+    return _forward(block, hidden_states, _grouped_sigmoid)
+
+
+def _forward(block: Any, hidden_states: Tensor, rule: Rule) -> Tensor:
+    if block.training or is_watched(block):
+        return unpatched(type(block)).forward(block, hidden_states)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    return _one_call_of(block, x, rule).reshape(hidden_states.shape)
+
 
 BLOCKS: dict[tuple[str, str], tuple[str, Forward]] = {
-    ("mixtral", "MixtralSparseMoeBlock"): ("MixtralTopKRouter", _OF_SOFTMAX),
-    ("qwen2_moe", "Qwen2MoeSparseMoeBlock"): ("Qwen2MoeTopKRouter", _OF_SOFTMAX),
-    ("qwen3_moe", "Qwen3MoeSparseMoeBlock"): ("Qwen3MoeTopKRouter", _OF_SOFTMAX),
-    ("olmoe", "OlmoeSparseMoeBlock"): ("OlmoeTopKRouter", _OF_SOFTMAX),
-    ("qwen3_next", "Qwen3NextSparseMoeBlock"): ("Qwen3NextTopKRouter", _OF_SOFTMAX),
-    ("deepseek_v3", "DeepseekV3MoE"): ("DeepseekV3TopkRouter", _OF_GROUPS),
-    ("glm4_moe", "Glm4MoeMoE"): ("Glm4MoeTopkRouter", _OF_GROUPS),
+    ("mixtral", "MixtralSparseMoeBlock"): ("MixtralTopKRouter", softmax_forward),
+    ("qwen2_moe", "Qwen2MoeSparseMoeBlock"): ("Qwen2MoeTopKRouter", softmax_forward),
+    ("qwen3_moe", "Qwen3MoeSparseMoeBlock"): ("Qwen3MoeTopKRouter", softmax_forward),
+    ("olmoe", "OlmoeSparseMoeBlock"): ("OlmoeTopKRouter", softmax_forward),
+    ("qwen3_next", "Qwen3NextSparseMoeBlock"): ("Qwen3NextTopKRouter", softmax_forward),
+    ("deepseek_v3", "DeepseekV3MoE"): ("DeepseekV3TopkRouter", grouped_forward),
+    ("glm4_moe", "Glm4MoeMoE"): ("Glm4MoeTopkRouter", grouped_forward),
     ("llama4", "Llama4TextMoe"): ("Llama4Router", block_forward),
 }
 """What is known: a model's folder in Transformers and the class of its block; the class of the block's router, and what
@@ -75,73 +79,85 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
     """Makes every Mixture-of-Experts block of `model` one call of `flashmoe.moe`; `model` itself.
 
     Parameters stay where they are, under their names: the model is saved as it was loaded, and weights that change in
-    place are seen by the next call. Where a model is asked for its router's logits, or somebody watches the router by a
-    hook, and in training, the block runs as before, with its experts by FlashMoE. A block of Llama 4, which returns its
-    router's logits, always calls its router. All experts must be here: see `parallelize` for others.
+    place are seen by the next call. Where a model is asked for its router's logits, and in training, the block runs as
+    before, with its experts by FlashMoE. So it does, and warns once of each reason, where a hook, another forward or
+    another module is found at a call in the place of its router or its experts. A shared expert of which that is so
+    computes by itself. A block of Llama 4, which returns its router's logits, always calls its router, and so does one
+    whose router is of another type than x. All experts must be here: see `parallelize` for others.
 
     Weights of a token's experts stay float32, where models of a narrower type round them to it.
 
     Raises
     ------
     InvalidArgument
-        A block's class, its router's or its experts are not among those that are known (`BLOCKS`, `recognise`); nothing
-        is changed then.
+        A block's class, its router's or its experts are not among those that are known (`BLOCKS`, `recognise`), or have
+        another forward than Transformers gives them; nothing is changed then.
     """
     owners = [block for block in model.modules() if isinstance(getattr(block, "experts", None), torch.nn.Module)]
     known = {id(experts) for experts in experts_modules(model)}
-    blocks = [block for block in owners if id(block.experts) in known or _names(block) in BLOCKS]
+    blocks = [block for block in owners if id(block.experts) in known or names_of(type(block)) in BLOCKS]
     if not blocks:
         raise InvalidArgument(f"{type(model).__name__}: expected Mixture-of-Experts blocks, got none")
     forwards = [_forward_of(block) for block in blocks]
     for block in blocks:
         recognise(block.experts)
+    names = {id(module): name for name, module in model.named_modules()}
     for block, forward in zip(blocks, forwards, strict=True):
-        block.__class__ = _fused(type(block), forward)
+        expected, _ = BLOCKS[names_of(type(block))]
+        vars(block).update({NAME_IN_MODEL: names[id(block)], ROUTER: (_router_of(block), expected)})
+        block.__class__ = computed_by(type(block), forward)
         if hasattr(block.experts, "config"):
             block.experts.config._experts_implementation = NAME
     return model
 
 
-def _names(module: torch.nn.Module) -> tuple[str, str]:
-    """Folder and class of a module of Transformers."""
-    kind = type(module)
-    parts = kind.__module__.split(".")
-    return (parts[2] if parts[:2] == ["transformers", "models"] and len(parts) > 2 else kind.__module__), kind.__name__
-
-
 def _forward_of(block: torch.nn.Module) -> Forward:
-    names = _names(block)
+    """What is to compute the block. Raises `InvalidArgument` where that is nothing here, or the block would not ask."""
+    names = names_of(type(block))
     if names not in BLOCKS:
         known = ", ".join(name for _, name in BLOCKS)
         raise InvalidArgument(f"{names[1]}: expected a block that can be fused, one of {known}")
     expected, forward = BLOCKS[names]
-    attribute = "router" if hasattr(block, "router") else "gate"
+    attribute = _router_of(block)
     router = getattr(block, attribute, None)
-    if _names(router) != (names[0], expected) or "forward" in vars(block) or "forward" in vars(router):
+    if names_of(type(router)) != (names[0], expected):
         raise InvalidArgument(
             f"{names[1]}.{attribute}: expected {expected} of Transformers, got {type(router).__name__}"
         )
+    for name, module in (("", block), (f".{attribute}", router), (".experts", block.experts)):
+        if (found := own_forward(module, forward)) is not None:
+            raise InvalidArgument(
+                f"{names[1]}{name}: expected the forward that Transformers has for it, got {found}; fuse the model "
+                "before something wraps it, or not at all"
+            )
     return forward
 
 
-@cache
-def _fused(kind: type, forward: Forward) -> type:
-    """`kind`, whose calls are the operator's."""
-    if "_flashmoe_unfused" in vars(kind):
-        return kind
-    return type(kind.__name__, (kind,), {"forward": forward, "_flashmoe_unfused": kind, "__module__": kind.__module__})
+def _router_of(block: torch.nn.Module) -> str:
+    """The attribute that holds the block's router."""
+    return "router" if hasattr(block, "router") else "gate"
 
 
 def _one_call_of(block: torch.nn.Module, x: Tensor, rule: Rule) -> Tensor:
     """[T, H]: what the block makes of x [T, H]."""
     experts, gate = block._modules["experts"], block._modules["gate"]  # as attributes, PyTorch looks for them last
     options, routing, top_k = recognise(experts), rule(gate), gate.top_k
-    router = {"router": tensor_of(gate, "weight"), "choice_bias": routing.pop("choice_bias", None)}
+    weight, choice_bias = tensor_of(gate, "weight"), routing.pop("choice_bias", None)
+    if weight.dtype is x.dtype:
+        router, routing = {"router": weight, "choice_bias": choice_bias}, routing | {"top_k": top_k}
+    else:  # as of float32 beside x of 16 bits, which the operator does not multiply
+        router, routing = chosen_by(gate, x), {}
     shared = shared_operands(block, options, x, top_k)
     tensors = operands_of(experts, options, x, **router, **shared)
     number = number_of(experts, options, top_k, shared["shared_down"].shape[1] if shared else 0)
-    y = call(number, tensors, options_of(experts, options, top_k=top_k, **routing))
+    y = call(number, tensors, options_of(experts, options, **routing))
     return y if shared else _with_shared(block, x, y)
+
+
+def chosen_by(gate: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """What the model's own router chooses for x [T, H], as the operator takes it."""
+    _, weights, index = gate(x)
+    return {"topk_ids": index.contiguous(), "topk_weights": as_taken(weights, x.dtype).contiguous()}
 
 
 def _with_shared(block: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -152,18 +168,3 @@ def _with_shared(block: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
     if "shared_experts" in modules:
         return y + block.shared_experts(x)
     return y
-
-
-def _is_watched(gate: torch.nn.Module) -> bool:
-    """Whether somebody waits for the router's own results: a hook, or a model's caller who has asked for its logits.
-    (Transformers leaves its hooks in place, idle, once they were needed; what is compiled cannot tell.)"""
-    if not gate._forward_hooks and not gate._forward_pre_hooks:
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    from transformers.utils import output_capturing  # such hooks are its
-
-    collected = output_capturing._active_collector.get()
-    idle = collected is None or "router_logits" not in collected
-    hooks = (*gate._forward_hooks.values(), *gate._forward_pre_hooks.values())
-    return not (idle and all(hook.__module__ == output_capturing.__name__ for hook in hooks))

@@ -3,21 +3,25 @@ router's scores. Here an expert takes the tokens that the block's own router has
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
+from .attributes import computed_by, unpatched
 from .experts import experts_forward
 from .recognise import is_of_llama4
+from .watched import is_watched
 
 
 def block_forward(block: torch.nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """What a Llama4TextMoe returns for hidden states [..., H]: its results [T, H], and its router's logits [T, E]."""
+    experts = block.experts
+    of_group = type(experts).forward is experts_forward  # this rank's share, which no other forward takes
+    if not of_group and is_watched(block, calls_router=True):
+        return unpatched(type(block)).forward(block, hidden_states)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     scores, logits = block.router(x)
-    index = logits.topk(block.top_k, dim=1).indices
-    routed = experts_forward(block.experts, x, index, scores.gather(1, index))
+    weights, index = scores.topk(block.top_k, dim=1)  # of those that are not chosen the scores are 0
+    routed = experts(x, index, weights) if of_group else experts_forward(experts, x, index, weights)
     return block.shared_expert(x) + routed, logits
 
 
@@ -25,11 +29,4 @@ def patch_blocks(model: torch.nn.Module) -> None:
     """Has every Llama4TextMoe of `model` compute by `block_forward`."""
     for block in model.modules():
         if is_of_llama4(block, "Llama4TextMoe"):
-            block.__class__ = _patched(type(block))
-
-
-@cache
-def _patched(kind: type) -> type:
-    if kind.forward is block_forward:
-        return kind
-    return type(kind.__name__, (kind,), {"forward": block_forward, "__module__": kind.__module__})
+            block.__class__ = computed_by(type(block), block_forward)

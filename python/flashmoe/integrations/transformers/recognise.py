@@ -20,6 +20,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from ...errors import InvalidArgument
 from ...spec import ENCODINGS, FP8, MXFP4
+from ...watched import found_on, is_touched
 from .attributes import remembered, tensor_of
 
 _SILU = (torch.nn.SiLU, SiLUActivation, torch.nn.functional.silu)
@@ -101,6 +102,8 @@ def recognise(module: torch.nn.Module, *, is_share: bool = False) -> ExpertsOpti
         return _recognised(module, is_share)
     kind, own, act = type(module), module.__dict__, module._modules.get("act_fn")
     approximate = None if act is None else act.__dict__.get("approximate")
+    if act is not None and is_touched(act):
+        raise _refusal(module, "act_fn", "a module without hooks or a forward of its own", found_on(act))
     gate = getattr(kind, "_apply_gate", None)
     blocks = f"down_proj{_BLOCKS}" in module._parameters
     made_of = (is_share, kind, blocks, gate, own.get("act_fn"), act, approximate, *map(own.get, _READ))

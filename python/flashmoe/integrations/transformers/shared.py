@@ -1,4 +1,4 @@
-"""The shared expert of a block of Transformers as `flashmoe.moe` takes it: gate and up as halves of one matrix."""
+"""The shared expert of a block of Transformers as `flashmoe.moe` takes it: gate and up in one matrix."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ...spec import MAX_CUDA_EXPERTS, MAX_CUDA_TOP_K
+from ...watched import is_touched
 from .experts import is_of_group
 from .recognise import GATED, ExpertsOptions
+from .watched import are_usual
 
 MODULES = ("Qwen2MoeMLP", "Qwen3NextMLP", "DeepseekV3MLP", "Glm4MoeMLP")
 """Classes that compute ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
@@ -20,7 +22,7 @@ def shared_operands(block: torch.nn.Module, options: ExpertsOptions, x: Tensor, 
     call; nothing where there is none, or where its own module is to compute it: so it is in what is compiled, where it
     is watched by hooks or no such module as it seems, where its width is no multiple of the experts', and in groups.
 
-    Gate and up become views of one matrix when this is first asked for, and again if something has moved them since.
+    Gate and up are put together for each call: parameters stay where they are, and gradients lead to both.
     """
     if torch.compiler.is_compiling():
         return {}
@@ -28,8 +30,10 @@ def shared_operands(block: torch.nn.Module, options: ExpertsOptions, x: Tensor, 
     shared = of_block.get("shared_expert") or of_block.get("shared_experts")
     if shared is None or is_of_group(of_block["experts"]):
         return {}
-    kind = type(shared)
-    if kind.__name__ not in MODULES or not kind.__module__.startswith("transformers.models.") or _is_watched(shared):
+    kind, act = type(shared), shared._modules.get("act_fn")
+    if kind.__name__ not in MODULES or not kind.__module__.startswith("transformers.models."):
+        return {}
+    if is_touched(shared) or (act is not None and is_touched(act)) or not are_usual(kind, torch.nn.Linear):
         return {}
     gate, up, down = (_weight_of(shared._modules.get(name), x) for name in ("gate_proj", "up_proj", "down_proj"))
     if gate is None or up is None or down is None:
@@ -40,7 +44,7 @@ def shared_operands(block: torch.nn.Module, options: ExpertsOptions, x: Tensor, 
         return {}
     if not _go_together(of_block["experts"], options, shared.act_fn, down.shape[1], x, top_k):
         return {}
-    return {"shared_gate_up": _merged(gate, up), "shared_down": down, "shared_gate": shared_gate}
+    return {"shared_gate_up": torch.cat([gate, up]), "shared_down": down, "shared_gate": shared_gate}
 
 
 def _go_together(
@@ -59,25 +63,9 @@ def _go_together(
 
 def _weight_of(module: Any, x: Tensor) -> torch.nn.Parameter | None:
     """That of a linear layer as it comes, without a bias, of x's type and place; None of anything else."""
-    if type(module) is not torch.nn.Linear or module._parameters.get("bias") is not None or _is_watched(module):
+    if type(module) is not torch.nn.Linear or module._parameters.get("bias") is not None or is_touched(module):
         return None
     weight = module._parameters.get("weight")
     if type(weight) is not torch.nn.Parameter or weight.dtype is not x.dtype or weight.device != x.device:
         return None
     return weight
-
-
-def _is_watched(module: torch.nn.Module) -> bool:
-    return bool("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks)
-
-
-def _merged(gate: torch.nn.Parameter, up: torch.nn.Parameter) -> Tensor:
-    """[2Is, H]: both weights in one matrix, of which they are the halves."""
-    rows, hidden = gate.shape
-    behind = gate.data_ptr() + gate.nbytes
-    same = gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
-    if not (same and up.data_ptr() == behind and gate.is_contiguous() and up.is_contiguous()):
-        with torch.no_grad():
-            both = torch.cat([gate, up])
-        gate.data, up.data = both[:rows], both[rows:]
-    return gate.detach().as_strided((2 * rows, hidden), (hidden, 1))
