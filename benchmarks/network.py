@@ -4,8 +4,9 @@
 
 The hosts are network namespaces of this machine, joined by a veth pair, so root is needed. Each has one rank of a group
 on the CPU engine, and all tokens of a rank go to the other's expert: T rows of 8 KiB there, and T rows back. The expert
-is tiny, so that a call is little but what crosses. Rounds take the versions in turn; each is a new group. Prints, for
-each T, the median of a version's rounds in MB/s, both directions together, and its ratio to the first version's.
+is tiny, so that a call is little but what crosses. "one": rank 0 alone has tokens, so that one direction is used at a
+time; "both": both ranks have T. Rounds take the versions in turn; each is a new group. Prints the median of a version's
+rounds in MB/s of what both have sent, and its ratio to the first version's.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import sys
 import time
 from pathlib import Path
 
-TOKENS = {1: 400, 8: 400, 64: 200, 4096: 20}
+TOKENS = {1: 400, 8: 400, 64: 200, 4096: 8}
 """Calls of a round, by T."""
 H, ADDRESSES, PORT = 2048, ("10.77.1.1", "10.77.1.2"), 7799
 
 
 def rank_of_a_round(rank: int) -> None:
-    """Prints, as JSON, what this rank has measured, by T."""
+    """Prints, as JSON, what this rank has measured, by directions and T."""
     import flashmoe
     import numpy as np
 
@@ -34,10 +35,19 @@ def rank_of_a_round(rank: int) -> None:
     router[1 - rank, 0] = router[rank, 1] = 1.0
     up, down = (rng.standard_normal((1, *shape)).astype(np.float32) for shape in ((2, H), (H, 1)))
     where = f"{ADDRESSES[0]}:{PORT}"
-    sizes = {"max_tokens": max(TOKENS), "hidden": H, "intermediate": 1, "experts": 2, "top_k": 1, "dtype": "float32"}
+    sizes = {
+        "max_tokens": max(TOKENS),
+        "hidden": H,
+        "intermediate": 1,
+        "experts": 2,
+        "top_k": 1,
+        "dtype": "float32",
+        "processors": 1,
+    }
     measured = {}
     with flashmoe.Context(rank=rank, ranks=2, name="network", rendezvous=where, return_mode="direct", **sizes) as ctx:
-        for tokens, calls in TOKENS.items():
+        for most, calls, ways in [(*each, ways) for ways in ("one", "both") for each in TOKENS.items()]:
+            tokens = 0 if rank == 1 and ways == "one" else most
             x = rng.standard_normal((tokens, H)).astype(np.float32)
             x[:, 0], x[:, 1] = 9.0, -9.0
             ids = np.full((tokens, 1), 1 - rank, np.int64)
@@ -47,7 +57,7 @@ def rank_of_a_round(rank: int) -> None:
                     since, before = time.perf_counter(), ctx._engine.crossed().bytes
                 flashmoe.moe(ctx, x, up, down, topk_ids=ids, topk_weights=weights)
             seconds, crossed = time.perf_counter() - since, ctx._engine.crossed().bytes - before
-            measured[tokens] = {"seconds": seconds / calls, "bytes": crossed / calls}
+            measured[f"{ways} {most}"] = {"seconds": seconds / calls, "bytes": crossed / calls}
     print(json.dumps(measured), flush=True)
 
 
@@ -84,7 +94,7 @@ class Hosts:
 
 
 def round_of(hosts: Hosts, python: str) -> dict[str, float]:
-    """MB/s, by T."""
+    """MB/s, by directions and T."""
     environment = {**os.environ, "FLASHMOE_SECRET": "a secret of this benchmark", "OPENBLAS_NUM_THREADS": "1"}
     commands = [hosts.inside(rank, python, __file__, "--rank", str(rank)) for rank in (0, 1)]
     ranks = [subprocess.Popen(each, env=environment, stdout=subprocess.PIPE, text=True) for each in commands]
@@ -120,10 +130,14 @@ def main() -> int:
         for name, told in rounds.items()
     }
     for name, row in table.items():
-        said = [f"T={tokens}: {rate:7.1f} MB/s ({rate / table[first][tokens]:.2f})" for tokens, rate in row.items()]
+        said = [f"{what}: {rate:.0f} ({rate / table[first][what]:.2f})" for what, rate in row.items()]
         print(f"{name:>10}  " + "  ".join(said))
     if given.out:
-        given.out.write_text(json.dumps({"row_bytes": 4 * H, "mb_per_s": table, "rounds": rounds}, indent=1) + "\n")
+        from harness import as_typed, cpu_model, head, write
+
+        command = as_typed("python", [sys.argv[0], *(each for each in sys.argv[1:] if "=" not in each)])
+        found = {"device": cpu_model(), "cores": len(os.sched_getaffinity(0)), "commit": head(), "command": command}
+        write(given.out, {**found, "row_bytes": 4 * H, "mb_per_s": table, "rounds": rounds})
     return 0
 
 
