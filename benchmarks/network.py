@@ -135,7 +135,8 @@ def main() -> int:
     if given.out:
         from harness import as_typed, cpu_model, head, write
 
-        command = as_typed("python", [sys.argv[0], *(each for each in sys.argv[1:] if "=" not in each)])
+        shown = [f"{each.partition('=')[0]}=PYTHON" if "=" in each else each for each in sys.argv]
+        command = as_typed("python", shown)
         found = {"device": cpu_model(), "cores": len(os.sched_getaffinity(0)), "commit": head(), "command": command}
         write(given.out, {**found, "row_bytes": 4 * H, "mb_per_s": table, "rounds": rounds})
     return 0

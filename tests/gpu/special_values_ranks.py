@@ -16,7 +16,8 @@ ROWS = (0, 5, 11)
 """Of rank 1's tokens."""
 
 
-def spoiled(problem: Problem, how: str) -> Problem:
+def spoiled(problem: Problem, how: str, experts: int) -> Problem:
+    """experts: of all ranks."""
     rows = list(ROWS)
     if how == "logits":
         x = problem.x.clone()
@@ -27,7 +28,7 @@ def spoiled(problem: Problem, how: str) -> Problem:
         ids[rows] = -1
         weights[rows] = math.nan
     elif how == "range":
-        ids[rows, 1] = problem.experts
+        ids[rows, 1] = experts
     else:
         ids[rows, 1] = ids[rows, 0]
     return replace(problem, topk_ids=ids, topk_weights=weights)
@@ -44,7 +45,7 @@ def after_special_rows(
     with joined(rank, ranks, f"{name}-{mode}-{how}", **sizes_of(spec, tokens, return_mode=mode)) as context:
         local = with_experts(own, context.local_experts())
         before, _ = call(context, local)
-        bad = spoiled(local, how) if rank == 1 else local
+        bad = spoiled(local, how, spec["experts"]) if rank == 1 else local
         y = torch.full_like(before, 7.0)
         told = ""
         y = flashmoe.moe(context, **bad.arguments())
@@ -75,7 +76,7 @@ def gradients(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: in
     off = []
     with joined(rank, ranks, f"{name}-{redispatch}", **limits) as context:
         local = with_experts(own, context.local_experts())
-        bad = spoiled(local, "logits") if rank == 1 else local
+        bad = spoiled(local, "logits", spec["experts"]) if rank == 1 else local
         leaves = {
             each: getattr(bad, each).detach().clone().requires_grad_()
             for each in ("x", "router", "gate_up_proj", "down_proj")
