@@ -137,7 +137,7 @@ def main() -> int:
 
         shown = [f"{each.partition('=')[0]}=PYTHON" if "=" in each else each for each in sys.argv]
         command = as_typed("python", shown)
-        found = {"device": cpu_model(), "cores": len(os.sched_getaffinity(0)), "commit": head(), "command": command}
+        found = {"device": f"{cpu_model()} x0", "cores": len(os.sched_getaffinity(0)), "commit": head(), "command": command}
         write(given.out, {**found, "row_bytes": 4 * H, "mb_per_s": table, "rounds": rounds})
     return 0
 
