@@ -137,7 +137,8 @@ def main() -> int:
 
         shown = [f"{each.partition('=')[0]}=PYTHON" if "=" in each else each for each in sys.argv]
         command = as_typed("python", shown)
-        found = {"device": f"{cpu_model()} x0", "cores": len(os.sched_getaffinity(0)), "commit": head(), "command": command}
+        cores = len(os.sched_getaffinity(0))
+        found = {"device": f"{cpu_model()} x0", "cores": cores, "commit": head(), "command": command}
         write(given.out, {**found, "row_bytes": 4 * H, "mb_per_s": table, "rounds": rounds})
     return 0
 
