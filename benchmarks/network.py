@@ -1,12 +1,14 @@
 """What crosses between two hosts in a second, by one or several versions of the package in turn.
 
-    python benchmarks/network.py --pythons NEW=.venv/bin/python OLD=PATH [--out FILE.json]
+    python benchmarks/network.py --pythons OLD=PATH NEW=.venv/bin/python [--out FILE.json]
+    python benchmarks/network.py --wires OLD=PROGRAM:LIBRARY NEW=PROGRAM:LIBRARY [--out FILE.json]
 
 The hosts are network namespaces of this machine, joined by a veth pair, so root is needed. Each has one rank of a group
 on the CPU engine, and all tokens of a rank go to the other's expert: T rows of 8 KiB there, and T rows back. The expert
 is tiny, so that a call is little but what crosses. "one": rank 0 alone has tokens, so that one direction is used at a
 time; "both": both ranks have T. Rounds take the versions in turn; each is a new group. Prints the median of a version's
-rounds in MB/s of what both have sent, and its ratio to the first version's.
+rounds in MB/s of what both have sent, and its ratio to the first version's. With `--wires` no calls are made: one
+side of a wire alone (wire.cpp) sends messages of 512, 64 and 8 KiB to the other.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -80,6 +83,7 @@ class Hosts:
             for command in (["link", "set", "lo", "up"], ["address", "add", f"{address}/24", "dev", "eth0"]):
                 self._run(number, "ip", *command)
             self._run(number, "ip", "link", "set", "eth0", "up")
+        time.sleep(1)  # until the kernel takes the link to be there
 
     def inside(self, number: int, *command: str) -> list[str]:
         return ["nsenter", "--target", str(self._keepers[number].pid), "--net", "--mount", "--uts", *command]
@@ -105,9 +109,20 @@ def round_of(hosts: Hosts, python: str) -> dict[str, float]:
     }
 
 
+def round_of_wires(hosts: Hosts, program: str) -> dict[str, float]:
+    """MB/s, by KiB of a message."""
+    path, _, library = program.partition(":")
+    with tempfile.TemporaryDirectory() as folder:
+        commands = [hosts.inside(side, path, str(side), folder, library, ADDRESSES[side]) for side in (0, 1)]
+        sides = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in commands]
+        said = [side.communicate(timeout=300)[0] for side in sides]
+    return {f"{size} KiB": float(rate) for size, rate in map(str.split, said[0].splitlines())}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pythons", nargs="+", metavar="NAME=PYTHON", default=[f"this={sys.executable}"])
+    parser.add_argument("--wires", nargs="+", metavar="NAME=PROGRAM:LIBRARY", default=[])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -115,16 +130,17 @@ def main() -> int:
     if given.rank is not None:
         rank_of_a_round(given.rank)
         return 0
-    pythons = dict(each.split("=", 1) for each in given.pythons)
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in pythons}
+    versions = dict(each.split("=", 1) for each in given.wires or given.pythons)
+    measure = round_of_wires if given.wires else round_of
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in versions}
     hosts = Hosts()
     try:
         for _ in range(given.rounds):
-            for name, python in pythons.items():
-                rounds[name].append(round_of(hosts, python))
+            for name, version in versions.items():
+                rounds[name].append(measure(hosts, version))
     finally:
         hosts.close()
-    first = next(iter(pythons))
+    first = next(iter(versions))
     table = {
         name: {tokens: statistics.median(each[tokens] for each in told) for tokens in told[0]}
         for name, told in rounds.items()
@@ -135,7 +151,7 @@ def main() -> int:
     if given.out:
         from harness import as_typed, cpu_model, head, write
 
-        shown = [f"{each.partition('=')[0]}=PYTHON" if "=" in each else each for each in sys.argv]
+        shown = [f"{each.partition('=')[0]}=..." if "=" in each else each for each in sys.argv]
         command = as_typed("python", shown)
         cores = len(os.sched_getaffinity(0))
         found = {"device": f"{cpu_model()} x0", "cores": cores, "commit": head(), "command": command}
