@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import threading
+
 import flashmoe
 import pytest
 from test_faults import run_python
@@ -12,6 +17,8 @@ from flashmoe.arguments import Options, Tensors  # noqa: E402
 from flashmoe.growing import GrowingContext, Shape, growing_context  # noqa: E402
 
 T, H, I, E, K = 20, 16, 12, 4, 2
+LONG = 100_000
+"""Tokens of a call that takes longer than the engine needs to look whether it is interrupted."""
 
 
 @pytest.fixture
@@ -19,10 +26,10 @@ def context() -> GrowingContext:
     return growing_context(Shape(None, "float32", H, I, E, K))
 
 
-def layer(trains: bool = False) -> Tensors:
+def layer(trains: bool = False, tokens: int = T) -> Tensors:
     torch.manual_seed(0)
-    tensors = torch.randn(T, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I)
-    routing = torch.arange(T * K).reshape(T, K) % E, torch.rand(T, K)
+    tensors = torch.randn(tokens, H), torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    routing = torch.arange(tokens * K).reshape(tokens, K) % E, torch.rand(tokens, K)
     x, up, down = (each.requires_grad_(trains) for each in tensors)
     return Tensors(x, up, down, topk_ids=routing[0], topk_weights=routing[1])
 
@@ -31,15 +38,36 @@ def call(context: GrowingContext, tensors: Tensors) -> torch.Tensor:
     return torch_op.call(context.number, tensors, Options())
 
 
+class Interrupted(Exception):
+    pass
+
+
 def fail(context: GrowingContext) -> flashmoe.Context:
-    """A call that ends the context, which is returned: only the engine sees that an expert is named twice."""
-    of_call = context.with_room_for(T)
-    given = layer()._replace(topk_ids=torch.zeros(T, K, dtype=torch.int64))
-    with pytest.raises(flashmoe.InvalidArgument, match="distinct experts"):
-        call(context, given)
-    with pytest.raises(flashmoe.GroupError, match="an earlier call failed"):
-        flashmoe.moe(of_call, **{name: each for name, each in layer()._asdict().items() if each is not None})
-    return of_call
+    """A call that ends the context, which is returned: a handler of signals raises while it waits for the engine."""
+    within = [False]
+
+    def interrupt(*_: object) -> None:
+        if within[0]:
+            raise Interrupted
+
+    tensors, before = layer(tokens=LONG), signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        for _ in range(20):  # the signal may come before the call waits, or behind it
+            of_call = context.with_room_for(LONG)
+            timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1))
+            timer.start()
+            with contextlib.suppress(Interrupted):
+                within[0] = True
+                call(context, tensors)
+            within[0] = False
+            timer.join()
+            with contextlib.suppress(flashmoe.GroupError):
+                flashmoe.moe(of_call, **{name: each for name, each in layer()._asdict().items() if each is not None})
+                continue
+            return of_call
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    raise AssertionError("no call was interrupted")
 
 
 def test_the_next_call_has_another_context(context):
@@ -96,7 +124,7 @@ context = growing_context(Shape(None, "float32", 512, 1024, 8, 8))
 torch.manual_seed(0)
 shapes = {"gate_up_proj": (8, 2048, 512), "down_proj": (8, 512, 1024), "router": (8, 512)}
 weights = {name: torch.randn(shape) for name, shape in shapes.items()}
-short, long = torch.randn(4, 512), torch.randn(4096, 512)
+short, long = torch.randn(4, 512), torch.randn(2048, 512)
 
 def call(x):
     return torch_op.call(context.number, Tensors(x=x, **weights), Options(top_k=8))
