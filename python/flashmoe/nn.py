@@ -24,8 +24,9 @@ from .arguments import (
     resolved,
 )
 from .checkpoint import MoELayer
-from .context import Context, room_of
+from .context import Context, contexts, room_of
 from .errors import InvalidArgument
+from .refusals import tell
 from .replicated import Replicas
 from .scales import SCALE_OF, scale_shape
 from .slices import cut
@@ -505,16 +506,21 @@ class MoE(torch.nn.Module):
         InvalidArgument, HeapError, GroupError, PeerTimeout, FlashMoEError, NotImplementedError
             As `flashmoe.moe`.
         """
-        check_tensors({"x": x})
         hidden = self.gate.weight.shape[1]
-        if x.ndim == 0 or x.shape[-1] != hidden:
-            raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
+        try:
+            check_tensors({"x": x})
+            if x.ndim == 0 or x.shape[-1] != hidden:
+                raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
+            with_logits, adds = truth("return_router_logits", return_router_logits), truth("main_grad", self.main_grad)
+        except Exception as error:
+            tell(contexts.get(self._context_id), error, x)
+            raise
         gate, experts, shared, shared_gate = self.gate, self.experts, self.shared_expert, self.shared_expert_gate
         tokens, replicas = x.reshape(-1, hidden).contiguous(), self._replicas
         if replicas is not None:
             tokens = tokens[replicas.share(len(tokens))]
         logits = None
-        if truth("return_router_logits", return_router_logits):
+        if with_logits:
             logits = tokens.new_empty((tokens.shape[0], gate.weight.shape[0]), dtype=torch.float32)
         tensors: dict[str, Tensor | None] = {
             "x": tokens,
@@ -527,7 +533,7 @@ class MoE(torch.nn.Module):
         }
         if shared is not None:
             tensors |= {_SHARED[ours]: getattr(shared, name) for ours, name in shared.names.items()}
-        y = experts(self._context_id, tensors, self._options, truth("main_grad", self.main_grad))
+        y = experts(self._context_id, tensors, self._options, adds)
         if replicas is not None:
             of_all = x.numel() // hidden
             y = replicas.gathered(y, of_all)

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 from .arguments import SCALES, WRITTEN, CallOptions, Options, Tensors
 from .context import Context, context_id, run
 from .placement import Placement
+from .refusals import tell
 from .spec import truth
 from .through_torch import goes_through_torch
 
@@ -89,13 +90,15 @@ def moe(
     Raises
     ------
     InvalidArgument
-        A tensor or option is outside its domain. Where shapes, types or options show it, the context stays usable, and
-        the other ranks wait for this one to make the call as it should be. Where only values do (ids, a router logit
+        A tensor or option is outside its domain. Where shapes, types or options show it, the context stays usable; with
+        the CPU engine the call is over on all ranks, with the CUDA engine the others wait for this one to make it as it
+        should be. Where only values do (ids, a router logit
         that is not finite), every rank raises it and the context is broken; with the CUDA engine in a later call, in
         `Context.synchronize`, or where ``ctx.last_call`` is read, since the call itself does not wait.
     GroupError
         The ranks disagree on H, I, E, K, dtype, activation, `weights_on_input`, return mode, capacity factor or
-        placement; or an earlier call of the group failed.
+        placement; an earlier call of the group failed; or, with the CPU engine, another rank has refused this call,
+        which the message names with its reason, for whatever error of its own: then the next call may be made.
     HeapError, PeerTimeout
         The call exceeds the context's limits; or the group stood still for its timeout (the message names who).
     FlashMoEError
@@ -103,11 +106,16 @@ def moe(
         cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
     weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias)
-    scales, written = ([options.pop(name, None) for name in names] for names in (SCALES, WRITTEN))
-    tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, *scales, topk_ids, topk_weights, *written)
-    chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
-    if not truth("trace", trace) and goes_through_torch(x, tensors):
-        from . import torch_op
+    of_tokens, shared = (topk_ids, topk_weights), (shared_gate_up, shared_down, shared_gate)
+    try:
+        scales, written = ([options.pop(name, None) for name in names] for names in (SCALES, WRITTEN))
+        tensors = Tensors(x, *weights, *shared, *scales, *of_tokens, *written)
+        chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
+        if not truth("trace", trace) and goes_through_torch(x, tensors):
+            from . import torch_op
 
-        return torch_op.by_operator(context_id(ctx), tensors, chosen)
-    return run(ctx, tensors, chosen, trace)
+            return torch_op.by_operator(context_id(ctx), tensors, chosen)
+        return run(ctx, tensors, chosen, trace)
+    except Exception as error:
+        tell(ctx, error, x)
+        raise

@@ -26,6 +26,7 @@ enum class FaultKind : uint32_t {
   kRouterValue = 6,      // a router logit is not finite
   kDuplicateExpert = 7,  // given routing names one expert twice for one token
   kExpertRange = 8,      // given routing names an expert that does not exist
+  kLeft = 9,             // a rank did not leave a refused call in time
 };
 
 enum class Actor : uint32_t { kOs = 0, kProcessor = 1 };
