@@ -1,4 +1,4 @@
-"""A call that is refused on some ranks of a group is over on all: none takes another call for it, and the next is right."""
+"""A call that some ranks of a group refuse is over on all: none takes another call for it, and the next is right."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import numpy as np
 import pytest
 from flashmoe.engines import cpu
 from flashmoe.launch import RankPool
+from hosts import network
+from processes import processes
+from spread_ranks import LONG, OPEN, Layer, all_of, check_leaving, formed, gradients
+from spread_ranks import tokens_of as tokens_between
+
+__all__ = ["network", "processes"]  # fixtures
 
 RANDOM_CALLS = int(os.environ.get("FLASHMOE_REFUSED_CALLS", "300"))
 """How many random calls of a group are tried, a tenth of which is refused on some ranks."""
@@ -131,14 +137,20 @@ def calls_of_rank(
     sleepy come late to each."""
     cpu.machines = machines
     with flashmoe.Context(
-        rank=rank, ranks=ranks, name=name, timeout=TIMEOUT, processors=1, **{**SIZES, "return_mode": "direct", **options}
+        rank=rank,
+        ranks=ranks,
+        name=name,
+        timeout=TIMEOUT,
+        processors=1,
+        **{**SIZES, "return_mode": "direct", **options},
     ) as ctx:
         found = []
         for kind, layer, refused in plan:
             if rank in sleepy:
                 time.sleep(0.05)
             make = forward if kind == "forward" else train
-            found.append(outcome_of(lambda make=make, layer=layer, why=refused.get(rank): make(ctx, rank, layer, why)))
+            why = refused.get(rank)
+            found.append(outcome_of(lambda make=make, layer=layer, why=why: make(ctx, rank, layer, why)))
         return found
 
 
@@ -231,14 +243,19 @@ def test_several_ranks_refuse_a_call(which, return_mode, options):
 
 
 def test_several_ranks_refuse_a_backward_pass():
-    plan = [("train", 0, {1: "backward", 2: "backward"}), ("train", 1, {p: "backward" for p in range(4)})]
+    plan = [("train", 0, {1: "backward", 2: "backward"}), ("train", 1, dict.fromkeys(range(4), "backward"))]
     plan += [("train", 2, {})]
     check(group(4, plan), group(4, without_refusals(plan)), plan)
 
 
 @pytest.mark.parametrize("sleepy", [(0,), (1,), (0, 2)], ids=str)
 def test_calls_in_a_row_are_refused_by_ranks_that_are_ahead_or_behind(sleepy):
-    plan = [("forward", 0, {}), ("forward", 1, {1: "shape"}), ("forward", 2, {1: "dtype"}), ("forward", 3, {1: "trace"})]
+    plan = [
+        ("forward", 0, {}),
+        ("forward", 1, {1: "shape"}),
+        ("forward", 2, {1: "dtype"}),
+        ("forward", 3, {1: "trace"}),
+    ]
     plan += [("forward", 4, {0: "shape", 1: "option"}), ("forward", 5, {2: "shape"}), ("forward", 6, {})]
     check(group(3, plan, sleepy=sleepy), group(3, without_refusals(plan)), plan)
 
@@ -327,3 +344,55 @@ def test_nothing_is_told_of_calls_that_are_only_traced():
     plan = [("forward", 0, {})]
     right = group(2, plan)
     assert _pools[2].call(_traces_what_is_refused, [()] * 2) == right
+
+
+# ---- On several machines ---------------------------------------------------------------------------------------
+
+
+def _outcome_between_machines(x: np.ndarray, seed: int, refused: bool, trains: bool) -> Outcome:
+    layer = Layer.random(seed)
+
+    def forward() -> Any:
+        ctx = OPEN["it"]
+        own = ctx.local_experts()[: 0 if refused else None]
+        return digest(flashmoe.moe(ctx, x, layer.gate_up[own], layer.down[own], router=layer.router, top_k=3))
+
+    return outcome_of(forward if refused or not trains else lambda: digest(*gradients(x, np.ones_like(x), seed)))
+
+
+def _all_outcomes(calls: Sequence[tuple[np.ndarray, int, bool, bool]]) -> list[Outcome]:
+    return [_outcome_between_machines(*each) for each in calls]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork of a process with threads
+@pytest.mark.parametrize("mode", ["direct", "reduced"])
+@pytest.mark.parametrize("spread", [(0, 1), (0, 0, 1), (0, 1, 1, 0)], ids=str)
+def test_calls_are_refused_between_machines(network, spread, mode):
+    count, rng = 60 if LONG else 20, np.random.default_rng(len(spread))
+    refused = [
+        {int(p) for p in range(len(spread)) if rng.random() < 0.5} if rng.random() < 0.4 else set()
+        for _ in range(count)
+    ]
+    x = [tokens_between([int(n) for n in rng.integers(0, 60, len(spread))], i) for i in range(count)]
+
+    def plan(rank: int, refuses: bool) -> list[Any]:
+        return [(x[i][rank], i, refuses and rank in refused[i], i % 3 == 0) for i in range(count)]
+
+    ranks = formed(network(max(spread) + 1), spread, mode)
+    right, found = (
+        all_of(ranks, _all_outcomes, [(plan(p, refuses),) for p in range(len(ranks))]) for refuses in (False, True)
+    )
+    for i in range(count):
+        for p in range(len(ranks)):
+            name, said = found[p][i]
+            if not refused[i]:
+                assert (name, said) == right[p][i]
+            elif p in refused[i]:
+                assert name == "InvalidArgument"
+            else:
+                assert name == "GroupError"
+                who, _, why = said.partition(" refused call ")
+                q = int(who.removeprefix("rank "))
+                assert q in refused[i]
+                assert why.partition(": ")[2] == found[q][i][1]
+    check_leaving(ranks)

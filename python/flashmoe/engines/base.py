@@ -78,9 +78,11 @@ class Engine(ABC):
         ``router_logits``, that of the logits; these two contiguous. `accumulates`: those of weights and biases are
         added to what is there, in float32."""
 
+    @abstractmethod
     def refuse(self, reason: str) -> None:
-        """In place of a call that this rank cannot begin, whose ranks are several: tells them, so that the call is over
-        on all. Raises `PeerTimeout` where an earlier call was refused that not all ranks have come to in time."""
+        """In place of a call that this rank cannot begin, where there are several: tells the others, so that the call
+        is over on all, or does nothing if the engine cannot. Raises `PeerTimeout` where an earlier call was refused
+        that not all ranks have come to in time."""
 
     @abstractmethod
     def last_call(self) -> CallReport | None:
