@@ -91,31 +91,32 @@ def moe(
     ------
     InvalidArgument
         A tensor or option is outside its domain. Where shapes, types or options show it, the context stays usable; with
-        the CPU engine the call is over on all ranks, with the CUDA engine the others wait for this one to make it as it
-        should be. Where only values do (ids, a router logit
-        that is not finite), every rank raises it and the context is broken; with the CUDA engine in a later call, in
-        `Context.synchronize`, or where ``ctx.last_call`` is read, since the call itself does not wait.
+        the CUDA engine the other ranks wait for the call. Where only values do (ids, a router logit that is not
+        finite), every rank raises it and the context is broken; with the CUDA engine in a later call, or where the
+        program waits for one (`Context.synchronize`, ``ctx.last_call``).
     GroupError
-        The ranks disagree on H, I, E, K, dtype, activation, `weights_on_input`, return mode, capacity factor or
-        placement; an earlier call of the group failed; or, with the CPU engine, another rank has refused this call,
-        which the message names with its reason, for whatever error of its own: then the next call may be made.
+        The ranks disagree on sizes, types, options or placement; an earlier call failed; or, with the CPU engine,
+        another rank has refused this call, as the message says: then all may make the next one.
     HeapError, PeerTimeout
         The call exceeds the context's limits; or the group stood still for its timeout (the message names who).
     FlashMoEError
         The context is closed, another process's, or within a call of this thread, whose signal handler calls; a kernel
         cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
-    weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias)
-    of_tokens, shared = (topk_ids, topk_weights), (shared_gate_up, shared_down, shared_gate)
+    weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias, shared_gate_up)
     try:
         scales, written = ([options.pop(name, None) for name in names] for names in (SCALES, WRITTEN))
-        tensors = Tensors(x, *weights, *shared, *scales, *of_tokens, *written)
+        tensors = Tensors(x, *weights, shared_down, shared_gate, *scales, topk_ids, topk_weights, *written)
         chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
-        if not truth("trace", trace) and goes_through_torch(x, tensors):
-            from . import torch_op
-
-            return torch_op.by_operator(context_id(ctx), tensors, chosen)
-        return run(ctx, tensors, chosen, trace)
+        return _call(ctx, tensors, chosen, trace)
     except Exception as error:
         tell(ctx, error, x)
         raise
+
+
+def _call(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
+    if not truth("trace", trace) and goes_through_torch(tensors.x, tensors):
+        from . import torch_op
+
+        return torch_op.by_operator(context_id(ctx), tensors, options)
+    return run(ctx, tensors, options, trace)
