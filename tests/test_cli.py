@@ -119,7 +119,9 @@ def test_what_no_rank_counts_is_not_shown(capsys):
     """A column in which no rank has a figure is left out."""
     ids = np.zeros((3, 1), np.int32)
     counted = {"tasks": {"gate": 1, "gemm0": 2}, "rows_sent": 5, "bytes_sent": 80, "phase_ns": {"gate": 9, "idle": 6}}
-    unknown = dict.fromkeys(("tiles", "tile_rows", "return_rows_sent", "padded_rows", "padded_bytes", "dropped"), 0)
+    unknown = dict.fromkeys(
+        ("tiles", "tile_rows", "return_rows_sent", "padded_rows", "padded_bytes", "dropped", "bad_rows"), 0
+    )
     report = CallReport(
         tokens=3, return_mode="direct", topk_ids=ids, topk_weights=ids, wall_ns=15, processors=1, **counted, **unknown
     )

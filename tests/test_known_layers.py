@@ -179,11 +179,11 @@ def test_the_library_looks_at_what_it_is_given():
     ):
         given = [x] * count + [None] * (tensors - count)
         with pytest.raises(flashmoe.FlashMoEError, match=message):
-            known.call(0, False, 0, False, False, *given, None, None, None)
+            known.call(0, False, 0, False, False, False, *given, None, None, None)
     context.close()
     assert refusal(context, arrays()) == "FlashMoEError: context: expected an open one, got one that is closed"
-    with pytest.raises(flashmoe.FlashMoEError, match=r"^context: expected an open one"):
-        known.call(0, False, 0, False, False, *[None] * (tensors + 3))
+    with pytest.raises(flashmoe.FlashMoEError, match=r"^context: it is closed"):
+        known.call(0, False, 0, False, False, False, *[None] * (tensors + 3))
 
 
 def test_a_report_is_made_when_it_is_asked_for(ctx, monkeypatch):
