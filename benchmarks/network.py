@@ -83,7 +83,7 @@ class Hosts:
             for command in (["link", "set", "lo", "up"], ["address", "add", f"{address}/24", "dev", "eth0"]):
                 self._run(number, "ip", *command)
             self._run(number, "ip", "link", "set", "eth0", "up")
-        time.sleep(1)  # until the kernel takes the link to be there
+        time.sleep(2)  # until the kernel takes the link to be there
 
     def inside(self, number: int, *command: str) -> list[str]:
         return ["nsenter", "--target", str(self._keepers[number].pid), "--net", "--mount", "--uts", *command]
@@ -115,7 +115,7 @@ def round_of_wires(hosts: Hosts, program: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         commands = [hosts.inside(side, path, str(side), folder, library, ADDRESSES[side]) for side in (0, 1)]
         sides = [subprocess.Popen(each, stdout=subprocess.PIPE, text=True) for each in commands]
-        said = [side.communicate(timeout=300)[0] for side in sides]
+        said = [side.communicate(timeout=60)[0] for side in sides]
     return {f"{size} KiB": float(rate) for size, rate in map(str.split, said[0].splitlines())}
 
 

@@ -133,7 +133,7 @@ def test_with_a_secret_or_a_store_that_is_trusted_a_network_is_opened(
     library, store = Library(), hash_store()
     for each in [join_in(store, library, rank) for rank in (0, 1)]:
         assert str(ended(each)) == "a network is open"
-    assert len(set(library.keys)) == 1 and len(library.keys[0]) == 32
+    assert len(set(library.keys)) == 1 and len(library.keys[0]) == 64
     assert store.check([f"{PREFIX}/secret"])  # says at least that there is one elsewhere
     assert SECRET.encode() not in store.get(f"{PREFIX}/secret")
 

@@ -16,7 +16,6 @@ constexpr const char* kNoMessage = "what it sends is no message of this version'
 
 void Connection::send(std::unique_ptr<Message> message) {
   if (!lost_.empty()) return;
-  message->seal();
   outgoing_.push_back(std::move(message));
 }
 
@@ -97,18 +96,31 @@ void Connection::complete(uint32_t peer, Receiver& receiver) {
   receiver.arrived(peer, header_);
 }
 
+void Connection::pack() {
+  for (const auto& m : outgoing_) m->pack();
+}
+
+bool Connection::is_packed() const {
+  return std::all_of(outgoing_.begin(), outgoing_.end(), [](const auto& m) { return m->is_packed(); });
+}
+
 bool Connection::flush() {
   uint64_t gone = 0;
-  while (waits_to_write() && gone < kBytesInARow) {
-    const Message& m = *outgoing_.front();
+  while (is_open() && !outgoing_.empty() && gone < kBytesInARow) {
+    Message& m = *outgoing_.front();
+    if (sent_ == 0) {
+      m.pack();
+      m.seal();
+    }
     size_t put = 0;
-    if (!check(tls_->write(m.bytes.get() + sent_, m.size - sent_, put))) break;
+    if (!check(tls_->write(m.bytes() + sent_, m.size - sent_, put))) break;
     gone += put;
     sent_ += put;
     if (sent_ < m.size) continue;
     outgoing_.pop_front();
     sent_ = 0;
   }
+  if (is_open()) check(tls_->flush());
   return gone != 0;
 }
 

@@ -40,13 +40,16 @@ class Connection {
   bool receive(uint32_t peer, Receiver& receiver);
   // Whether anything has gone.
   bool flush();
+  // Messages that wait no longer need what they are of.
+  void pack();
+  bool is_packed() const;
 
   bool is_open() const { return tls_ != nullptr; }
   // Whether the peer is known to have the connection.
   bool is_sure() const { return sure_; }
   // Whether receive() has more without waiting for the socket; it stops now and then, so that others have their turn.
   bool has_more() const { return has_more_; }
-  bool waits_to_write() const { return is_open() && sure_ && !outgoing_.empty(); }
+  bool waits_to_write() const { return is_open() && sure_ && (!outgoing_.empty() || tls_->keeps()); }
   int socket() const { return tls_->socket(); }
   // Why nothing more comes or goes; empty as long as something may.
   const std::string& lost() const { return lost_; }

@@ -116,13 +116,17 @@ void Courier::begin_call(const SpreadCall& call) {
   bell_.ring();
 }
 
-// Picks up the last signals itself: the next call's actors overwrite what they are about.
+// Picks up the last signals itself, and sees to it that messages which have not gone are copied: the next call's actors
+// overwrite what they are about.
 void Courier::end_call() {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (call_ == nullptr) return;
   pick_up();
   call_ = nullptr;
+  for (const Letter& l : letters_) l.message->pack();
+  packing_ = !packed_;
   bell_.ring();
+  news_.wait(lock, [&] { return !packing_; });  // the thread waits for nobody
 }
 
 void Courier::pick_up() {
@@ -182,7 +186,7 @@ void Courier::run() {
 
 bool Courier::deliver_and_send() {
   bool busy = false;
-  for (int i = 0; i < kLooks && wire_->progress(); ++i) busy = true;
+  for (int i = 0; i < kLooks && !packing_ && wire_->progress(); ++i) busy = true;
   std::vector<Letter> letters;
   {
     const std::lock_guard lock(mutex_);
@@ -192,7 +196,13 @@ bool Courier::deliver_and_send() {
       if (call_ != nullptr) pick_up();
     }
     note_losses();
+    if (packing_) {
+      wire_->pack();
+      packing_ = false;
+      news_.notify_all();
+    }
     letters.swap(letters_);
+    packed_ = letters.empty() && wire_->is_packed();
   }
   for (Letter& l : letters) {
     l.message->header.received = peers_[l.peer].received;

@@ -11,6 +11,7 @@
 // Bytes are encrypted, sent and received only while somebody does it: that, too, is why there is a thread.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -110,6 +111,8 @@ class Courier final : private Receiver {
   const SpreadCall* call_ = nullptr;
   Crossed crossed_;
   bool stopping_ = false;
+  bool packed_ = true;                // all that the wire has
+  std::atomic<bool> packing_{false};  // somebody waits until it is
 
   uint64_t status_sent_ns_ = 0;  // of the courier's thread
   bool status_due_ = false;

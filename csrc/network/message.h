@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "flashmoe/protocol/status.h"
@@ -35,21 +36,50 @@ struct Header {
   Word word;
 };
 
-struct Message {
+class Message {
+ public:
   // bytes: behind the header, which the caller fills in.
-  explicit Message(uint64_t bytes)
-      : size(sizeof(Header) + bytes), bytes(std::make_unique_for_overwrite<uint8_t[]>(size)) {
+  explicit Message(uint64_t bytes) : size(sizeof(Header) + bytes) {
     header.bytes = bytes;
+    allocate();
+  }
+  // Of parts of a heap, which are copied when the message's turn comes (pack()), as long as these stay as they are.
+  Message(const uint8_t* heap, std::vector<Range> ranges, uint64_t bytes)
+      : size(sizeof(Header) + ranges.size() * sizeof(Range) + bytes), heap_(heap), ranges_(std::move(ranges)) {
+    header.bytes = size - sizeof(Header);
+    header.ranges = static_cast<uint32_t>(ranges_.size());
   }
 
   Header header{};
-  const uint64_t size;                     // in all
-  const std::unique_ptr<uint8_t[]> bytes;  // as they go: the header, ranges, their bytes
+  const uint64_t size;  // in all
 
-  uint8_t* behind_header() const { return bytes.get() + sizeof(Header); }
+  // As it goes: the header, ranges, their bytes. Once it is packed.
+  const uint8_t* bytes() const { return bytes_.get(); }
+  uint8_t* behind_header() { return bytes_.get() + sizeof(Header); }
   uint64_t payload() const { return header.bytes - header.ranges * sizeof(Range); }
+
+  bool is_packed() const { return bytes_ != nullptr; }
+  void pack() {
+    if (is_packed()) return;
+    allocate();
+    uint8_t* to = behind_header();
+    const uint64_t words = ranges_.size() * sizeof(Range);
+    if (words != 0) std::memcpy(to, ranges_.data(), words);
+    to += words;
+    for (const Range& r : ranges_) {
+      std::memcpy(to, heap_ + r.offset, r.bytes);
+      to += r.bytes;
+    }
+  }
   // Writes the header, once nothing of it will change.
-  void seal() const { std::memcpy(bytes.get(), &header, sizeof(Header)); }
+  void seal() { std::memcpy(bytes_.get(), &header, sizeof(Header)); }
+
+ private:
+  void allocate() { bytes_ = std::make_unique_for_overwrite<uint8_t[]>(size); }
+
+  const uint8_t* heap_ = nullptr;
+  std::vector<Range> ranges_;
+  std::unique_ptr<uint8_t[]> bytes_;
 };
 
 // Where tokens suffice a message has so many bytes: enough for a fast network, and little enough that a receiver need
@@ -86,17 +116,7 @@ class Packing {
 
  private:
   void close() {
-    const uint64_t words = ranges_.size() * sizeof(Range);
-    auto m = std::make_unique<Message>(words + bytes_);
-    m->header.ranges = static_cast<uint32_t>(ranges_.size());
-    uint8_t* to = m->behind_header();
-    if (words != 0) std::memcpy(to, ranges_.data(), words);
-    to += words;
-    for (const Range& r : ranges_) {
-      std::memcpy(to, heap_ + r.offset, r.bytes);
-      to += r.bytes;
-    }
-    messages_.push_back(std::move(m));
+    messages_.push_back(std::make_unique<Message>(heap_, std::move(ranges_), bytes_));
     ranges_.clear();
     bytes_ = 0;
   }

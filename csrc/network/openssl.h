@@ -26,7 +26,7 @@ inline constexpr unsigned char kAes128GcmSha256[2] = {0x13, 0x01};  // as it is 
 // Of SSL_CTX_ctrl().
 inline constexpr int kCtrlMode = 33, kCtrlReadAhead = 41, kCtrlLeastProtocol = 123, kCtrlMostProtocol = 124;
 // A write returns when a record is written, and may go on from memory at another address.
-inline constexpr long kPartialWrites = 1 << 0, kMovingBuffers = 1 << 1;
+inline constexpr long kPartialWrites = 1 << 0;
 inline constexpr uint64_t kIgnoreUnexpectedEof = 1 << 7;
 inline constexpr int kVerifyPeer = 1;
 // Of SSL_get_error().
@@ -36,7 +36,7 @@ inline constexpr int kKeyUpdateOfOwn = 0;  // of SSL_key_update(): the peer need
 // Of a BIO, by which OpenSSL reads and writes: a type of the application's, the flags which say that a call is to be made
 // again, and the command which asks that what was written be sent.
 inline constexpr int kBioOfApplication = 0x400 | 128;
-inline constexpr int kBioRead = 0x01, kBioWrite = 0x02, kBioShouldRetry = 0x08, kBioFlags = 0x0f;
+inline constexpr int kBioRead = 0x01, kBioShouldRetry = 0x08, kBioFlags = 0x0f;
 inline constexpr int kBioCtrlFlush = 11;
 using BioWrite = int (*)(Bio*, const char* from, int bytes);
 using BioRead = int (*)(Bio*, char* to, int most);

@@ -8,6 +8,7 @@
 #include <array>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "host/mapping.h"
 #include "network/openssl.h"
@@ -51,8 +52,12 @@ class Tls {
   };
   Result handshake();
   Result read(uint8_t* to, size_t most, size_t& got);
-  // A record at most. What is not `put` when the socket takes no more is to be given again.
+  // A record at most, which is kept until flush() or until there are many: a packet of the network for each record costs
+  // its sender as much as the cipher does. kWaits: what is kept has to leave first.
   Result write(const uint8_t* from, size_t bytes, size_t& put);
+  // Sends what is kept.
+  Result flush();
+  bool keeps() const { return !kept_.empty(); }
 
   int socket() const { return socket_.get(); }
   // After the handshake: which rank it is at the other end.
@@ -62,9 +67,8 @@ class Tls {
  private:
   static int find_key(Ssl*, const unsigned char* identity, size_t bytes, SslSession**);
   static int use_key(Ssl*, const EvpMd*, const unsigned char** identity, size_t* bytes, SslSession**);
-  static int send_to(Bio*, const char* from, int bytes);
+  static int keep(Bio*, const char* from, int bytes);
   static int receive_from(Bio*, char* to, int most);
-  int moved(Bio*, ssize_t bytes, int direction);
   friend class TlsOfRank;
   SslSession* session() const;
   void begin_call();
@@ -84,7 +88,9 @@ class Tls {
   uint32_t peer_;
   Identity identity_;
   Ssl* const ssl_;
-  uint64_t records_ = 0;  // sent with the present key
+  uint64_t records_ = 0;       // sent with the present key
+  std::vector<uint8_t> kept_;  // records, of which `gone_` bytes have been sent
+  size_t gone_ = 0;
   int error_ = 0;         // of the system, by the socket
   std::string why_;
 };

@@ -26,10 +26,15 @@ void Wire::connect(uint32_t peer, const std::string& address) {
 }
 
 void Wire::send(uint32_t peer, std::unique_ptr<Message> message) {
-  Connection& c = peers_[peer].connection;
-  const bool others_wait = c.waits_to_write();
-  c.send(std::move(message));
-  if (!others_wait) c.flush();
+  peers_[peer].connection.send(std::move(message));
+}
+
+void Wire::pack() {
+  for (Peer& p : peers_) p.connection.pack();
+}
+
+bool Wire::is_packed() const {
+  return std::all_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.connection.is_packed(); });
 }
 
 std::string Wire::trouble(uint32_t peer) const {

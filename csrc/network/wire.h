@@ -28,6 +28,9 @@ class Wire {
   void deliver_to(Receiver& receiver) { receiver_ = &receiver; }
   // Sends, sooner or later, unless the peer is lost.
   void send(uint32_t peer, std::unique_ptr<Message> message);
+  // Copies what messages that wait are of; whether all of them have been copied.
+  void pack();
+  bool is_packed() const;
   // Receives and sends what can be; whether there was anything.
   bool progress();
   // Waits until there may be something, until `fd` can be read, or for so long.
