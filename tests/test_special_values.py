@@ -284,7 +284,7 @@ def test_wrong_ids_are_told_to_their_rank_and_the_group_goes_on(pool: RankPool, 
         if rank != who:
             assert second[0] == "" and second[1].tobytes() == first[1].tobytes()
         else:
-            assert second == (f"InvalidArgument: topk_ids: expected {message.format(who)}", None)
+            assert second == (f"BadRow: topk_ids: expected {message.format(who)}", None)
 
 
 def test_of_several_wrong_rows_the_first_is_told(pool: RankPool):

@@ -79,7 +79,12 @@ namespace {
 
 // machines: of each rank; empty: all are on one.
 FieldRows layout_fields(Map limits, ffi::Array<int64_t> machines) {
-  return guarded([&] { return field_rows(spread_over(limits_of(limits), machines), true); });
+  return guarded([&] {
+    const Limits spread = spread_over(limits_of(limits), machines);
+    FieldRows rows = field_rows(spread, true);
+    append_fields(rows, kRefusalTable, spread, "heap");
+    return rows;
+  });
 }
 
 // Bytes for each row, row of the shared expert, token received, and own token: four that a call keeps, and four that a
@@ -162,7 +167,7 @@ ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t ti
   return guarded([&] {
     const std::vector<uint32_t> of = numbers_of(machines);
     const Limits limits = spread_over(context_limits_of(map), machines);
-    const uint64_t heap_bytes = spread_heap_bytes(limits);
+    const uint64_t heap_bytes = member_heap_bytes(limits);
     auto group = limits.ranks == 1 ? host::make_single_rank_group(heap_bytes)
                                    : host::join_process_group(name, static_cast<uint32_t>(rank), limits, heap_bytes,
                                                               static_cast<uint64_t>(timeout_ns));
@@ -225,7 +230,7 @@ ffi::Function network_context(int64_t network, Map map, int64_t rank, ffi::Strin
     for (const ffi::String& each : hosts) spread.hosts.push_back(each);
     const auto self = static_cast<uint32_t>(rank);
     const auto timeout = static_cast<uint64_t>(timeout_ns);
-    auto local = host::join_process_group(name, self, limits, spread_heap_bytes(limits), timeout, spread.here);
+    auto local = host::join_process_group(name, self, limits, member_heap_bytes(limits), timeout, spread.here);
     auto group =
         network::join_network_group(std::move(local), self, limits, registry<network::Courier>().get(network), spread);
     return owned(std::make_shared<Context>(std::move(group), self, limits, timeout, of));
@@ -257,6 +262,10 @@ ffi::Array<int64_t> context_bytes(int64_t handle) {
     const auto c = registry<Context>().get(handle);
     return ffi::Array<int64_t>{static_cast<int64_t>(c->heap_bytes()), static_cast<int64_t>(c->workspace_bytes())};
   });
+}
+
+void context_refuse(int64_t handle, ffi::String reason) {
+  guarded([&] { registry<Context>().get(handle)->refuse(reason); });
 }
 
 void context_set_tile(int64_t handle, int64_t rows, int64_t columns) {
@@ -545,6 +554,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(network_await, flashmoe::cpu::network_await)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(network_crossed, flashmoe::cpu::network_crossed)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_close, flashmoe::cpu::context_close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_bytes, flashmoe::cpu::context_bytes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_refuse, flashmoe::cpu::context_refuse)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_set_tile, flashmoe::cpu::context_set_tile)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(context_layer, flashmoe::cpu::context_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kept_calls, flashmoe::cpu::kept_calls)

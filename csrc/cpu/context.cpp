@@ -83,35 +83,26 @@ constexpr auto kRarely = std::chrono::milliseconds(50);
 
 }  // namespace
 
-// A thread's turn to call, once no other thread has one. No mutex: a thread that has its turn must be told so, rather than
-// wait for itself, and one that waits for a long call must hear an interrupt.
-class Context::Turn {
- public:
-  explicit Turn(Context& context) : c_(context) {
-    std::unique_lock lock(c_.mutex_);
-    if (c_.caller_ == std::this_thread::get_id()) {
-      throw Error(Error::Kind::kOther,
-                  "context: expected no call of the thread that is within one, got a second (a signal handler's?); let "
-                  "the handler return, or call with a context of its own");
-    }
-    while (!c_.turn_.wait_for(lock, kRarely, [&] { return c_.caller_ == std::thread::id(); })) {
-      lock.unlock();
-      host::check_interrupt();
-      lock.lock();
-    }
-    c_.caller_ = std::this_thread::get_id();
+Context::Turn::Turn(Context& context) : c_(context) {
+  std::unique_lock lock(c_.mutex_);
+  if (c_.caller_ == std::this_thread::get_id()) {
+    throw Error(Error::Kind::kOther,
+                "context: expected no call of the thread that is within one, got a second (a signal handler's?); let "
+                "the handler return, or call with a context of its own");
   }
-  ~Turn() {
-    const std::lock_guard lock(c_.mutex_);
-    c_.caller_ = {};
-    c_.turn_.notify_one();
+  while (!c_.turn_.wait_for(lock, kRarely, [&] { return c_.caller_ == std::thread::id(); })) {
+    lock.unlock();
+    host::check_interrupt();
+    lock.lock();
   }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
+  c_.caller_ = std::this_thread::get_id();
+}
 
- private:
-  Context& c_;
-};
+Context::Turn::~Turn() {
+  const std::lock_guard lock(c_.mutex_);
+  c_.caller_ = {};
+  c_.turn_.notify_one();
+}
 
 Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns,
                  const std::vector<uint32_t>& machines)
@@ -125,6 +116,7 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
       worker_memory_(limits.processors) {
   call_.rank = rank;
   call_.machines = machines_.machines(limits);
+  call_.refusals = make_refusals(limits);
   call_.shape.ranks = limits.ranks;
   call_.policy.clusters = limits.processors;
   // A rank alone waits for nobody but its own threads, which come to an end however long a task takes them.
@@ -195,7 +187,6 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
                      .by_owner = placement_.by_owner.data(),
                      .owner_base = placement_.owner_base.data()};
   call_.shape.local_experts = placement_.local_experts(call_.rank);
-  ++call_.epoch;
   call_.control()->noted.value = 0;
   call_.shape.tokens = o.tokens;
   call_.set_layer(spec);
@@ -299,22 +290,25 @@ void Context::run() {
   if (calls) group_->end_call();
 }
 
-void Context::refuse_if_broken() const {
+void Context::throw_if_broken() const {
   if (!broken_) return;
   throw Error(Error::Kind::kGroup, "context: an earlier call failed on this group; close it and make a new one");
 }
 
 CallReport Context::call(const Layer& layer, const CallOptions& options, const RoutingOut& routing) {
   const Turn one_at_a_time(*this);
-  refuse_if_broken();
+  throw_if_broken();
+  await_peers();
   prepare(layer, options);
   work_ = Work::kCall;
+  ++call_.epoch;  // from here on the call has begun: what goes wrong is no refusal
   const uint64_t start = monotonic_ns();
   run();
   const uint64_t end = monotonic_ns();
   check_outcome();
   const RowNote note = RowNote::unpack(call_.control()->noted.value);
   if (host::is_error(note, options.strict)) throw host::row_error(note, call_.rank, layer.spec.experts);
+  broken_ = true;  // if there is no memory for what follows: the others have made this call
   for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
     const uint32_t choices = call_.shape.routed_top_k();
     std::transform(call_.routing(t), call_.routing(t) + choices, routing.ids + uint64_t{t} * choices,
@@ -322,12 +316,15 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
     std::copy_n(call_.weights(t), choices, routing.weights + uint64_t{t} * choices);
   }
   if (layer.keep != nullptr) layer.keep->finish(call_);
-  return report(options, start, end);
+  CallReport made = report(options, start, end);
+  broken_ = false;
+  return made;
 }
 
 std::vector<Event> Context::backward(const Kept& kept, const Gradients& gradients, const CallOptions& options) {
   const Turn one_at_a_time(*this);
-  refuse_if_broken();
+  throw_if_broken();
+  await_peers();
   if (kept.rank != call_.rank || kept.ranks != call_.shape.ranks) {
     throw Error(Error::Kind::kOther, concat("backward pass: expected a call of rank ", kept.rank, " of ", kept.ranks,
                                             ", got the context of rank ", call_.rank, " of ", call_.shape.ranks));
@@ -345,6 +342,7 @@ std::vector<Event> Context::backward(const Kept& kept, const Gradients& gradient
   for (auto& engine : backward_engines_) engine->begin_pass(pass, gradient_layout_);
   backward_ = &pass;
   work_ = Work::kBackward;
+  ++call_.epoch;
   const uint64_t start = monotonic_ns();
   run();
   check_outcome();
@@ -356,19 +354,25 @@ std::vector<Event> Context::backward(const Kept& kept, const Gradients& gradient
 
 void Context::check_outcome() {
   if (CpuPlatform::load_acquire(&call_.control()->abort.value, kDevice) == 0) return;
+  const bool here = interrupt_ != nullptr || failure_ != nullptr;
+  if (!here) throw_posted_fault();
+  if (!here) throw_refusal();
   broken_ = true;
   if (interrupt_ != nullptr) std::rethrow_exception(interrupt_);
-  if (failure_ == nullptr) {
-    const std::optional<HostFault> record = posted_fault(call_);
-    if (!record) throw Error(Error::Kind::kOther, "the call was aborted without a fault record");
-    throw host::fault_error(*record, {call_.rank, call_.policy.timeout_ns, group_->obituary(record->fault.culprit)});
-  }
+  if (!here) throw Error(Error::Kind::kOther, "the call was aborted without a fault record");
   try {
     std::rethrow_exception(failure_);
   } catch (const std::exception& e) {
     throw Error(Error::Kind::kOther,
                 concat("call ", call_.epoch, ": a thread of rank ", call_.rank, " could not go on: ", e.what()));
   }
+}
+
+void Context::throw_posted_fault() {
+  const std::optional<HostFault> record = posted_fault(call_);
+  if (!record) return;
+  broken_ = true;
+  throw host::fault_error(*record, {call_.rank, call_.policy.timeout_ns, group_->obituary(record->fault.culprit)});
 }
 
 std::vector<Event> Context::events(uint64_t start_ns, uint64_t end_ns) const {

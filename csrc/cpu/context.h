@@ -11,6 +11,7 @@
 #include "cpu/backward_engine.h"
 #include "cpu/weight_gradients.h"
 #include "flashmoe/actors/os.h"
+#include "flashmoe/protocol/refusal.h"
 #include "host/group.h"
 #include "host/machines.h"
 #include "host/placement.h"
@@ -50,7 +51,7 @@ struct RoutingOut {
 
 class Context {
  public:
-  // limits are the same on every rank but for the part that sizes the workspace, see Limits, and as MachineTables::set()
+  // The group's heaps have member_heap_bytes(limits) each. limits are the same on every rank but for the part that sizes the workspace, see Limits, and as MachineTables::set()
   // makes them.
   // machines: the machine of each rank; empty: all are on one.
   Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns,
@@ -60,7 +61,8 @@ class Context {
   Context& operator=(const Context&) = delete;
 
   // Runs the layer on this rank; every rank of the group must call. Blocks until this rank's output is complete. After
-  // a bad row (RowNote) that is an error it throws that, and the next call is as any other. After
+  // a bad row (RowNote) that is an error it throws that, and where another rank refuses the call what that rank says: the
+  // next call is as any other. After
   // a fault it throws the fault, or what check_interrupt threw, and from then on that the context is broken. Of several
   // threads one calls at a time; what check_interrupt throws while a thread waits for the others' calls leaves them alone. A
   // call from within a call, as a handler of signals may make it, is an Error.
@@ -71,7 +73,12 @@ class Context {
   // is to be dispatched again and there is no room for it.
   std::vector<Event> backward(const Kept& kept, const Gradients& gradients, const CallOptions& options);
 
-  uint64_t heap_bytes() const { return spread_heap_bytes(limits_); }
+  // In place of a call that this rank cannot begin, for a reason of its own: tells the group, on every rank of which that call
+  // is over. Waits, as a call does, where an earlier call was refused and not all ranks have come to it. Does nothing for a
+  // rank alone, a broken context, and within a call of the thread.
+  void refuse(const std::string& reason);
+
+  uint64_t heap_bytes() const { return member_heap_bytes(limits_); }
   uint64_t workspace_bytes() const { return work_bytes(limits_); }
 
   // For tests: tiles of another shape, so that small problems have many.
@@ -82,7 +89,11 @@ class Context {
 
   void make_workspace();
   void prepare(const Layer& layer, const CallOptions& options);
-  void refuse_if_broken() const;
+  void throw_if_broken() const;
+  void throw_posted_fault();
+  void throw_refusal();
+  void leave_refused();
+  void await_peers();
   void run();
   void start_actors();
   void stop_actors();
@@ -99,11 +110,12 @@ class Context {
   Limits limits_;
   GradientLayout gradient_layout_;
   host::MachineTables machines_;
-  SpreadCall call_;
+  MemberCall call_;
   Layer layer_;
   std::array<uint32_t, kProducts> task_columns_{};  // of the call
   std::unique_ptr<host::Group> workspace_;          // private memory of this rank
   bool broken_ = false;
+  bool refused_ = false;  // the last call was, by some rank
   uint64_t perturbation_ = 0;
 
   // Placement tables and OS scratch, as Call and OsScratch point to them.
@@ -132,6 +144,19 @@ class Context {
   std::exception_ptr failure_;    // what an actor threw in this call, the first of them
   std::exception_ptr interrupt_;  // what check_interrupt threw
   std::vector<std::thread> threads_;
+};
+
+// A thread's turn to call, once no other thread has one. No mutex: a thread that has its turn must be told so, rather than
+// wait for itself, and one that waits for a long call must hear an interrupt.
+class Context::Turn {
+ public:
+  explicit Turn(Context& context);
+  ~Turn();
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  Context& c_;
 };
 
 }  // namespace flashmoe::cpu

@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <thread>
 
-#include "flashmoe/protocol/machines.h"
 #include "flashmoe/protocol/one_lane.h"
 #include "flashmoe/protocol/platform.h"
+#include "flashmoe/protocol/refusal.h"
 #include "host/bell.h"
 #include "host/clock.h"
 
@@ -150,6 +150,6 @@ struct CpuPlatform : CpuMemory, OneLane {
   static uint32_t worker() { return 0; }
 };
 // That of a context's calls.
-using ContextPlatform = SpreadPlatform<CpuPlatform>;
+using ContextPlatform = MemberPlatform<CpuPlatform>;
 
 }  // namespace flashmoe::cpu

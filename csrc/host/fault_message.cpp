@@ -17,6 +17,7 @@ std::string awaited(const Fault& r) {
     case FaultKind::kReturn:
       return concat("the return signal of rank ", r.awaited, " for group ", r.index, " of the columns (expected epoch ",
                     r.expected, ", seen ", r.seen, ")");
+    case FaultKind::kLeft: return concat("rank ", r.awaited, " to end call ", r.epoch, " too, which was refused");
     default: return concat("the ", r.actor == Actor::kOs ? "processors" : "OS actor", " of rank ", r.awaited);
   }
 }
@@ -96,10 +97,10 @@ Error row_error(const RowNote& note, uint32_t rank, uint32_t experts) {
   const std::string where = concat(" for token ", note.token, " of rank ", rank);
   switch (note.fault) {
     case RowFault::kDuplicateExpert:
-      return {Kind::kInvalidArgument,
+      return {Kind::kBadRow,
               concat("topk_ids: expected distinct experts per token, got expert ", note.id, " twice", where)};
     case RowFault::kExpertRange:
-      return {Kind::kInvalidArgument,
+      return {Kind::kBadRow,
               concat("topk_ids: expected ids in [0, E=", experts, "), or -1 for none, got ", note.id, where)};
     default:
       return {Kind::kBadRow, concat("router: expected logits of which the largest is finite, with strict, got NaN or "

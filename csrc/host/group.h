@@ -26,6 +26,8 @@ class Group {
   // A call's actors are about to start, and have all left. What they have signalled by then is carried, also after it.
   virtual void begin_call(const SpreadCall&) {}
   virtual void end_call() {}
+  // Between calls. Writes to rank q's heap the `bytes` at `from`, which lie in what heaps() has of it, and then the word.
+  virtual void tell(uint32_t q, const void* from, uint64_t bytes, uint64_t* at, uint64_t word);
 
  protected:
   Group() = default;

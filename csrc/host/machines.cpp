@@ -50,6 +50,11 @@ void MachineTables::set(Limits& limits) const {
   limits.spread = count_ == 1 ? 0 : static_cast<uint32_t>(hash_bytes(of_.data(), of_.size() * sizeof(of_[0])));
 }
 
+void MachineTables::clear() {
+  std::fill(passed_.begin(), passed_.end(), 0);
+  counts_[0] = counts_[1] = {};
+}
+
 Machines MachineTables::machines(const Limits& limits) {
   return {.count = count_,
           .of = of_.data(),

@@ -20,6 +20,8 @@ class MachineTables {
   void set(Limits& limits) const;
   // As the protocol has them, in heaps of these limits; they point to this object's memory.
   Machines machines(const Limits& limits);
+  // Forgets what relays have counted, as behind a call that was not carried through.
+  void clear();
 
  private:
   uint32_t count_ = 0, most_ = 0, fewest_ = 0;

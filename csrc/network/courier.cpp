@@ -129,6 +129,14 @@ void Courier::end_call() {
   news_.wait(lock, [&] { return !packing_; });  // the thread waits for nobody
 }
 
+void Courier::tell(uint32_t q, const void* from, uint64_t bytes, const uint64_t* at, uint64_t word) {
+  const std::lock_guard lock(mutex_);
+  Packing packing(peers_[q].mirror);
+  packing.add(from, bytes);
+  post(q, packing.take(Header::kData, at, word));
+  bell_.ring();
+}
+
 void Courier::pick_up() {
   for (uint32_t q = 0; q < ranks_; ++q) {
     if (peers_[q].mirror != nullptr) pick_up(q, peers_[q]);

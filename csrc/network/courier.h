@@ -62,6 +62,8 @@ class Courier final : private Receiver {
   host::Bell& bell() { return bell_; }
   void begin_call(const SpreadCall& call);
   void end_call();
+  // Between calls. Sends what lies at `from` in the mirror of rank q, and then the word.
+  void tell(uint32_t q, const void* from, uint64_t bytes, const uint64_t* at, uint64_t word);
   // Why nothing more comes from rank p, as far as is known; else empty.
   std::string obituary(uint32_t p) const;
   Crossed crossed() const;

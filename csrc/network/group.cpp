@@ -11,7 +11,7 @@ class NetworkGroup final : public host::Group {
   NetworkGroup(std::unique_ptr<host::Group> here, uint32_t rank, const Limits& limits, std::shared_ptr<Courier> courier,
                const Spread& spread)
       : here_(std::move(here)), spread_(spread), mirrors_(limits.ranks), courier_(std::move(courier)) {
-    const uint64_t bytes = spread_heap_bytes(limits);
+    const uint64_t bytes = member_heap_bytes(limits);
     Courier::Place place{.heap = nullptr,
                          .mirrors = std::vector<uint8_t*>(limits.ranks),
                          .heap_bytes = bytes,
@@ -34,6 +34,13 @@ class NetworkGroup final : public host::Group {
   host::Bell* bell() override { return &courier_->bell(); }
   void begin_call(const SpreadCall& call) override { courier_->begin_call(call); }
   void end_call() override { courier_->end_call(); }
+  void tell(uint32_t q, const void* from, uint64_t bytes, uint64_t* at, uint64_t word) override {
+    if (is_here(q)) {
+      Group::tell(q, from, bytes, at, word);
+    } else {
+      courier_->tell(q, from, bytes, at, word);
+    }
+  }
 
  private:
   bool is_here(uint32_t p) const { return std::binary_search(spread_.here.begin(), spread_.here.end(), p); }

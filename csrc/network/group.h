@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "flashmoe/protocol/refusal.h"
 #include "host/group.h"
 #include "network/courier.h"
 

@@ -91,7 +91,7 @@ class Tls {
   uint64_t records_ = 0;       // sent with the present key
   std::vector<uint8_t> kept_;  // records, of which `gone_` bytes have been sent
   size_t gone_ = 0;
-  int error_ = 0;         // of the system, by the socket
+  int error_ = 0;  // of the system, by the socket
   std::string why_;
 };
 

@@ -22,6 +22,7 @@ from .errors import FlashMoEError, InvalidArgument
 from .keywords import with_known_options
 from .limits import ENGINES, Room, checked_context
 from .meeting import Meeting
+from .refusals import tell
 from .report import CallReport
 from .spec import bounded, one_of, truth
 from .tensors import refuse_unstored
@@ -54,17 +55,25 @@ def context_id(ctx: Context) -> int:
 def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     """`flashmoe.moe`, where PyTorch has no part in it."""
     engine = _checked(ctx)._engine
-    tensors, options = _as_called(ctx, tensors, options)
-    with Call():
-        return engine.call(tensors, options, trace)
+    try:
+        tensors, options = _as_called(ctx, tensors, options)
+        with Call():
+            return engine.call(tensors, options, trace)
+    except Exception as error:
+        tell(ctx, error)
+        raise
 
 
 def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
     """The same, and what its gradients need; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
-    tensors, options = _as_called(ctx, tensors, options)
-    with Call():
-        return engine.call_and_keep(tensors, options)
+    try:
+        tensors, options = _as_called(ctx, tensors, options)
+        with Call():
+            return engine.call_and_keep(tensors, options)
+    except Exception as error:
+        tell(ctx, error)
+        raise
 
 
 def run_backward(
@@ -78,12 +87,16 @@ def run_backward(
 ) -> None:
     """The gradients of a call that left `kept` and `counted`; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
-    if options.placement is not None:
-        options = options._replace(placement=placements.as_placed(options.placement))
-    for name, each in {**given, "what the call keeps": kept, "counts of what it keeps": counted}.items():
-        refuse_unstored(_GRADIENTS.get(name, name), each)
-    with Call():
-        engine.backward(kept, counted, options, given, wanted, accumulates)
+    try:
+        if options.placement is not None:
+            options = options._replace(placement=placements.as_placed(options.placement))
+        for name, each in {**given, "what the call keeps": kept, "counts of what it keeps": counted}.items():
+            refuse_unstored(_GRADIENTS.get(name, name), each)
+        with Call():
+            engine.backward(kept, counted, options, given, wanted, accumulates)
+    except Exception as error:
+        tell(ctx, error)
+        raise
 
 
 def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:

@@ -10,15 +10,17 @@ class FlashMoEError(RuntimeError):
 class InvalidArgument(FlashMoEError, ValueError):
     """An argument is outside its documented domain: wrong shape, dtype, range, option or placement.
 
-    What a rank sees before it begins a call (shapes, types, options) leaves the context usable, and the other ranks
-    waiting for the call. What only values show (an expert id) is raised when the call, which the rank has made, is
-    over: the context stays usable, and the other ranks know nothing of it.
+    What a rank sees before it begins a call (shapes, types, options) leaves the context usable. With the CPU engine
+    the group is told: the call is over on every rank, and those that have not refused it themselves raise `GroupError`.
+    With the CUDA engine the other ranks wait for the call. What only values show is a `BadRow`.
     """
 
 
 class BadRow(InvalidArgument):
-    """With `strict`: a token's router logits are NaN or infinite, so that it has no experts. Raised as what only values
-    show."""
+    """What values alone show of a token: an expert's number in `topk_ids` that there is not, or twice; with `strict`,
+    router logits that are NaN or infinite. The token has no experts. Raised by the rank whose token it is when the
+    call, which it has made, is over: the context stays usable, and the other ranks know nothing of it.
+    """
 
 
 class CheckpointError(FlashMoEError):
@@ -39,7 +41,9 @@ class UnknownOption(InvalidArgument, TypeError):
 
 
 class GroupError(FlashMoEError):
-    """The ranks of a group do not meet: one is missing, or they disagree on what they are computing."""
+    """The ranks of a group do not meet: one is missing, they disagree on what they are computing, or one has refused
+    the call. The last, "rank 1 refused call 17: ...", is the only one behind which the context may be used.
+    """
 
 
 class PeerTimeout(GroupError):

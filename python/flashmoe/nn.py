@@ -24,9 +24,10 @@ from .arguments import (
     resolved,
 )
 from .checkpoint import MoELayer
-from .context import Context, room_of
+from .context import Context, contexts, room_of
 from .errors import InvalidArgument
 from .keywords import with_known_options
+from .refusals import tell
 from .replicated import Replicas
 from .scales import SCALE_OF, scale_shape
 from .slices import cut
@@ -553,16 +554,33 @@ class MoE(torch.nn.Module):
         InvalidArgument, HeapError, GroupError, PeerTimeout, FlashMoEError, NotImplementedError
             As `flashmoe.moe`.
         """
+        try:
+            tensors, logits, options, main_grad = self._prepared(x, return_router_logits)
+        except Exception as error:
+            tell(contexts.get(self._context_id), error, x)
+            raise
+        y, replicas = self.experts(self._context_id, tensors, options, main_grad), self._replicas
+        if replicas is not None:
+            of_all = x.numel() // x.shape[-1]
+            y = replicas.gathered(y, of_all)
+            logits = None if logits is None else replicas.gathered(logits, of_all)
+        if logits is None:
+            return y.reshape(x.shape)
+        return y.reshape(x.shape), logits.reshape(*x.shape[:-1], logits.shape[1])
+
+    def _prepared(
+        self, x: Tensor, return_router_logits: bool
+    ) -> tuple[dict[str, Tensor | None], Tensor | None, Options, bool]:
+        """For a call with x: its tensors, the logits' if asked for, its options, and whether `main_grad` is used."""
         check_tensors({"x": x})
         for name, kind in _READ.items():
             _check_read(name, getattr(self, name), kind)
         hidden = self.gate.weight.shape[1]
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
-        experts, shared, shared_gate = self.experts, self.shared_expert, self.shared_expert_gate
-        tokens, replicas = x.reshape(-1, hidden).contiguous(), self._replicas
-        if replicas is not None:
-            tokens = tokens[replicas.share(len(tokens))]
+        tokens, shared, shared_gate = x.reshape(-1, hidden).contiguous(), self.shared_expert, self.shared_expert_gate
+        if self._replicas is not None:
+            tokens = tokens[self._replicas.share(len(tokens))]
         with_logits, main_grad = truth("return_router_logits", return_router_logits), truth("main_grad", self.main_grad)
         routing, logits, options = self._routing(tokens, with_logits, main_grad)
         tensors = routing | {
@@ -572,14 +590,7 @@ class MoE(torch.nn.Module):
         }
         if shared is not None:
             tensors |= {_SHARED[ours]: getattr(shared, name) for ours, name in shared.names.items()}
-        y = experts(self._context_id, tensors, options, main_grad)
-        if replicas is not None:
-            of_all = x.numel() // hidden
-            y = replicas.gathered(y, of_all)
-            logits = None if logits is None else replicas.gathered(logits, of_all)
-        if logits is None:
-            return y.reshape(x.shape)
-        return y.reshape(x.shape), logits.reshape(*x.shape[:-1], logits.shape[1])
+        return tensors, logits, options, main_grad
 
     def _routing(
         self, x: Tensor, with_logits: bool, main_grad: bool

@@ -8,6 +8,7 @@ from .arguments import SCALES, WRITTEN, CallOptions, Options, Tensors
 from .context import Context, context_id, run
 from .keywords import refuse_unknown
 from .placement import Placement
+from .refusals import tell
 from .spec import truth
 from .through_torch import goes_through_torch
 
@@ -92,25 +93,34 @@ def moe(
     Raises
     ------
     InvalidArgument
-        A tensor or option is outside its domain. Where shapes, types or options show it, the other ranks wait for this
-        one to make the call as it should be. Where only values do (ids; `BadRow`: with `strict`, NaN logits), this rank
-        raises it once the call is over, and the next is in step (docs/models.md); with the CUDA engine in a later call,
-        which is made, in `Context.synchronize`, or where ``ctx.last_call`` is read, as the call does not wait.
+        A tensor or option is outside its domain. Where shapes, types or options show it, the context stays usable; with
+        the CUDA engine the other ranks wait for the call. Where only values do (ids; with `strict`, NaN logits), this
+        rank raises a `BadRow` once the call is over, and the next is in step (docs/models.md); with the CUDA engine in
+        a later call, which is made, in `Context.synchronize`, or where ``ctx.last_call`` is read.
     GroupError
-        The ranks disagree on sizes, types, placement or other options; or an earlier call of the group failed.
+        The ranks disagree on sizes, types, placement or other options; an earlier call failed; or, with the CPU engine,
+        another rank has refused this call, as the message says: then all may make the next one.
     LimitExceeded, PeerTimeout
         The call is more than the context was made for; or the group stood still for its timeout (the message says who).
     FlashMoEError
         The context is closed, another process's, or within a call of this thread, whose signal handler calls; a kernel
         cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
     """
-    weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias)
-    scales, written = ([options.pop(name, None) for name in names] for names in (SCALES, WRITTEN))
-    tensors = Tensors(x, *weights, shared_gate_up, shared_down, shared_gate, *scales, topk_ids, topk_weights, *written)
-    refuse_unknown("moe", options, _KNOWN)
-    chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
-    if not truth("trace", trace) and goes_through_torch(x, tensors):
+    weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias, shared_gate_up)
+    try:
+        scales, written = ([options.pop(name, None) for name in names] for names in (SCALES, WRITTEN))
+        tensors = Tensors(x, *weights, shared_down, shared_gate, *scales, topk_ids, topk_weights, *written)
+        refuse_unknown("moe", options, _KNOWN)
+        chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
+        return _call(ctx, tensors, chosen, trace)
+    except Exception as error:
+        tell(ctx, error, x)
+        raise
+
+
+def _call(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
+    if not truth("trace", trace) and goes_through_torch(tensors.x, tensors):
         from . import torch_op
 
-        return torch_op.by_operator(context_id(ctx), tensors, chosen)
-    return run(ctx, tensors, chosen, trace)
+        return torch_op.by_operator(context_id(ctx), tensors, options)
+    return run(ctx, tensors, options, trace)

@@ -31,6 +31,7 @@ from .engines import cuda_training
 from .errors import FlashMoEError, InvalidArgument
 from .growing import GrowingContext, Result
 from .placement import from_flat
+from .refusals import tell
 from .through_torch import goes_through_torch, is_recomputed
 
 __all__ = [
@@ -107,11 +108,15 @@ def _run(
 ) -> Any:
     """The call of `_moe`'s arguments: its result, or that and what it keeps."""
     tensors = _tensors_of(given)._replace(load=load, router_logits=router_logits)
-    options = _options_of(given)
     number, tokens = given["context"], tensors.x.shape[0]
-    if keep:
-        return _in_context(number, tokens, lambda ctx: run_and_keep(ctx, tensors, options))
-    return _in_context(number, tokens, lambda ctx: run(ctx, tensors, options, False))
+    try:
+        options = _options_of(given)
+        if keep:
+            return _in_context(number, tokens, lambda ctx: run_and_keep(ctx, tensors, options))
+        return _in_context(number, tokens, lambda ctx: run(ctx, tensors, options, False))
+    except Exception as error:
+        tell(contexts.get(number), error)
+        raise
 
 
 def _options_of(given: Mapping[str, Any]) -> Options:
@@ -388,9 +393,13 @@ no_backward = torch.library.custom_op("flashmoe::no_backward", _no_backward, mut
 def call(number: int, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
     """A call of the operator, `number` being its context's; past PyTorch where that has no part in it, since its way to
     an operator takes the host as long as the call itself (docs/measured.md)."""
-    if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
-        return by_operator(number, tensors, options, main_grad)
-    return _in_context(number, tensors.x.shape[0], lambda ctx: run(ctx, tensors, options, False))
+    try:
+        if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
+            return by_operator(number, tensors, options, main_grad)
+        return _in_context(number, tensors.x.shape[0], lambda ctx: run(ctx, tensors, options, False))
+    except Exception as error:
+        tell(contexts.get(number), error, tensors.x)
+        raise
 
 
 def _is_on_meta(tensors: Tensors) -> bool:
@@ -550,10 +559,19 @@ def _with_main_grad(inputs: Mapping[int, Tensor], places: Mapping[int, int]) -> 
 
 def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, *_: None) -> tuple[Any, ...]:
     """One gradient per argument of the call, None for those that need none, or are added to a `main_grad`."""
+    saved = ctx.saved_tensors  # checkpointing makes calls here, which tell of themselves
+    try:
+        return _gradients_of(ctx, saved, grad, logits)
+    except Exception as error:
+        tell(contexts.get(ctx.context), error, grad if logits is None else logits)
+        raise
+
+
+def _gradients_of(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None, logits: Tensor | None) -> tuple[Any, ...]:
     if any(each is not None and torch._C._functorch.is_legacy_batchedtensor(each) for each in (grad, logits)):
         raise NotImplementedError(_NO_TRANSFORMS)
     _refuse_transforms()
-    needed, (kept, counted, *inputs) = ctx.needs_input_grad, ctx.saved_tensors
+    needed, (kept, counted, *inputs) = ctx.needs_input_grad, saved
     given = list(ctx.places.values())
     if grad is None:
         grad = torch.zeros_like(inputs[given.index(0)])  # of x's shape; only the logits led here

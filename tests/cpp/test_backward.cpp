@@ -160,7 +160,7 @@ int main(int argc, char** argv) {
   using namespace flashmoe;
   using namespace flashmoe::test;
   const uint32_t pairs = argc > 1 ? static_cast<uint32_t>(std::atoi(argv[1])) : 60;
-  auto groups = host::make_thread_groups(kRanks, training_heap_bytes(limits()));
+  auto groups = host::make_thread_groups(kRanks, member_heap_bytes(limits()));
   std::vector<std::thread> ranks;
   for (uint32_t p = 0; p < kRanks; ++p) ranks.emplace_back(run_rank, p, std::move(groups[p]), pairs);
   for (std::thread& t : ranks) t.join();

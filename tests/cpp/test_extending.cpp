@@ -99,7 +99,7 @@ struct Results {
 std::vector<Results> run(const Work& work, uint32_t ranks, uint32_t tile_rows, uint32_t columns, ReturnMode mode,
                          uint32_t calls) {
   const Limits l = limits(ranks);
-  std::vector<std::unique_ptr<host::Group>> groups = host::make_thread_groups(ranks, make_heap_layout(l).bytes);
+  std::vector<std::unique_ptr<host::Group>> groups = host::make_thread_groups(ranks, member_heap_bytes(l));
   std::vector<Results> all(calls, {std::vector<float>(kExperts * kIntermediate * kHidden, NAN),
                                    std::vector<uint8_t>(work.x.bytes.size(), 0xff)});
   std::vector<std::thread> threads;

@@ -57,9 +57,9 @@ void check_bad_rows() {
   check_row(
       {RowFault::kLogits, 9}, Kind::kBadRow,
       "router: expected logits of which the largest is finite, with strict, got NaN or infinity for token 9 of rank 3");
-  check_row({RowFault::kDuplicateExpert, 1048575, 3}, Kind::kInvalidArgument,
+  check_row({RowFault::kDuplicateExpert, 1048575, 3}, Kind::kBadRow,
             "topk_ids: expected distinct experts per token, got expert 3 twice for token 1048575 of rank 3");
-  check_row({RowFault::kExpertRange, 0, -2}, Kind::kInvalidArgument,
+  check_row({RowFault::kExpertRange, 0, -2}, Kind::kBadRow,
             "topk_ids: expected ids in [0, E=16), or -1 for none, got -2 for token 0 of rank 3");
   CHECK(RowNote::unpack(0).fault == RowFault::kNone);
   CHECK(!host::is_error({}, true) && !host::is_error({RowFault::kLogits, 9}, false));

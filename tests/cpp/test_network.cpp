@@ -40,7 +40,7 @@ void run_group(const std::vector<std::vector<uint32_t>>& machines, uint32_t firs
   }
   host::MachineTables(of, kRanks, 0).set(l);
   const auto heaps = std::make_shared<std::vector<host::Mapping>>();
-  for (uint32_t p = 0; p < kRanks; ++p) heaps->emplace_back(-1, spread_heap_bytes(l));
+  for (uint32_t p = 0; p < kRanks; ++p) heaps->emplace_back(-1, member_heap_bytes(l));
   std::vector<std::shared_ptr<network::Courier>> couriers;
   std::vector<std::string> addresses;
   for (uint32_t p = 0; p < kRanks; ++p) {

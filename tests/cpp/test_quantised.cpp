@@ -60,7 +60,7 @@ struct Work {
 std::vector<std::vector<float>> run(const Work& work, uint32_t ranks, uint32_t tile_rows, uint32_t columns,
                                     ReturnMode mode, uint32_t calls) {
   const Limits l = limits(ranks);
-  std::vector<std::unique_ptr<host::Group>> groups = host::make_thread_groups(ranks, make_heap_layout(l).bytes);
+  std::vector<std::unique_ptr<host::Group>> groups = host::make_thread_groups(ranks, member_heap_bytes(l));
   std::vector<std::vector<float>> all(calls, std::vector<float>(kTokens * kHidden, NAN));
   std::vector<std::thread> threads;
   for (uint32_t p = 0; p < ranks; ++p) {

@@ -26,7 +26,7 @@ struct Counts {
 // another as the protocol lets them: nothing here makes them wait but every twentieth call's comparison.
 void run_group(uint32_t first, uint32_t n, uint32_t tile_rows, uint32_t tile_columns, Counts& counts) {
   const Limits l = call_limits();
-  std::vector<std::unique_ptr<host::Group>> groups = host::make_thread_groups(kRanks, make_heap_layout(l).bytes);
+  std::vector<std::unique_ptr<host::Group>> groups = host::make_thread_groups(kRanks, member_heap_bytes(l));
   std::vector<std::thread> ranks;
   for (uint32_t p = 0; p < kRanks; ++p) {
     ranks.emplace_back([&, p] {

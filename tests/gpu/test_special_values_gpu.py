@@ -143,7 +143,7 @@ def test_wrong_ids_are_raised_once(what, tokens):
         for where in (context.synchronize, lambda: context.last_call, lambda: call(context, problem)):
             flashmoe.moe(context, **wrong.arguments())  # does not wait, so it cannot know
             torch.cuda.synchronize()
-            with pytest.raises(flashmoe.InvalidArgument, match=f"topk_ids: expected {message}.* for token 3 of rank 0"):
+            with pytest.raises(flashmoe.BadRow, match=f"topk_ids: expected {message}.* for token 3 of rank 0"):
                 where()
             found, report = call(context, problem)
             assert torch.equal(found, y) and report.bad_rows == 0
@@ -248,8 +248,8 @@ def pool(request) -> Iterator[RankPool]:
         ("logits", False, ""),
         ("logits", True, "BadRow: router: expected .* for token 0 of rank 1"),
         ("none", False, ""),
-        ("range", False, r"InvalidArgument: topk_ids: expected ids in \[0, E=32\).*, got 32 for token 0 of rank 1"),
-        ("twice", False, "InvalidArgument: topk_ids: expected distinct .* twice for token 0 of rank 1"),
+        ("range", False, r"BadRow: topk_ids: expected ids in \[0, E=32\).*, got 32 for token 0 of rank 1"),
+        ("twice", False, "BadRow: topk_ids: expected distinct .* twice for token 0 of rank 1"),
     ],
 )
 def test_a_rank_s_rows_are_its_own_matter(pool, tokens, mode, how, strict, message):

@@ -38,13 +38,18 @@ FLASHMOE_FN Epoch entered_by(const Call& c, uint32_t p) {
   return P::load_acquire(&c.status(p)->entered, kSystem);
 }
 
-// All lanes; true if any rank has posted a fault. Then every actor of this rank is told to leave.
+// A Platform whose ranks may refuse calls (refusal.h); for others nothing of that is compiled in.
+template <class P>
+concept HearsRefusals = requires(const Call& c) { P::is_refused(c); };
+
+// All lanes; true if any rank has posted a fault, or has refused the call. Then every actor of this rank is told to leave.
 template <class P>
 FLASHMOE_FN bool peer_faulted(const Call& c) {
   bool found = false;
   for (uint32_t p = P::lane(); p < c.shape.ranks; p += P::kLanes) {
     found |= P::poll(&c.fault(c.rank, p)->posted, kSystem) != 0;
   }
+  if constexpr (HearsRefusals<P>) found |= P::is_refused(c);
   const bool any = P::ballot(found) != 0;
   if (any && P::lane() == 0) P::store_release(&c.control()->abort.value, uint64_t{1}, kDevice);
   return any;

@@ -23,6 +23,7 @@ enum class FaultKind : uint32_t {
   kReturn = 3,      // a return signal did not arrive in time
   kLocal = 4,       // an actor of this rank did not progress in time
   kDisagree = 5,    // a rank's call configuration differs from this rank's
+  kLeft = 6,        // a rank did not leave a refused call in time
 };
 
 enum class Actor : uint32_t { kOs = 0, kProcessor = 1 };

@@ -79,6 +79,12 @@ class Engine(ABC):
         added to what is there, in float32."""
 
     @abstractmethod
+    def refuse(self, reason: str) -> None:
+        """In place of a call that this rank cannot begin, where there are several: tells the others, so that the call
+        is over on all, or does nothing if the engine cannot. Raises `PeerTimeout` where an earlier call was refused
+        that not all ranks have come to in time."""
+
+    @abstractmethod
     def last_call(self) -> CallReport | None:
         """See `flashmoe.Context.last_call`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from .. import _ffi
 from .. import placement as placements
 from ..arguments import WRITTEN, Options, Tensors, check, redispatches
+from ..ending import Call
 from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
@@ -101,6 +103,11 @@ class CpuEngine(Engine):
         events = _ffi.library().context_backward(self.checked_handle(), *how, *views, accumulates)
         if records:
             self._recorded.append(self._trace_of(events, True))
+
+    def refuse(self, reason: str) -> None:
+        if not self.closed and os.getpid() == self._process:
+            with Call():
+                _ffi.library().context_refuse(self._handle, reason)
 
     def _call(self, tensors: Tensors, options: Options, trace: bool, keep: bool) -> tuple[Any, Any]:
         """The result, and what is kept, or None."""

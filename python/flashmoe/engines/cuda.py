@@ -354,6 +354,9 @@ class CudaEngine(Engine):
             self._report = self._traced(self.last_call(), layer)
         return out
 
+    def refuse(self, reason: str) -> None:
+        """Nothing: the other ranks wait for the call that this one will make."""
+
     def last_call(self) -> CallReport | None:
         if self._unread is not None:
             self._report = self._counted(*self._unread)

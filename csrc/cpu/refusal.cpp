@@ -1,0 +1,109 @@
+// A context's calls that some rank refuses (flashmoe/protocol/refusal.h).
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/context.h"
+#include "host/fault_message.h"
+#include "host/interrupt.h"
+#include "host/text.h"
+
+namespace flashmoe::cpu {
+namespace {
+
+using host::concat;
+using host::Error;
+
+// While the calling thread waits it asks so often whether it is interrupted.
+constexpr uint64_t kAskEveryNs = 50'000'000;
+
+// As much of the text as there is room for, whole characters of UTF-8.
+std::string shortened(const std::string& text) {
+  constexpr size_t kMost = kReasonBytes - 1;
+  if (text.size() <= kMost) return text;
+  size_t end = kMost - 3;
+  while (end != 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  return text.substr(0, end) + "...";
+}
+
+}  // namespace
+
+void Context::refuse(const std::string& reason) {
+  if (call_.shape.ranks == 1) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (caller_ == std::this_thread::get_id()) return;
+  }
+  const Turn one_at_a_time(*this);
+  if (broken_) return;
+  await_peers();
+  ++call_.epoch;
+  const std::string text = shortened(reason);
+  const uint32_t self = call_.rank;
+  CpuPlatform::store_release(&call_.status(self)->entered, call_.epoch, kDevice);
+  for (uint32_t i = 1; i <= call_.shape.ranks; ++i) {  // itself last: it may be all that another waits for
+    const uint32_t q = (self + i) % call_.shape.ranks;
+    uint8_t* const heap = call_.memory.heaps[q];
+    char* const to = call_.refusals.reason(heap, self);
+    std::memcpy(to, text.c_str(), text.size() + 1);
+    group_->tell(q, to, text.size() + 1, call_.refusals.refused(heap, self), call_.epoch);
+  }
+  leave_refused();
+}
+
+// Tells all that this rank has nothing more to do with the call, which was refused.
+void Context::leave_refused() {
+  refused_ = true;
+  for (uint32_t i = 1; i <= call_.shape.ranks; ++i) {
+    const uint32_t q = (call_.rank + i) % call_.shape.ranks;
+    uint64_t* const at = call_.refusals.left(call_.memory.heaps[q], call_.rank);
+    group_->tell(q, at, 0, at, call_.epoch);
+  }
+}
+
+// Behind a call that was refused, before another one begins: waits until all ranks have left it, and clears what its actors
+// have left half done.
+void Context::await_peers() {
+  if (!refused_) return;
+  make_workspace();
+  machines_.clear();
+  GroupLiveness<ContextPlatform> live(call_, seen_.data());
+  uint8_t* const own = call_.memory.heaps[call_.rank];
+  uint32_t p = 0;
+  uint64_t asked = 0;
+  const auto look = [&] {
+    while (p < call_.shape.ranks && CpuPlatform::load_acquire(call_.refusals.left(own, p), kSystem) >= call_.epoch) ++p;
+    if (p == call_.shape.ranks) return Step::kDone;
+    throw_posted_fault();
+    if (const uint64_t now = monotonic_ns(); now - asked > kAskEveryNs) {
+      asked = now;
+      host::check_interrupt();
+    }
+    return Step::kIdle;
+  };
+  if (wait_until<ContextPlatform>(call_, look, live) != WaitEnd::kDone) {
+    broken_ = true;
+    HostFault record{};
+    record.fault = {.kind = FaultKind::kLeft,
+                    .rank = call_.rank,
+                    .awaited = p,
+                    .culprit = live.culprit(p),
+                    .expected = call_.epoch,
+                    .epoch = call_.epoch};
+    const uint32_t culprit = record.fault.culprit;
+    record.entered = CpuPlatform::load_acquire(&call_.status(culprit)->entered, kSystem);
+    throw host::fault_error(record, {call_.rank, call_.policy.timeout_ns, group_->obituary(culprit)});
+  }
+  refused_ = false;
+}
+
+// Throws what a call that was aborted ended with, if that is another rank's refusal: the context lives on.
+void Context::throw_refusal() {
+  const uint32_t p = refuser<CpuPlatform>(call_);
+  if (p == call_.shape.ranks) return;
+  const char* const reason = call_.refusals.reason(call_.memory.heaps[call_.rank], p);
+  const std::string text = concat("rank ", p, " refused call ", call_.epoch, ": ", std::string(reason));
+  leave_refused();  // once the text is read: another refusal may overwrite it
+  throw Error(Error::Kind::kGroup, text);
+}
+
+}  // namespace flashmoe::cpu

@@ -1,0 +1,33 @@
+"""Calls that one rank cannot begin: the group is told, so that no rank takes the next call for this one."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .errors import BadRow, FlashMoEError, GroupError
+
+_TOLD = "_flashmoe_told"
+
+
+def tell(ctx: Any, error: Exception, x: Any = None) -> None:
+    """To be called where a call of `ctx`, with tokens `x` if these are known, ends with `error`. Unless all ranks know
+    of it, as of whatever is a `GroupError`, or the rank has made the call, as behind a `BadRow`, the others are told
+    that this rank refuses the call: it is over for all.
+
+    Nothing is told while PyTorch only traces calls, or where tensors have no values: then there is no call. May raise
+    `PeerTimeout` itself, as `flashmoe.engines.base.Engine.refuse` does.
+    """
+    if getattr(ctx, "ranks", 1) == 1 or isinstance(error, GroupError | BadRow) or hasattr(error, _TOLD) or _traces(x):
+        return
+    setattr(error, _TOLD, True)  # whoever passes it on need not tell it again
+    ctx._engine.refuse(str(error) if isinstance(error, FlashMoEError) else f"{type(error).__name__}: {error}")
+
+
+def _traces(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch.compiler.is_compiling() or getattr(x, "is_meta", False):
+        return True
+    return torch._guards.detect_fake_mode((x,)) is not None
