@@ -49,6 +49,7 @@ static_assert(ours::kMaxDynamicSharedBytes == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHAR
 static_assert(ours::kHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(ours::kHostAllocMapped == CU_MEMHOSTALLOC_DEVICEMAP);
 static_assert(ours::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
+static_assert(ours::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(ours::kCaptureNone == CU_STREAM_CAPTURE_STATUS_NONE);
 static_assert(ours::kMapUInt8 == int{CU_TENSOR_MAP_DATA_TYPE_UINT8});
 static_assert(ours::kMapFloat16 == int{CU_TENSOR_MAP_DATA_TYPE_FLOAT16});

@@ -115,6 +115,10 @@ bool few_in_group_of(int64_t handle, Map layer) {
   return guarded([&] { return context(handle)->few_in_group(layer_of(layer)); });
 }
 
+void beat(int64_t handle) {
+  guarded([&] { context(handle)->beat(); });
+}
+
 void remove_layer(int64_t handle, int64_t layer) {
   guarded([&] { context(handle)->remove_layer(layer); });
 }
@@ -341,6 +345,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_device_name, flashmoe::cuda::device_name_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_describe, flashmoe::cuda::describe)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_add_layer, flashmoe::cuda::add_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_few_in_group, flashmoe::cuda::few_in_group_of)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_beat, flashmoe::cuda::beat)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_remove_layer, flashmoe::cuda::remove_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call, flashmoe::cuda::call)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_backward, flashmoe::cuda::backward)

@@ -62,6 +62,10 @@ void Context::take_memory(const Membership& who) {
     puts_ = &nvshmem(who.nvshmem);
     registration_ = std::make_unique<Registration>(*puts_, device_, workspace_);
   }
+  if (limits.ranks != 1 && limits.rdma == 0) {
+    uint8_t* const own = group_->heaps()[call.rank];
+    pulse_.emplace(device_, &call.memory.heap_layout.at<Status>(own, HeapField::kStatus)->progress);
+  }
   heap_table_.upload(group_->heaps(), heap_table_.bytes());
   call.memory.heaps = heap_table_.as<uint8_t*>();
   call.memory.work = workspace_.as<uint8_t>();
@@ -86,6 +90,10 @@ const Placement& Context::placement(const Layer& layer, DriverStream stream) {
   Placement uploaded(device_, host::placement_tables(layer.placement, common_.limits, rank, layer.spec.shared != 0),
                      rank);
   return placements_.emplace(key, std::move(uploaded)).first->second;
+}
+
+void Context::beat() {
+  if (pulse_) pulse_->beat();
 }
 
 bool Context::few_in_group(const LayerSpec& spec) const {

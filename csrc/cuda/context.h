@@ -15,6 +15,7 @@
 #include "cuda/limits.h"
 #include "cuda/machines.h"
 #include "cuda/plan.h"
+#include "cuda/pulse.h"
 #include "cuda/transport/group.h"
 #include "cuda/transport/registration.h"
 
@@ -58,6 +59,9 @@ class Context {
   // there and should stay; else what they need, to which they are to be moved.
   KeptRows read_counts(int64_t layer, const gpu::KeptRoom& room);
 
+  // Of a group whose heaps are mapped: other ranks wait half a timeout more for this one's call. From any thread.
+  void beat();
+
   // Whether calls of such a layer, of Pass::kInference, are those of the kernel of a few tokens for a rank of a group.
   bool few_in_group(const LayerSpec& spec) const;
 
@@ -96,6 +100,7 @@ class Context {
   Common common_;
   DeviceMemory workspace_, heap_table_, trace_;
   std::unique_ptr<host::Group> group_;
+  std::optional<Pulse> pulse_;                  // where others see this rank's status
   std::optional<DeviceMachines> machines_;      // where ranks are on several
   const Nvshmem* puts_ = nullptr;               // not null where peers are reached by puts alone
   std::unique_ptr<Registration> registration_;  // of the workspace, which puts then read

@@ -155,6 +155,21 @@ void Event::wait() const {
   check(driver().cuEventSynchronize(event_), "work on the device failed");
 }
 
+Stream::Stream(const Device& device) : device_(device) {
+  const Device::Use use(device);
+  check(driver().cuStreamCreate(&stream_, kStreamNonBlocking), "cannot create a stream");
+}
+
+Stream::~Stream() {
+  const Device::Use use(device_);
+  driver().cuStreamDestroy_v2(stream_);
+}
+
+void Stream::upload(void* to, const void* from, uint64_t bytes) const {
+  check(driver().cuMemcpyHtoDAsync_v2(reinterpret_cast<DevicePtr>(to), from, bytes, stream_),
+        "cannot copy to the device");
+}
+
 Module::Module(const Device& device, const std::string& cubin)
     : device_(device), doing_(concat("cannot load the kernel ", cubin)) {
   std::ifstream file(cubin, std::ios::binary);

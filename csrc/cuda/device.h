@@ -122,6 +122,22 @@ class Event {
   DriverEvent event_ = nullptr;
 };
 
+// A stream that does not wait for the default one, nor that for it.
+class Stream {
+ public:
+  explicit Stream(const Device& device);
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  // Copies to the device, some time. `from`: of a MappedPage. The device's context is current.
+  void upload(void* to, const void* from, uint64_t bytes) const;
+
+ private:
+  const Device& device_;
+  DriverStream stream_ = nullptr;
+};
+
 // The kernels of one cubin.
 class Module {
  public:

@@ -33,6 +33,7 @@ enum DeviceAttribute : int {
 inline constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 inline constexpr unsigned kHostAllocPortable = 1, kHostAllocMapped = 2;
 inline constexpr unsigned kEventDisableTiming = 2;
+inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr int kCaptureNone = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
 
 enum TensorMapType : int { kMapUInt8 = 0, kMapFloat16 = 6, kMapFloat32 = 7, kMapBFloat16 = 9 };
@@ -73,6 +74,8 @@ struct LaunchConfig {  // CUlaunchConfig
   X(cuCtxPushCurrent_v2, (DriverContext))                                                           \
   X(cuCtxPopCurrent_v2, (DriverContext*))                                                           \
   X(cuCtxSynchronize, ())                                                                           \
+  X(cuStreamCreate, (DriverStream*, unsigned flags))                                                \
+  X(cuStreamDestroy_v2, (DriverStream))                                                             \
   X(cuStreamSynchronize, (DriverStream))                                                            \
   X(cuEventCreate, (DriverEvent*, unsigned flags))                                                  \
   X(cuEventRecord, (DriverEvent, DriverStream))                                                     \
@@ -86,6 +89,7 @@ struct LaunchConfig {  // CUlaunchConfig
   X(cuMemFreeHost, (void*))                                                                         \
   X(cuMemsetD8_v2, (DevicePtr, unsigned char value, size_t bytes))                                  \
   X(cuMemcpyHtoD_v2, (DevicePtr to, const void* from, size_t bytes))                                \
+  X(cuMemcpyHtoDAsync_v2, (DevicePtr to, const void* from, size_t bytes, DriverStream))             \
   X(cuMemcpyDtoH_v2, (void* to, DevicePtr from, size_t bytes))                                      \
   X(cuModuleLoadData, (DriverModule*, const void* image))                                           \
   X(cuModuleUnload, (DriverModule))                                                                 \

@@ -95,8 +95,7 @@ def moe(
     InvalidArgument
         A tensor or option is outside its domain. Where shapes, types or options show it, the context stays usable; with
         the CUDA engine the other ranks wait for the call. Where only values do (ids; with `strict`, NaN logits), this
-        rank raises a `BadRow` once the call is over, and the next is in step (docs/models.md); with the CUDA engine in
-        a later call, which is made, in `Context.synchronize`, or where ``ctx.last_call`` is read.
+        rank raises a `BadRow` once it knows (docs/models.md, docs/gpus.md), and the next call is in step.
     GroupError
         The ranks disagree on sizes, types, placement or other options; an earlier call failed; or, with the CPU engine,
         another rank has refused this call, as the message says: then all may make the next one.

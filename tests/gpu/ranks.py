@@ -20,6 +20,7 @@ import flashmoe.slices
 import pytest
 import torch
 import torch.distributed
+from flashmoe import jit
 from flashmoe.launch import RankPool
 from layers import (
     EXPERT_OPTIONS,
@@ -532,6 +533,33 @@ def stall(rank: int, ranks: int, name: str, transport: str, who: int, timeout: f
         y, report = call(context, local)
         check(whole, y, report)
     return told
+
+
+def compile_late(rank: int, ranks: int, name: str, who: int, timeout: float, max_tokens: int) -> str:
+    """Rank `who` needs three timeouts in a call until it has a kernel; the others are in the call, the next, too."""
+    spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
+    whole = random_problem(9, max_tokens, device=f"cuda:{device_of(rank)}", **spec)
+    compiled_kernel = jit.kernel
+
+    def late(variant: jit.Variant) -> Path:
+        if rank == who:
+            time.sleep(3 * timeout)
+        return compiled_kernel(variant)
+
+    limits = {**spec, "max_tokens": max_tokens, "dtype": "bfloat16", "return_mode": "direct"}
+    with joined(rank, ranks, name, **limits, timeout=timeout) as context:
+        local = with_experts(whole, context.local_experts())
+        jit.kernel = late
+        try:
+            for _ in range(3):
+                y = flashmoe.moe(context, **local.arguments())
+            context.synchronize()
+        except flashmoe.FlashMoEError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            jit.kernel = compiled_kernel
+        check(whole, y, context.last_call)
+    return ""
 
 
 def die(rank: int, ranks: int, name: str, transport: str, who: int, timeout: float, folder: Path) -> None:

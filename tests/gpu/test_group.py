@@ -291,6 +291,13 @@ def test_a_rank_that_stalls_is_named(pool, who, transport):
             assert "it has not begun call 2 (it is at 1)" in told
 
 
+@pytest.mark.parametrize("max_tokens", [8, 300], ids=["few", "many"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_compiles_is_awaited(pool, who, max_tokens):
+    """Three timeouts long. (One that does nothing is named: above.)"""
+    assert everywhere(pool, on_rank.compile_late, who, 2.0, max_tokens) == [""] * pool.ranks
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_dies_is_named(pool, tmp_path, transport):
     if pool.ranks > torch.cuda.device_count():

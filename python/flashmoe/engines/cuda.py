@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from ..tuning.profiles import Setting
 from . import cuda_training
 from .base import Engine, Membership
 from .cuda_report import Ended, call_trace, counted, timed
+from .pulse import beating
 
 _MOST_LAYERS = 4096  # prepared at a time; a few kilobytes each
 _ALIGNMENT = 16  # of a row's address: what its copies move at a time
@@ -124,6 +126,7 @@ class CudaEngine(Engine):
             owner = create(made_for, f"{who.name}-rdma")
         super().__init__(owner, library.cuda_close)
         self.room = Room.of(made_for, who.rank)
+        self._timeout_ns = who.timeout_ns
         self.rdma = made_for.transport == "rdma"
         """Whether rows leave by puts."""
         described = library.cuda_describe(self._handle)
@@ -431,7 +434,7 @@ class CudaEngine(Engine):
             described,
             placements.flat(args.placement),
             _addresses(args.operands),
-            str(jit.kernel(variant)),
+            str(self._kernel(variant)),
             bool(trace),
             pass_,
             pass_ != _INFERENCE and redispatches(self.room, options),
@@ -444,6 +447,13 @@ class CudaEngine(Engine):
         import torch
 
         return Prepared(number, layer, owners, experts, ELEMENT_BYTES[layer.x_type], getattr(torch, layer.y_type))
+
+    def _kernel(self, variant: jit.Variant) -> Path:
+        """Where the kernel is, compiled if need be, for which the other ranks wait: as long as a compiler may take."""
+        if self.room.ranks == 1 or self.rdma:  # whose progress others do not see
+            return jit.kernel(variant)
+        with beating(partial(_ffi.library().cuda_beat, self.checked_handle()), self._timeout_ns):
+            return jit.kernel(variant)
 
     def _rows(self, x: Any, layer: Prepared) -> tuple[int, int]:
         """Address of x's first row, and bytes from one to the next. Its type, width and device are checked."""
