@@ -12,7 +12,7 @@ from typing import Any
 import flashmoe
 import torch
 from layers import Problem, call, capture, check, gpu_operations, poisoned_outputs, random_problem
-from ranks import device_of, joined, share_of, told_of_a_stall, with_experts
+from ranks import device_of, joined, processors, share_of, told_of_a_stall, with_experts
 
 MANY = 2048
 """A context of so many tokens is none of few."""
@@ -93,13 +93,20 @@ def operations(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int
 def mixed(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, calls: int, alike: bool) -> int:
     """Calls of few tokens, and of the same layer with a shared expert, which the general kernel takes and of which
     other ranks know nothing, in any order in one context; how many differ. alike: on all ranks; else each draws for
-    itself, so that the two kernels meet in one call."""
+    itself, so that the two kernels meet in one call. Where ranks share a GPU each then has half as many blocks: those
+    of one kernel may lie on one multiprocessor of each two, which clusters of the other need together."""
     with_shared = own_problem(rank, ranks, {**spec, "shared": 1}, most, 63)
     layers = (replace(with_shared, shared_gate_up=None, shared_down=None), with_shared)
     expected = [by_general_kernel(rank, ranks, f"{name}-{i}", own, spec) for i, own in enumerate(layers)]
     draw = random.Random(7)
     choose = draw if alike else random.Random(f"rank {rank}")
-    with joined(rank, ranks, f"{name}-mixed", **sizes_of(spec, most)) as context, poisoned_outputs():
+    blocks = processors()
+    if blocks is not None and not alike:
+        blocks //= 2
+    with (
+        joined(rank, ranks, f"{name}-mixed", **sizes_of(spec, most), processors=blocks) as context,
+        poisoned_outputs(),
+    ):
         local = [with_experts(own, context.local_experts()) for own in layers]
         results = []
         for _ in range(calls):
