@@ -106,10 +106,10 @@ def test_choices_of(layer: dict[str, Any], tokens: int):
 @pytest.mark.parametrize("tokens", EITHER)
 def test_ids_that_are_no_experts_are_told(tokens: int):
     problem = random_problem(3, tokens, ids="int64", **USUAL)
-    problem.topk_ids[tokens - 1, 2] = -1
+    problem.topk_ids[tokens - 1, 2] = -2
     with context_of(problem) as context:
         flashmoe.moe(context, **problem.arguments(), **Observed.of(problem).arguments())
-        with pytest.raises(flashmoe.InvalidArgument, match=rf"got -1 for token {tokens - 1} "):
+        with pytest.raises(flashmoe.BadRow, match=rf"got -2 for token {tokens - 1} "):
             context.synchronize()
 
 

@@ -93,9 +93,10 @@ def test_logits_are_rounded_as_a_linear_layer_rounds_them(tokens: int):
 def test_logits_that_are_not_finite_are_told(choice_bias: bool, tokens: int):
     problem = random_problem(5, tokens, score="sigmoid", choice_bias=choice_bias, **USUAL)
     problem.x[tokens - 1, 0] = float("inf")
+    problem.options["strict"] = True
     with (
         context_of(problem) as context,
-        pytest.raises(flashmoe.InvalidArgument, match=f"for token {tokens - 1} of rank 0"),
+        pytest.raises(flashmoe.BadRow, match=f"for token {tokens - 1} of rank 0"),
     ):
         call(context, problem)
 
