@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from flashmoe.launch import RankPool
+from flashmoe.placement import hybrid
 from flashmoe.reference import moe_gradients, moe_reference
 from problems import Outcome, Problem, Ranks, random_problem
+from test_slices import Sliced
 from training import train
 
 SIZES = {"hidden": 32, "intermediate": 24, "experts": 8, "top_k": 3}
@@ -139,6 +141,17 @@ def test_copies_of_experts(ranks: Ranks, fused: bool):
     placement: list[int | list[int]] = [[0, 1, 2, 3], 0, [3, 1], 2, 3, [2, 0], 1, 1]
     problem, _ = spoiled(drawn(15, 4, fused=fused, placement=placement), 16)
     verify(problem, ranks.call(problem))
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+@pytest.mark.parametrize("fused", [True, False])
+def test_sliced_experts(ranks: Ranks, fused: bool, slices: int):
+    whole, rows = spoiled(drawn(19, 4, fused=fused), 20)
+    sliced = Sliced.of(whole, slices, hybrid(SIZES["experts"], 4, slices))
+    found, others = ranks.calls([sliced, without(sliced, rows)], sliced.limits())
+    verify(whole, found)
+    for of_rank, of_others, some in zip(found, others, rows, strict=True):
+        assert of_rank.y[~some].tobytes() == of_others.y.tobytes()
 
 
 @pytest.mark.parametrize("fused", [True, False])
