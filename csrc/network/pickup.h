@@ -2,7 +2,7 @@
 // actors have written, to what stands for it here (its mirror), before they signalled there.
 //
 // Each is called by who has acquired the signal, so that all it announces may be read, and before the call's actors
-// start another call.
+// start another call; what the messages bring is copied when they go, or when the call ends (Message::pack()).
 #pragma once
 
 #include <memory>
