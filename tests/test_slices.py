@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flashmoe.checkpoint import MoELayer
-from flashmoe.errors import InvalidArgument
+from flashmoe.errors import GroupError, InvalidArgument
 from flashmoe.launch import RankFailed, RankPool
 from flashmoe.nn import MoE
 from flashmoe.placement import hybrid, local_experts
@@ -352,20 +352,19 @@ def test_a_later_slice_brings_no_bias_of_the_second_product(dtype: str):
     sliced.down_bias[7, 3] = -0.5  # slice 1 of expert 3, the fourth of rank 1
     with RankPool(2) as pool:
         messages, *results = zip(*pool.call(_call_again, [(sliced, good)] * 2, timeout=6 * PATIENCE), strict=True)
-    assert messages[0] == ""
+    assert messages[0] == f"rank 1 refused call 1: {messages[1]}"
     assert messages[1] == "down_bias: expected 0 but for first slices, got -0.5 in row 3, of slice 1 of expert 3"
     sliced.down_bias = good
     check(whole, sliced, [Outcome(y, report) for y, report in zip(*results, strict=True)])
 
 
 def _call_again(rank: int, ranks: int, name: str, sliced: Sliced, bias: np.ndarray) -> tuple[str, Any, Any]:
-    """A rank that is refused calls again, as it should have; the other waits for that."""
-    message = ""
+    """A rank refuses a call, of which the other hears; then both call again."""
+    expected = InvalidArgument if rank == 1 else GroupError
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **sliced.limits()) as context:
-        if rank == 1:
-            with pytest.raises(InvalidArgument) as caught:
-                flashmoe.moe(context, **sliced.arguments(rank))
-            message = str(caught.value)
+        with pytest.raises(expected) as caught:
+            flashmoe.moe(context, **sliced.arguments(rank))
+        message = str(caught.value)
         sliced.down_bias = bias
         return message, flashmoe.moe(context, **sliced.arguments(rank)), context.last_call
 
