@@ -35,7 +35,7 @@ bool would_block() {
   return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
 }
 
-// OpenSSL is asked to flush, and asks for it, at no time that matters: flush() is called behind what it writes.
+// OpenSSL asks for a flush behind some of what it writes. Tls::flush() does that, whenever OpenSSL has returned.
 long control(Bio*, int command, long, void*) {
   return command == kBioCtrlFlush ? 1 : 0;
 }

@@ -53,27 +53,19 @@ def context_id(ctx: Context) -> int:
 
 
 def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
-    """`flashmoe.moe`, where PyTorch has no part in it."""
+    """`flashmoe.moe`, where PyTorch has no part in it. Of what it raises its callers tell the group."""
     engine = _checked(ctx)._engine
-    try:
-        tensors, options = _as_called(ctx, tensors, options)
-        with Call():
-            return engine.call(tensors, options, trace)
-    except Exception as error:
-        tell(ctx, error)
-        raise
+    tensors, options = _as_called(ctx, tensors, options)
+    with Call():
+        return engine.call(tensors, options, trace)
 
 
 def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
     """The same, and what its gradients need; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
-    try:
-        tensors, options = _as_called(ctx, tensors, options)
-        with Call():
-            return engine.call_and_keep(tensors, options)
-    except Exception as error:
-        tell(ctx, error)
-        raise
+    tensors, options = _as_called(ctx, tensors, options)
+    with Call():
+        return engine.call_and_keep(tensors, options)
 
 
 def run_backward(
