@@ -119,6 +119,10 @@ void beat(int64_t handle) {
   guarded([&] { context(handle)->beat(); });
 }
 
+void refuse(int64_t handle, ffi::String reason, int64_t stream) {
+  guarded([&] { context(handle)->refuse(reason, stream_of(stream)); });
+}
+
 void remove_layer(int64_t handle, int64_t layer) {
   guarded([&] { context(handle)->remove_layer(layer); });
 }
@@ -346,6 +350,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_describe, flashmoe::cuda::describe)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_add_layer, flashmoe::cuda::add_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_few_in_group, flashmoe::cuda::few_in_group_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_beat, flashmoe::cuda::beat)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_refuse, flashmoe::cuda::refuse)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_remove_layer, flashmoe::cuda::remove_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call, flashmoe::cuda::call)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_backward, flashmoe::cuda::backward)

@@ -116,7 +116,7 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
       worker_memory_(limits.processors) {
   call_.rank = rank;
   call_.machines = machines_.machines(limits);
-  call_.refusals = make_refusals(limits);
+  reasons_ = {make_refusal_layout(limits), spread_heap_bytes(limits)};
   call_.shape.ranks = limits.ranks;
   call_.policy.clusters = limits.processors;
   // A rank alone waits for nobody but its own threads, which come to an end however long a task takes them.

@@ -110,7 +110,8 @@ class Context {
   Limits limits_;
   GradientLayout gradient_layout_;
   host::MachineTables machines_;
-  MemberCall call_;
+  SpreadCall call_;
+  Reasons reasons_;
   Layer layer_;
   std::array<uint32_t, kProducts> task_columns_{};  // of the call
   std::unique_ptr<host::Group> workspace_;          // private memory of this rank

@@ -7,7 +7,7 @@ namespace flashmoe::cpu {
 std::optional<HostFault> posted_fault(const Call& c) {
   for (uint32_t i = 0; i < c.shape.ranks; ++i) {
     const FaultRecord* posted = c.fault(c.rank, (c.rank + i) % c.shape.ranks);
-    if (CpuPlatform::load_acquire(&posted->posted, kSystem) == 0) continue;
+    if (CpuPlatform::load_acquire(&posted->posted, kSystem) != FaultRecord::kFailed) continue;
     const Fault& fault = posted->fault;
     HostFault record{};
     record.posted = 1;

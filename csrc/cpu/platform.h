@@ -150,6 +150,6 @@ struct CpuPlatform : CpuMemory, OneLane {
   static uint32_t worker() { return 0; }
 };
 // That of a context's calls.
-using ContextPlatform = MemberPlatform<CpuPlatform>;
+using ContextPlatform = SpreadPlatform<CpuPlatform>;
 
 }  // namespace flashmoe::cpu

@@ -10,20 +10,8 @@
 namespace flashmoe::cpu {
 namespace {
 
-using host::concat;
-using host::Error;
-
 // While the calling thread waits it asks so often whether it is interrupted.
 constexpr uint64_t kAskEveryNs = 50'000'000;
-
-// As much of the text as there is room for, whole characters of UTF-8.
-std::string shortened(const std::string& text) {
-  constexpr size_t kMost = kReasonBytes - 1;
-  if (text.size() <= kMost) return text;
-  size_t end = kMost - 3;
-  while (end != 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
-  return text.substr(0, end) + "...";
-}
 
 }  // namespace
 
@@ -37,15 +25,15 @@ void Context::refuse(const std::string& reason) {
   if (broken_) return;
   await_peers();
   ++call_.epoch;
-  const std::string text = shortened(reason);
+  const std::string text = host::shortened(reason, kReasonBytes - 1);
   const uint32_t self = call_.rank;
   CpuPlatform::store_release(&call_.status(self)->entered, call_.epoch, kDevice);
   for (uint32_t i = 1; i <= call_.shape.ranks; ++i) {  // itself last: it may be all that another waits for
     const uint32_t q = (self + i) % call_.shape.ranks;
     uint8_t* const heap = call_.memory.heaps[q];
-    char* const to = call_.refusals.reason(heap, self);
+    char* const to = reasons_.of(heap, self);
     std::memcpy(to, text.c_str(), text.size() + 1);
-    group_->tell(q, to, text.size() + 1, call_.refusals.refused(heap, self), call_.epoch);
+    group_->tell(q, to, text.size() + 1, &call_.fault(q, self)->posted, call_.epoch);
   }
   leave_refused();
 }
@@ -55,7 +43,7 @@ void Context::leave_refused() {
   refused_ = true;
   for (uint32_t i = 1; i <= call_.shape.ranks; ++i) {
     const uint32_t q = (call_.rank + i) % call_.shape.ranks;
-    uint64_t* const at = call_.refusals.left(call_.memory.heaps[q], call_.rank);
+    uint64_t* const at = &call_.fault(q, call_.rank)->left;
     group_->tell(q, at, 0, at, call_.epoch);
   }
 }
@@ -67,12 +55,12 @@ void Context::await_peers() {
   make_workspace();
   machines_.clear();
   GroupLiveness<ContextPlatform> live(call_, seen_.data());
-  uint8_t* const own = call_.memory.heaps[call_.rank];
+  const uint32_t ranks = call_.shape.ranks;
   uint32_t p = 0;
   uint64_t asked = 0;
   const auto look = [&] {
-    while (p < call_.shape.ranks && CpuPlatform::load_acquire(call_.refusals.left(own, p), kSystem) >= call_.epoch) ++p;
-    if (p == call_.shape.ranks) return Step::kDone;
+    while (p < ranks && CpuPlatform::load_acquire(&call_.fault(call_.rank, p)->left, kSystem) >= call_.epoch) ++p;
+    if (p == ranks) return Step::kDone;
     throw_posted_fault();
     if (const uint64_t now = monotonic_ns(); now - asked > kAskEveryNs) {
       asked = now;
@@ -100,10 +88,9 @@ void Context::await_peers() {
 void Context::throw_refusal() {
   const uint32_t p = refuser<CpuPlatform>(call_);
   if (p == call_.shape.ranks) return;
-  const char* const reason = call_.refusals.reason(call_.memory.heaps[call_.rank], p);
-  const std::string text = concat("rank ", p, " refused call ", call_.epoch, ": ", std::string(reason));
+  const host::Error error = host::refusal_error(p, call_.epoch, reasons_.of(call_.memory.heaps[call_.rank], p));
   leave_refused();  // once the text is read: another refusal may overwrite it
-  throw Error(Error::Kind::kGroup, text);
+  throw error;
 }
 
 }  // namespace flashmoe::cpu

@@ -5,6 +5,7 @@
 #include "cuda/limits.h"
 #include "cuda/policy.h"
 #include "cuda/report.h"
+#include "host/clock.h"
 #include "host/fault_message.h"
 #include "host/text.h"
 
@@ -31,6 +32,7 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
                  uint64_t timeout_ns, const std::vector<uint32_t>& machines)
     : device_(ordinal),
       common_{.limits = cuda_limits(limits, device_.processors()), .call = {}, .asked = order},
+      copies_(device_),
       fault_page_(device_),
       counts_page_(device_),
       counted_(device_) {
@@ -62,10 +64,7 @@ void Context::take_memory(const Membership& who) {
     puts_ = &nvshmem(who.nvshmem);
     registration_ = std::make_unique<Registration>(*puts_, device_, workspace_);
   }
-  if (limits.ranks != 1 && limits.rdma == 0) {
-    uint8_t* const own = group_->heaps()[call.rank];
-    pulse_.emplace(device_, &call.memory.heap_layout.at<Status>(own, HeapField::kStatus)->progress);
-  }
+  if (may_refuse(limits)) common_.reasons = cuda_reasons(limits).of(group_->heaps()[call.rank], 0);
   heap_table_.upload(group_->heaps(), heap_table_.bytes());
   call.memory.heaps = heap_table_.as<uint8_t*>();
   call.memory.work = workspace_.as<uint8_t>();
@@ -93,7 +92,9 @@ const Placement& Context::placement(const Layer& layer, DriverStream stream) {
 }
 
 void Context::beat() {
-  if (pulse_) pulse_->beat();
+  if (common_.limits.ranks == 1 || common_.limits.rdma != 0) return;
+  const uint64_t time = host::monotonic_ns();  // no count that a kernel has written, and no earlier beat's
+  copies_.write(&call_on_host().status(common_.call.rank)->progress, &time, sizeof(time));
 }
 
 bool Context::few_in_group(const LayerSpec& spec) const {
@@ -191,9 +192,10 @@ void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpe
 
 void Context::launch(Plan& plan, DriverStream stream) {
   const Device::Use use(device_);
-  ++calls_;
+  await_peers(stream);
   if (plan.args.trace != nullptr) device_.refuse_capture(stream, "tracing");
   plan.kernels.launch(plan.args, machines_ ? machines_->on_device() : nullptr, plan.few(), processors(), stream);
+  ++calls_;
 }
 
 uint64_t Context::kept_bytes(int64_t layer, uint32_t tokens, const gpu::KeptRoom& room) {
@@ -283,8 +285,10 @@ void Context::synchronize(DriverStream stream) {
   if (const std::optional<Error> noted = take_noted()) throw *noted;
 }
 
-// A row that is an error, once. A call raises an earlier one's when it is launched itself: all ranks go on with the same calls.
+// A call that another rank has refused, or a row that is an error, once. A call raises an earlier one's when it is launched
+// itself: all ranks go on with the same calls.
 std::optional<Error> Context::take_noted() {
+  if (std::optional<Error> refusal = take_refusal()) return refusal;
   auto* record = fault_page_.host<HostFault>();
   const std::atomic_ref noted(record->noted);
   const RowNote note = RowNote::unpack(noted.load(std::memory_order_acquire));
@@ -300,9 +304,13 @@ void Context::check_health() {
   }
   auto* record = fault_page_.host<HostFault>();
   if (std::atomic_ref(record->posted).load(std::memory_order_acquire) == 0) return;
+  throw_fault(*record);
+}
+
+void Context::throw_fault(const HostFault& record) {
   broken_ = true;
   const Call& c = common_.call;
-  throw host::fault_error(*record, {c.rank, c.policy.timeout_ns, group_->obituary(record->fault.culprit)});
+  throw host::fault_error(record, {c.rank, c.policy.timeout_ns, group_->obituary(record.fault.culprit)});
 }
 
 // ---- Reports ----------------------------------------------------------------------------------------------

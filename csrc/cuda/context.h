@@ -15,7 +15,7 @@
 #include "cuda/limits.h"
 #include "cuda/machines.h"
 #include "cuda/plan.h"
-#include "cuda/pulse.h"
+#include "cuda/side_copies.h"
 #include "cuda/transport/group.h"
 #include "cuda/transport/registration.h"
 
@@ -65,6 +65,11 @@ class Context {
   // Whether calls of such a layer, of Pass::kInference, are those of the kernel of a few tokens for a rank of a group.
   bool few_in_group(const LayerSpec& spec) const;
 
+  // In place of a call that this rank cannot begin, on that stream: tells the group, whose other ranks end theirs (see
+  // protocol/refusal.h). Waits for its earlier calls. Does nothing where a rank cannot refuse (may_refuse), or the context has
+  // failed, or while `stream` is being captured: then no call is made. Throws if an earlier call was refused that not all ranks have left in time.
+  void refuse(const std::string& reason, DriverStream stream);
+
   // Waits for the device, then throws what a call ran into, if one did; a row that is an error (RowNote) once. Refused while `stream` is being captured.
   void synchronize(DriverStream stream);
 
@@ -94,19 +99,27 @@ class Context {
   gpu::CountedRows counted_rows(const Plan& plan, uint64_t memory) const;
   void check_health();
   std::optional<Error> take_noted();
+  std::optional<Error> take_refusal();
+  void await_peers(DriverStream stream);
+  [[noreturn]] void throw_fault(const HostFault& record);
+  HostFault read_fault(const Fault& fault);
+  Call call_on_host() const;
+  uint64_t progress_of_all(const Call& c);
 
   std::mutex mutex_;  // calls come from any thread
   const Device device_;
   Common common_;
   DeviceMemory workspace_, heap_table_, trace_;
   std::unique_ptr<host::Group> group_;
-  std::optional<Pulse> pulse_;                  // where others see this rank's status
+  SideCopies copies_;
   std::optional<DeviceMachines> machines_;      // where ranks are on several
   const Nvshmem* puts_ = nullptr;               // not null where peers are reached by puts alone
   std::unique_ptr<Registration> registration_;  // of the workspace, which puts then read
   MappedPage fault_page_, counts_page_;
   Event counted_;  // what is told in counts_page_ is there
   bool broken_ = false;
+  uint64_t refused_ = 0;  // epoch of a call that this rank has refused, as long as others may not have left it; else 0
+  uint64_t told_of_ = 0;  // the last call of which the host knows that another rank has refused it
   std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;
   // By holders, and whether there is a shared expert. Never shrinks: captured graphs have pointers to the tables.
   std::map<std::pair<host::Holders, bool>, Placement> placements_;

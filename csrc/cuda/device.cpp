@@ -72,11 +72,15 @@ void Device::synchronize() const {
   check(driver().cuCtxSynchronize(), "work on the device failed");
 }
 
-void Device::refuse_capture(DriverStream stream, const char* what) const {
+bool Device::is_captured(DriverStream stream) const {
   const Use use(*this);
   int status = kCaptureNone;
   check(driver().cuStreamIsCapturing(stream, &status), "cannot query the stream");
-  if (status == kCaptureNone) return;
+  return status != kCaptureNone;
+}
+
+void Device::refuse_capture(DriverStream stream, const char* what) const {
+  if (!is_captured(stream)) return;
   throw Error(Error::Kind::kOther, concat("capture: ", what, " cannot be done while the stream is being captured"));
 }
 
@@ -168,6 +172,15 @@ Stream::~Stream() {
 void Stream::upload(void* to, const void* from, uint64_t bytes) const {
   check(driver().cuMemcpyHtoDAsync_v2(reinterpret_cast<DevicePtr>(to), from, bytes, stream_),
         "cannot copy to the device");
+}
+
+void Stream::download(void* to, const void* from, uint64_t bytes) const {
+  check(driver().cuMemcpyDtoHAsync_v2(to, reinterpret_cast<DevicePtr>(from), bytes, stream_),
+        "cannot copy from the device");
+}
+
+void Stream::wait() const {
+  check(driver().cuStreamSynchronize(stream_), "cannot wait for a stream of copies");
 }
 
 Module::Module(const Device& device, const std::string& cubin)

@@ -29,6 +29,7 @@ class Device {
   void identify(char (&uuid)[16]) const;
   // Waits for everything that was launched on the device.
   void synchronize() const;
+  bool is_captured(DriverStream stream) const;
   // Throws Error while the stream is being captured: "capture: <what> cannot be done ...".
   void refuse_capture(DriverStream stream, const char* what) const;
 
@@ -130,8 +131,11 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Copies to the device, some time. `from`: of a MappedPage. The device's context is current.
+  // Copies to and from the device, some time. What is the host's is of a MappedPage. The device's context is current.
   void upload(void* to, const void* from, uint64_t bytes) const;
+  void download(void* to, const void* from, uint64_t bytes) const;
+  // Until all that was asked for is done.
+  void wait() const;
 
  private:
   const Device& device_;

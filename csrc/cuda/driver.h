@@ -91,6 +91,7 @@ struct LaunchConfig {  // CUlaunchConfig
   X(cuMemcpyHtoD_v2, (DevicePtr to, const void* from, size_t bytes))                                \
   X(cuMemcpyHtoDAsync_v2, (DevicePtr to, const void* from, size_t bytes, DriverStream))             \
   X(cuMemcpyDtoH_v2, (void* to, DevicePtr from, size_t bytes))                                      \
+  X(cuMemcpyDtoHAsync_v2, (void* to, DevicePtr from, size_t bytes, DriverStream))                   \
   X(cuModuleLoadData, (DriverModule*, const void* image))                                           \
   X(cuModuleUnload, (DriverModule))                                                                 \
   X(cuModuleGetFunction, (DriverFunction*, DriverModule, const char* name))                         \

@@ -60,8 +60,14 @@ Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
   return limits;
 }
 
+Reasons cuda_reasons(const Limits& limits) {
+  const uint64_t behind = may_train_in_group(limits) ? spread_heap_bytes(limits) : make_heap_layout(limits).bytes;
+  return {may_refuse(limits) ? make_refusal_layout(limits) : RefusalLayout{}, behind};
+}
+
 uint64_t cuda_heap_bytes(const Limits& limits) {
-  return may_train_in_group(limits) ? spread_heap_bytes(limits) : make_heap_layout(limits).bytes;
+  const Reasons reasons = cuda_reasons(limits);
+  return reasons.behind + reasons.layout.bytes;
 }
 
 }  // namespace flashmoe::cuda

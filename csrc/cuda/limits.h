@@ -1,7 +1,7 @@
 // The largest call that a context of the CUDA engine serves.
 #pragma once
 
-#include "flashmoe/protocol/heap_layout.h"
+#include "flashmoe/protocol/refusal.h"
 
 namespace flashmoe::cuda {
 
@@ -14,8 +14,14 @@ Limits cuda_limits(Limits limits, uint32_t multiprocessors);
 inline bool may_train_in_group(const Limits& limits) {
   return limits.ranks > 1 && limits.rdma == 0;
 }
+// Whether ranks of such a context can refuse a call to the others.
+inline bool may_refuse(const Limits& limits) {
+  return limits.ranks > 1 && limits.rdma == 0 && limits.relayed == 0;
+}
+// Where in a heap the reasons are; nowhere, of contexts whose ranks cannot.
+Reasons cuda_reasons(const Limits& limits);
 // Of its symmetric heap, and behind it, where memory is mapped among several ranks, what goes home besides rows in
-// backward passes, and what relays have.
+// backward passes, what relays have, and reasons of refusals.
 uint64_t cuda_heap_bytes(const Limits& limits);
 
 }  // namespace flashmoe::cuda

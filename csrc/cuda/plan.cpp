@@ -247,6 +247,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.topk_ids_64 = layer.topk_ids_64;
   args.topk_weights_as_x = layer.topk_weights_as_x;
   args.host_fault = common.fault;
+  args.reasons = common.reasons;
   args.strict = layer.strict ? 1 : 0;
   args.trace = trace;
   args.kept = reinterpret_cast<float*>(layer.kept);

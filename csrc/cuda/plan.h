@@ -15,6 +15,7 @@ struct Common {
   Call call;          // with the fields set that are the same for all layers
   OrderPolicy asked;  // by the user; 0: the engine's choice
   HostFault* fault = nullptr;
+  const char* reasons = nullptr;  // see KernelArgs
 };
 
 // The tables of a placement in the device's memory.

@@ -89,6 +89,11 @@ Error fault_error(const HostFault& record, const Teller& teller) {
   return record.fault.kind == FaultKind::kDisagree ? disagreement_error(record) : timeout_error(record, teller);
 }
 
+Error refusal_error(uint32_t p, uint64_t epoch, const char* reason, uint64_t last) {
+  const std::string more = last <= epoch ? "" : concat("; later calls were refused, too, up to call ", last);
+  return {Kind::kGroup, concat("rank ", p, " refused call ", epoch, ": ", text_of_another(reason, kReasonBytes), more)};
+}
+
 bool is_error(const RowNote& note, bool strict) {
   return note.fault != RowFault::kNone && (strict || note.fault != RowFault::kLogits);
 }

@@ -19,6 +19,10 @@ struct Teller {
 // `theirs` where ranks disagree.
 Error fault_error(const HostFault& record, const Teller& teller);
 
+// The error of a call that rank p has refused, on the others; reason: kReasonBytes of memory that p may write. last: the last of
+// the refused calls that the error stands for; 0: this one.
+Error refusal_error(uint32_t p, uint64_t epoch, const char* reason, uint64_t last = 0);
+
 // Whether a call in which a row was noted is to raise that. Its context goes on either way.
 bool is_error(const RowNote& note, bool strict);
 // That error, of a row of this rank's. experts: E.

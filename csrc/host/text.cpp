@@ -39,4 +39,11 @@ std::string text_of_another(const char* text, size_t bytes) {
   return valid;
 }
 
+std::string shortened(const std::string& text, size_t bytes) {
+  if (text.size() <= bytes) return text;
+  size_t end = bytes - 3;
+  while (end != 0 && (static_cast<unsigned char>(text[end]) & 0xc0) == 0x80) --end;
+  return text.substr(0, end) + "...";
+}
+
 }  // namespace flashmoe::host

@@ -17,4 +17,7 @@ std::string concat(const Parts&... parts) {
 // NUL. What is not UTF-8 becomes '?': a message that is none cannot be made a string of Python's.
 std::string text_of_another(const char* text, size_t bytes);
 
+// As much of the text as `bytes` bytes have room for, whole characters of UTF-8, and "..." where that is not all.
+std::string shortened(const std::string& text, size_t bytes);
+
 }  // namespace flashmoe::host

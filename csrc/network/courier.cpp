@@ -158,7 +158,7 @@ void Courier::pick_up(uint32_t q, Peer& peer) {
     post(q, pick_up_batch(c, q, n, batch_of(c), word));
   }
   if (is_new(peer.returns, c.return_signal(q, rank_, 0), word)) post(q, pick_up_returns(c, place_.gradients, q, word));
-  if (!peer.fault && load(&c.fault(q, rank_)->posted) != 0) {
+  if (!peer.fault && load(&c.fault(q, rank_)->posted) == FaultRecord::kFailed) {
     peer.fault = true;
     post(q, pick_up_fault(c, q));
   }

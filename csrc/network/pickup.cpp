@@ -84,7 +84,7 @@ Messages pick_up_fault(const Call& c, uint32_t q) {
   }
   Packing packing(c.memory.heaps[q]);
   packing.add(&record->fault, sizeof(Fault));
-  Messages last = packing.take(Header::kData, &record->posted, 1);
+  Messages last = packing.take(Header::kData, &record->posted, FaultRecord::kFailed);
   std::move(last.begin(), last.end(), std::back_inserter(all));
   return all;
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from .errors import BadRow, FlashMoEError, GroupError
@@ -22,6 +24,16 @@ def tell(ctx: Any, error: Exception, x: Any = None) -> None:
         return
     setattr(error, _TOLD, True)  # whoever passes it on need not tell it again
     ctx._engine.refuse(str(error) if isinstance(error, FlashMoEError) else f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def made() -> Iterator[None]:
+    """Around what an engine does behind a call that it has begun: of an error there nobody is told."""
+    try:
+        yield
+    except Exception as error:
+        setattr(error, _TOLD, True)
+        raise
 
 
 def _traces(x: Any) -> bool:

@@ -145,7 +145,9 @@ void check_posted_faults() {
   c.status(2)->entered = 3;
   c.call_config(0, 0)->set_layer({.hidden = 8});
   c.call_config(0, 2)->set_layer({.hidden = 16});  // as rank 2 has told it; what it has of its own is not written yet
-  *c.fault(1, 0) = {1, {.kind = FaultKind::kDisagree, .rank = 0, .awaited = 2, .culprit = 2, .epoch = 4}};
+  *c.fault(1, 0) = {.posted = FaultRecord::kFailed,
+                    .fault = {.kind = FaultKind::kDisagree, .rank = 0, .awaited = 2, .culprit = 2, .epoch = 4},
+                    .left = 0};
   const auto disagreement = cpu::posted_fault(c);
   CHECK(disagreement.has_value() && disagreement->fault.kind == FaultKind::kDisagree);
   CHECK_EQ(disagreement->entered, 3u);
@@ -153,7 +155,9 @@ void check_posted_faults() {
   CHECK_EQ(disagreement->theirs.layer().hidden, 16u);
 
   // The own record goes before others'.
-  *c.fault(1, 1) = {1, {.kind = FaultKind::kReturn, .rank = 1, .awaited = 2, .culprit = 0, .epoch = 4}};
+  *c.fault(1, 1) = {.posted = FaultRecord::kFailed,
+                    .fault = {.kind = FaultKind::kReturn, .rank = 1, .awaited = 2, .culprit = 0, .epoch = 4},
+                    .left = 0};
   const auto own = cpu::posted_fault(c);
   CHECK(own.has_value() && own->fault.kind == FaultKind::kReturn);
   CHECK_EQ(own->entered, 0u);

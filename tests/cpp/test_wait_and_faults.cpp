@@ -168,7 +168,7 @@ void check_fault(const FaultRecord& r, FaultKind kind, uint32_t rank, uint32_t a
     return host::concat("kind ", static_cast<uint32_t>(kind), ", found by ", rank, ", awaited ", awaited, ", culprit ",
                         culprit);
   };
-  CHECK_EQ(r.posted, 1u);
+  CHECK_EQ(r.posted, FaultRecord::kFailed);
   CHECK_EQ(show(r.fault.kind, r.fault.rank, r.fault.awaited, r.fault.culprit), show(kind, rank, awaited, culprit));
   CHECK_EQ(r.fault.epoch, 1u);
 }
@@ -381,7 +381,7 @@ void check_unmapped_peers() {
   c.control()->fault_claim.value = 0;
   post_fault<UnmappedPlatform>(c, {.kind = FaultKind::kPacket, .awaited = 2, .culprit = 2});
   CHECK_EQ(c.control()->abort.value, 1u);
-  CHECK_EQ(record(c, 1, 1).posted, 1u);
+  CHECK_EQ(record(c, 1, 1).posted, FaultRecord::kFailed);
   CHECK_EQ(record(c, 1, 1).fault.epoch, 5u);
   // Behind the workspace there is room for the rows.
   CHECK(c.out_row(own.limits.max_tokens) <= c.memory.work + work_bytes(own.limits));

@@ -467,6 +467,10 @@ CudaResult cuMemcpyDtoH_v2(void* to, DevicePtr from, size_t bytes) {
   std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
   return unless_capturing();
 }
+CudaResult cuMemcpyDtoHAsync_v2(void* to, DevicePtr from, size_t bytes, cuda::DriverStream) {
+  std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+  return 0;
+}
 CudaResult cuModuleLoadData(cuda::DriverModule* module, const void*) {
   *module = reinterpret_cast<cuda::DriverModule>(1);
   return unless_capturing();

@@ -180,11 +180,12 @@ FLASHMOE_FN void tell_fault(const Call& c) {
   FaultRecord* const own = c.fault(c.rank, c.rank);
   P::load_acquire(&c.control()->abort.value, kDevice);  // set after the record
   P::sync();                                            // whichever lane has seen it
-  if (P::broadcast(P::load_acquire(&own->posted, kSystem), 0) == 0) return;
+  if (P::broadcast(P::load_acquire(&own->posted, kSystem), 0) != FaultRecord::kFailed) return;
   P::sync();
   FLASHMOE_NO_UNROLL
   for (uint32_t i = 1; i < c.shape.ranks; ++i) {
-    P::put_signal(&own->fault, &own->fault, sizeof(Fault), &own->posted, 1, (c.rank + i) % c.shape.ranks);
+    P::put_signal(&own->fault, &own->fault, sizeof(Fault), &own->posted, FaultRecord::kFailed,
+                  (c.rank + i) % c.shape.ranks);
   }
   P::quiet();
 }

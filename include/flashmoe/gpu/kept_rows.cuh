@@ -17,11 +17,11 @@ namespace flashmoe::gpu {
 inline constexpr uint32_t kTileRows = 256;
 inline constexpr uint32_t kMoveWarps = kMoveThreads / 32;
 
-// The call that is over. Its epoch is 0 if it failed: then what it has left is not looked at.
+// The call that is over. Its epoch is 0 if it failed, or was refused: then what it has left is not looked at.
 __device__ __forceinline__ Call ended_call(const KernelArgs& args) {
   Call c = args.call;
   const uint64_t calls = Platform::load_relaxed(&c.control()->calls.value);
-  c.epoch = calls == kNoMoreCalls ? 0 : calls;
+  c.epoch = calls == kNoMoreCalls || calls == Platform::load_relaxed(&c.control()->refused.value) ? 0 : calls;
   return c;
 }
 

@@ -262,7 +262,8 @@ struct KernelArgs {
   BackwardArgs backward;  // of backward passes (kBackward)
   GroupArgs group;        // of both, among several ranks
   BackwardOptions options;
-  uint32_t strict;  // 1: a row for which no choice can be made is an error
+  uint32_t strict;      // 1: a row for which no choice can be made is an error
+  const char* reasons;  // [R][kReasonBytes] in the own heap (protocol/refusal.h); null: no rank can refuse a call
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

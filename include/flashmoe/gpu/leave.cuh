@@ -3,6 +3,7 @@
 
 #include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/gpu/platform.cuh"
+#include "flashmoe/gpu/refused.cuh"
 #include "flashmoe/protocol/fault.h"
 
 namespace flashmoe::gpu {
@@ -11,7 +12,7 @@ namespace flashmoe::gpu {
 __device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
   for (uint32_t i = 0; i < c.shape.ranks; ++i) {
     const FaultRecord* record = c.fault(c.rank, (c.rank + i) % c.shape.ranks);
-    if (Platform::load_acquire(&record->posted, kSystem) == 0) continue;
+    if (Platform::load_acquire(&record->posted, kSystem) != FaultRecord::kFailed) continue;
     to.fault = record->fault;
     to.entered = entered_by<Platform>(c, to.fault.culprit);
     // In whose heap configurations that rank p has are read: in p's own, or if that is not mapped, in this rank's.
@@ -35,7 +36,9 @@ __device__ __forceinline__ void hand_over_note(const KernelArgs& args, const Cal
 
 // One thread, when all of the block's warps are done. The last block to leave counts the call (every block has read the
 // count by then), and hands the host what went wrong. Calls queued behind one that failed, or replayed, would find its
-// leftovers in queue and lists, and another number of tokens: they must not begin, which kNoMoreCalls tells them.
+// leftovers in queue and lists, and another number of tokens: they must not begin, which kNoMoreCalls tells them. kAlone: the
+// rank has no peers, whatever the call says.
+template <bool kAlone = false>
 __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uint64_t epoch) {
   Control* control = c.control();
   if (Platform::fetch_add_acq_rel(&control->left.value, uint64_t{1}) + 1 != gridDim.x) return;
@@ -43,7 +46,10 @@ __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uin
   Platform::store_relaxed(&control->met.value, uint64_t{0});
   Platform::store_relaxed(&control->few_tasks.value, uint64_t{0});
   if constexpr (kIsBackward) Platform::store_relaxed(&control->routed.value, uint64_t{0});
-  const bool failed = Platform::load_relaxed(&control->abort.value) != 0;
+  bool failed = Platform::load_relaxed(&control->abort.value) != 0;
+  if constexpr (!kAlone && Platform::kPeersMapped) {
+    if (failed && args.reasons != nullptr) failed = !end_refused(args, c);
+  }
   Platform::store_relaxed(&control->calls.value, failed ? kNoMoreCalls : epoch);
   if (failed) hand_over_fault(c, *args.host_fault);
   if constexpr (!kIsBackward) {

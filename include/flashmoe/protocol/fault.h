@@ -17,7 +17,7 @@ FLASHMOE_FN void post_fault(const Call& c, Fault fault) {
       const uint32_t q = (c.rank + i) % c.shape.ranks;  // own heap first: the host reads it there
       FaultRecord* to = c.fault(q, c.rank);
       to->fault = fault;
-      P::store_release(&to->posted, uint64_t{1}, kSystem);
+      P::store_release(&to->posted, FaultRecord::kFailed, kSystem);
     }
   } else if constexpr (!P::kPeersMapped) {
     return;  // nobody may leave before the record is there to be sent
@@ -38,18 +38,21 @@ FLASHMOE_FN Epoch entered_by(const Call& c, uint32_t p) {
   return P::load_acquire(&c.status(p)->entered, kSystem);
 }
 
-// A Platform whose ranks may refuse calls (refusal.h); for others nothing of that is compiled in.
+// The lowest rank that has refused the call, as far as is known here; if none has, a number that is no rank's.
 template <class P>
-concept HearsRefusals = requires(const Call& c) { P::is_refused(c); };
+FLASHMOE_FN uint32_t refuser(const Call& c) {
+  uint32_t p = 0;
+  while (p < c.shape.ranks && P::load_acquire(&c.fault(c.rank, p)->posted, kSystem) != c.epoch) ++p;
+  return p;
+}
 
 // All lanes; true if any rank has posted a fault, or has refused the call. Then every actor of this rank is told to leave.
 template <class P>
 FLASHMOE_FN bool peer_faulted(const Call& c) {
   bool found = false;
   for (uint32_t p = P::lane(); p < c.shape.ranks; p += P::kLanes) {
-    found |= P::poll(&c.fault(c.rank, p)->posted, kSystem) != 0;
+    found |= FaultRecord::is_news(P::poll(&c.fault(c.rank, p)->posted, kSystem), c.epoch);
   }
-  if constexpr (HearsRefusals<P>) found |= P::is_refused(c);
   const bool any = P::ballot(found) != 0;
   if (any && P::lane() == 0) P::store_release(&c.control()->abort.value, uint64_t{1}, kDevice);
   return any;

@@ -63,9 +63,19 @@ struct RowNote {
   }
 };
 
+inline constexpr uint32_t kReasonBytes = 512;  // of a refusal's text, with the zero behind it (refusal.h)
+
+// What a rank says, in another one's heap, of calls that come to nothing.
 struct alignas(64) FaultRecord {
-  uint64_t posted;  // non-zero once `fault` is written; polled
+  static constexpr uint64_t kFailed = ~uint64_t{0};
+  uint64_t
+      posted;  // polled: kFailed once `fault` is written; else epoch of the last call that it has refused (refusal.h)
   Fault fault;
+  uint64_t left;  // epoch of the last call that some rank has refused and it has left
+
+  FLASHMOE_HD static constexpr bool is_news(uint64_t posted, uint64_t epoch) {
+    return posted == kFailed || posted == epoch;
+  }
 };
 static_assert(sizeof(FaultRecord) == 64);
 
@@ -98,6 +108,11 @@ struct HostFault {
   // many experts.
   uint64_t noted = 0;
   uint32_t noted_experts = 0;
+  // Likewise the first call that some rank has refused, `refuser`, and its reason; 0 without one. And the last one, whether or not
+  // the host has raised it, written behind these.
+  uint64_t refused = 0, last_refused = 0;
+  uint32_t refuser = 0;
+  alignas(8) char reason[kReasonBytes] = {};
 };
 
 inline constexpr uint64_t kNoMoreCalls = ~uint64_t{0};  // the next call's epoch would be 0, which no call has
@@ -123,7 +138,8 @@ struct alignas(128) Control {
   // Of a backward pass with a router (GPU): thread blocks whose tokens' logits are differentiated, and in the upper half warps
   // that have combined; zero between calls.
   Line routed;
-  Line noted;  // the first RowNote of the call, 0 without one; zero before the call
+  Line noted;    // the first RowNote of the call, 0 without one; zero before the call
+  Line refused;  // the last call that ended since some rank has refused it (GPU)
 };
 
 }  // namespace flashmoe

@@ -125,7 +125,7 @@ __device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
     s.call.epoch = b.epoch;
     post_fault<Platform>(s.call, s.fault);
   }
-  leave(args, b.c, b.epoch);
+  leave<true>(args, b.c, b.epoch);
 }
 
 }  // namespace flashmoe::sm90

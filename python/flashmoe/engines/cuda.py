@@ -7,6 +7,7 @@ device, but for reports and traces.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from .. import placement as placements
 from ..arguments import Options, Tensors, beyond_limit, check, redispatches
 from ..errors import GroupError, InvalidArgument
 from ..limits import ContextSpec, Room
+from ..refusals import made
 from ..report import CallReport, expert_load
 from ..scales import SCALE_OF
 from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, MXFP4, LayerSpec, bounded, scale_blocks
@@ -191,22 +193,23 @@ class CudaEngine(Engine):
         routing = cuda_training.own_routing(kept, tensors, options)
         logits = cuda_training.kept_logits(kept, tensors)
         y = self._call(tensors._replace(router_logits=logits), layer, False, memory, routing)
-        library.cuda_count_rows(*of_call)
-        library.cuda_move_rows(*of_call, kept.data_ptr(), room)
-        if asked is not None:
-            asked.copy_(logits)
-        rows = cuda_training.KeptRows(*library.cuda_read_counts(handle, layer.number, room))
-        if rows.room != room:
-            if (size := size_with(rows.room)) > cuda_training.MOST_KEPT:
-                raise InvalidArgument(
-                    f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
-                    f"{rows.rows} rows of its experts, which need {size} bytes"
-                )
-            routing = routing.clone()
-            del kept, logits  # the same memory may be what they are moved to
-            kept = x.new_empty(size, dtype=torch.uint8)
-            library.cuda_move_rows(*of_call, kept.data_ptr(), rows.room)
-            cuda_training.own_routing(kept, tensors, options).copy_(routing)
+        with made():
+            library.cuda_count_rows(*of_call)
+            library.cuda_move_rows(*of_call, kept.data_ptr(), room)
+            if asked is not None:
+                asked.copy_(logits)
+            rows = cuda_training.KeptRows(*library.cuda_read_counts(handle, layer.number, room))
+            if rows.room != room:
+                if (size := size_with(rows.room)) > cuda_training.MOST_KEPT:
+                    raise InvalidArgument(
+                        f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
+                        f"{rows.rows} rows of its experts, which need {size} bytes"
+                    )
+                routing = routing.clone()
+                del kept, logits  # the same memory may be what they are moved to
+                kept = x.new_empty(size, dtype=torch.uint8)
+                library.cuda_move_rows(*of_call, kept.data_ptr(), rows.room)
+                cuda_training.own_routing(kept, tensors, options).copy_(routing)
         return y, kept, torch.tensor(rows)
 
     def backward(
@@ -283,21 +286,22 @@ class CudaEngine(Engine):
             }
             | {name: written[place].data_ptr() if place in written else 0 for name, place in _GRADIENTS.items()},
         )
-        if self._recorded is not None:
-            self._unread_trace = layer, True
-        for place in _GRADIENTS.values():
-            if place in wanted and written[place] is not wanted[place]:
-                wanted[place].copy_(written[place])
-        if of_weights is not None and by_bias is not None:
-            of_weights = of_weights + by_bias
-        for place, found in (("x", dx), ("topk_weights", of_weights)):
-            if place in wanted and found is not wanted[place]:
-                wanted[place].copy_(found)
-        if of_shared is not None:
-            cuda_training.gate_gradient(of_shared, tensors.x, wanted["shared_gate"], accumulates)
-        if "router_bias" in wanted:
-            experts = layer.layer.experts
-            cuda_training.bias_gradient(of_logits[:tokens, :experts], wanted["router_bias"], accumulates)
+        with made():
+            if self._recorded is not None:
+                self._unread_trace = layer, True
+            for place in _GRADIENTS.values():
+                if place in wanted and written[place] is not wanted[place]:
+                    wanted[place].copy_(written[place])
+            if of_weights is not None and by_bias is not None:
+                of_weights = of_weights + by_bias
+            for place, found in (("x", dx), ("topk_weights", of_weights)):
+                if place in wanted and found is not wanted[place]:
+                    wanted[place].copy_(found)
+            if of_shared is not None:
+                cuda_training.gate_gradient(of_shared, tensors.x, wanted["shared_gate"], accumulates)
+            if "router_bias" in wanted:
+                experts = layer.layer.experts
+                cuda_training.bias_gradient(of_logits[:tokens, :experts], wanted["router_bias"], accumulates)
 
     def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared:
         """The layer of such calls, known from an earlier one or prepared now."""
@@ -354,11 +358,15 @@ class CudaEngine(Engine):
         if self._recorded is not None and (tokens != 0 or self.room.ranks != 1):
             self._unread_trace = layer, False
         elif trace:
-            self._report = self._traced(self.last_call(), layer)
+            with made():
+                self._report = self._traced(self.last_call(), layer)
         return out
 
     def refuse(self, reason: str) -> None:
-        """Nothing: the other ranks wait for the call that this one will make."""
+        """Nothing, too, while a graph is captured, and of ranks that reach one another by puts alone: there the others
+        wait for the call that this one will make."""
+        if not self.closed and os.getpid() == self._process:
+            _ffi.library().cuda_refuse(self._handle, reason, current_stream(self.device))
 
     def last_call(self) -> CallReport | None:
         if self._unread is not None:

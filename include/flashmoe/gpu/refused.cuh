@@ -1,0 +1,87 @@
+// The end of a call that some rank has refused (protocol/refusal.h): what the last thread does, of a rank that has begun it.
+#pragma once
+
+#include "flashmoe/gpu/kernel_args.h"
+#include "flashmoe/gpu/platform.cuh"
+#include "flashmoe/protocol/fault.h"
+
+namespace flashmoe::gpu {
+
+__device__ __forceinline__ uint64_t progress_of_all(const Call& c) {
+  uint64_t sum = 0;
+  for (uint32_t p = 0; p < c.shape.ranks; ++p) sum += Platform::poll(&c.status(p)->progress, kSystem);
+  return sum;
+}
+
+__device__ __forceinline__ bool any_failed(const Call& c) {
+  for (uint32_t p = 0; p < c.shape.ranks; ++p) {
+    if (Platform::load_acquire(&c.fault(c.rank, p)->posted, kSystem) == FaultRecord::kFailed) return true;
+  }
+  return false;
+}
+
+// The host hears of the refusal, and of its reason unless it has not raised an earlier one yet.
+__device__ __forceinline__ void hand_over_refusal(const KernelArgs& args, const Call& c, uint32_t p) {
+  HostFault& to = *args.host_fault;
+  if (Platform::load_acquire(&to.refused, kSystem) == 0) {
+    constexpr uint32_t kWords = kReasonBytes / sizeof(uint64_t);
+    const auto* const reason = reinterpret_cast<const uint64_t*>(args.reasons) + p * kWords;
+#pragma unroll 1
+    for (uint32_t i = 0; i < kWords; ++i) reinterpret_cast<uint64_t*>(to.reason)[i] = reason[i];
+    to.refuser = p;
+    Platform::store_release(&to.refused, c.epoch, kSystem);
+  }
+  Platform::store_release(&to.last_refused, c.epoch, kSystem);
+}
+
+// Makes queue, lists and counters those of a workspace that no call has used. Rows lie behind them.
+__device__ __forceinline__ void clear_workspace(const Call& c) {
+  static_assert(static_cast<uint32_t>(WorkField::kIntermediate) + 2 == static_cast<uint32_t>(WorkField::kCount));
+  const uint64_t bytes = c.memory.work_layout.offset[static_cast<uint32_t>(WorkField::kIntermediate)];
+  auto* const to = reinterpret_cast<uint4*>(c.memory.work);
+#pragma unroll 1
+  for (uint64_t i = 0; i < bytes / sizeof(uint4); ++i) to[i] = uint4{};
+}
+
+// Until all ranks have left the call. False if one has failed; or has not left for a timeout in which no rank has made progress:
+// that is posted.
+__device__ __forceinline__ bool all_have_left(const Call& c) {
+  uint64_t since = Platform::now_ns(), progress = progress_of_all(c);
+  uint32_t p = 0;
+#pragma unroll 1
+  while (p < c.shape.ranks) {
+    if (Platform::load_acquire(&c.fault(c.rank, p)->left, kSystem) >= c.epoch) {
+      ++p;
+      continue;
+    }
+    if (any_failed(c)) return false;
+    const uint64_t now = Platform::now_ns();
+    if (c.policy.timeout_ns != 0 && now - since > c.policy.timeout_ns) {
+      const uint64_t sum = progress_of_all(c);
+      if (sum == progress) {
+        post_fault<Platform>(c, {.kind = FaultKind::kLeft, .awaited = p, .culprit = p, .expected = c.epoch});
+        return false;
+      }
+      progress = sum;
+      since = now;
+    }
+    Platform::rest();
+  }
+  return true;
+}
+
+// Of a call that was aborted: whether that was since some rank has refused it, and all are ready for the next call. One thread,
+// when all others of the rank have left.
+__device__ __forceinline__ bool end_refused(const KernelArgs& args, const Call& c) {
+  const uint32_t p = refuser<Platform>(c);
+  if (p == c.shape.ranks || any_failed(c)) return false;
+  hand_over_refusal(args, c, p);
+  clear_workspace(c);
+  // Behind the reason's loads and the other blocks' stores to peers, which their adds to Control::left have released.
+  for (uint32_t q = 0; q < c.shape.ranks; ++q) Platform::store_release(&c.fault(q, c.rank)->left, c.epoch, kSystem);
+  if (!all_have_left(c)) return false;
+  Platform::store_relaxed(&c.control()->refused.value, c.epoch);
+  return true;
+}
+
+}  // namespace flashmoe::gpu
