@@ -57,13 +57,14 @@ void append_fields(FieldRows& to, const FieldSpec<Field> (&table)[N], const Limi
 
 }  // namespace
 
-FieldRows field_rows(const Limits& limits, bool gradients) {
+FieldRows field_rows(const Limits& limits, bool gradients, bool refusals) {
   FieldRows rows;
   append_fields(rows, kHeapTable, limits, "heap");
   append_fields(rows, kWorkTable, limits, "workspace");
   if (make_put_layout(limits).bytes != 0) append_fields(rows, kPutTable, limits, "workspace");
   if (gradients) append_fields(rows, kGradientTable, limits, "heap");
   if (limits.relayed != 0) append_fields(rows, kRelayTable, limits, "heap");
+  if (refusals) append_fields(rows, kRefusalTable, limits, "heap");
   return rows;
 }
 
@@ -79,12 +80,7 @@ namespace {
 
 // machines: of each rank; empty: all are on one.
 FieldRows layout_fields(Map limits, ffi::Array<int64_t> machines) {
-  return guarded([&] {
-    const Limits spread = spread_over(limits_of(limits), machines);
-    FieldRows rows = field_rows(spread, true);
-    append_fields(rows, kRefusalTable, spread, "heap");
-    return rows;
-  });
+  return guarded([&] { return field_rows(spread_over(limits_of(limits), machines), true, true); });
 }
 
 // Bytes for each row, row of the shared expert, token received, and own token: four that a call keeps, and four that a

@@ -10,9 +10,10 @@ class FlashMoEError(RuntimeError):
 class InvalidArgument(FlashMoEError, ValueError):
     """An argument is outside its documented domain: wrong shape, dtype, range, option or placement.
 
-    What a rank sees before it begins a call (shapes, types, options) leaves the context usable. With the CPU engine
-    the group is told: the call is over on every rank, and those that have not refused it themselves raise `GroupError`.
-    With the CUDA engine the other ranks wait for the call. What only values show is a `BadRow`.
+    What a rank sees before it begins a call (shapes, types, options) leaves the context usable. The group is told: the
+    call is over on every rank, and those that have not refused it themselves raise `GroupError`. (Not with
+    ``transport="rdma"``, nor while a graph is captured: there the other ranks wait for the call that this one makes
+    next.) What only values show is a `BadRow`.
     """
 
 
@@ -42,7 +43,8 @@ class UnknownOption(InvalidArgument, TypeError):
 
 class GroupError(FlashMoEError):
     """The ranks of a group do not meet: one is missing, they disagree on what they are computing, or one has refused
-    the call. The last, "rank 1 refused call 17: ...", is the only one behind which the context may be used.
+    the call. The last, "rank 1 refused call 17: ...", is the only one behind which the context may be used. With the
+    CUDA engine, whose calls do not wait, a later call raises it, which is made, or a wait for the device.
     """
 
 

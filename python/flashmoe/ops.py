@@ -97,8 +97,8 @@ def moe(
         the CUDA engine the other ranks wait for the call. Where only values do (ids; with `strict`, NaN logits), this
         rank raises a `BadRow` once it knows (docs/models.md, docs/gpus.md), and the next call is in step.
     GroupError
-        The ranks disagree on sizes, types, placement or other options; an earlier call failed; or, with the CPU engine,
-        another rank has refused this call, as the message says: then all may make the next one.
+        The ranks disagree on sizes, types, placement or other options; an earlier call failed; or another rank has
+        refused this call (with the CUDA engine, one before), as the message says: then all may make the next one.
     LimitExceeded, PeerTimeout
         The call is more than the context was made for; or the group stood still for its timeout (the message says who).
     FlashMoEError

@@ -35,6 +35,7 @@ unsigned allocation_ms = 0;
 bool capture = false;
 Fault next_fault;
 RowNote next_note;
+uint64_t next_refused = 0, next_last_refused = 0;
 std::string last_launch = "{}";
 std::string last_move;
 std::string events;  // what was launched, recorded and waited for since it was asked for
@@ -328,6 +329,11 @@ void fake_compute_capability(int value) {
 void fake_fault(unsigned kind, unsigned token, uint64_t expected, uint64_t seen) {
   next_fault = {.kind = static_cast<FaultKind>(kind), .index = token, .expected = expected, .seen = seen, .epoch = 3};
 }
+// The next call's kernel finds that rank 1 has refused a call; and others, up to `last`. Of 0: only these, whose reason it did not
+// hand over.
+void fake_refusal(uint64_t call, uint64_t last) {
+  next_refused = call, next_last_refused = last;
+}
 void fake_note(unsigned fault, unsigned token, int id) {
   next_note = {static_cast<RowFault>(fault), token, id};
 }
@@ -459,7 +465,7 @@ CudaResult cuMemcpyHtoD_v2(DevicePtr to, const void* from, size_t bytes) {
   return unless_capturing();
 }
 CudaResult cuMemcpyHtoDAsync_v2(DevicePtr to, const void* from, size_t bytes, cuda::DriverStream) {
-  events += "beat ";
+  events += "write ";
   std::memcpy(reinterpret_cast<void*>(to), from, bytes);
   return 0;
 }
@@ -529,6 +535,12 @@ CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFuncti
     args.host_fault->noted = next_note.pack();
   }
   next_note = {};
+  if (next_last_refused != 0) {
+    HostFault& to = *args.host_fault;
+    to.refused = next_refused, to.last_refused = next_last_refused, to.refuser = 1;
+    std::strcpy(to.reason, "x: too wide");
+    next_last_refused = 0;
+  }
   return 0;
 }
 CudaResult cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base, const uint64_t* dims,

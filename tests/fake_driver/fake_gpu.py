@@ -27,6 +27,7 @@ driver.fake_last_move.restype = driver.fake_log.restype = ctypes.c_char_p
 driver.fake_allocations.restype = driver.fake_allocated_bytes.restype = ctypes.c_size_t
 driver.fake_memory.argtypes = [ctypes.c_size_t]
 driver.fake_fault.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_uint64]
+driver.fake_refusal.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
 
 
 class OnGpu(torch.Tensor):

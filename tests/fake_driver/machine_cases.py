@@ -29,7 +29,7 @@ def test_ranks_that_are_told_to_be_of_several_machines(cubin, mode):
             "passed": [0, 0] * len(sources),
             "counted": 0,
             "sums": int(mode == "reduced"),
-            "behind": plain.heap_bytes,
+            "behind": plain.heap_bytes - 3 * 512,  # who refuses a call has no place for a reason here
         }
     for seen in put_by(3, {"machines": (4, 4, 4)}, cubin=cubin):  # all of one
         assert seen.variants == [jit.Variant("bfloat16", "swiglu")] and seen.launch["machines"] is None

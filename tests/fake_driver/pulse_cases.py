@@ -31,8 +31,8 @@ def test_a_rank_that_compiles_says_so(cubin, ranks):
     """Every eighth of its timeout."""
     for first, second in on_ranks(calls_of, [(cubin, 2.0)] * ranks):
         assert second == ["call"]
-        assert first[-1] == "call" and set(first[:-1]) <= {"beat"}
-        assert first.count("beat") in (range(2, 5) if ranks == 2 else [0])
+        assert first[-1] == "call" and set(first[:-1]) <= {"write"}
+        assert first.count("write") in (range(2, 5) if ranks == 2 else [0])
 
 
 def test_without_a_timeout_nobody_need_hear(cubin):
