@@ -121,7 +121,7 @@ def test_a_call_beyond_the_limits_is_both_errors(ctx):
         ("gate_up", "gate_up_proj"),
         ("topk_id", "topk_ids"),
         ("capacity", "capacity_factor"),
-        ("shared_up", "shared_gate_up"),
+        ("shared_gateup", "shared_gate_up"),
     ],
 )
 def test_a_keyword_that_there_is_not(ctx, given, meant):

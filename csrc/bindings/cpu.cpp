@@ -364,10 +364,10 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
                     const Given& x, const Given& gate_up_proj, const Given& down_proj, const Given& router,
                     const Given& router_bias, const Given& choice_bias, const Given& gate_up_bias,
                     const Given& down_bias, const Given& shared_gate_up, const Given& shared_down,
-                    const Given& shared_gate, const Given& gate_up_scale, const Given& down_scale,
-                    const Given& shared_gate_up_scale, const Given& shared_down_scale, const Given& x_scale,
-                    const Given& topk_ids, const Given& topk_weights, const Given& load, const Given& router_logits,
-                    const Given& out, const Given& chosen, const Given& weights) {
+                    const Given& shared_gate, const Given& shared_up, const Given& gate_up_scale,
+                    const Given& down_scale, const Given& shared_gate_up_scale, const Given& shared_down_scale,
+                    const Given& x_scale, const Given& topk_ids, const Given& topk_weights, const Given& load,
+                    const Given& router_logits, const Given& out, const Given& chosen, const Given& weights) {
       return guarded([&] {
         const auto context = registry<Context>().get(handle);
         const bool routed = spec.routing != Routing::kGiven;
@@ -375,6 +375,7 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
         const auto kept = keep ? std::make_shared<Kept>() : nullptr;
         if (keep) {
           kept->spec = spec, kept->placement = options.placement, kept->redispatch = redispatch;
+          kept->shared_up = shared_up.has_value();
           if (routed) kept->logits.resize(static_cast<uint64_t>(tokens) * spec.experts);
         }
         const Layer l{
@@ -391,6 +392,7 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
             .shared_gate_up = memory_of<void>("shared_gate_up", shared_gate_up, spec.shared != 0),
             .shared_down = memory_of<void>("shared_down", shared_down, spec.shared != 0),
             .shared_gate = memory_of<void>("shared_gate", shared_gate, spec.shared_gate),
+            .shared_up = memory_of<void>("shared_up", shared_up, shared_up.has_value()),
             .gate_up_scale = memory_of<void>("gate_up_scale", gate_up_scale, scaled),
             .down_scale = memory_of<void>("down_scale", down_scale, scaled),
             .shared_gate_up_scale = memory_of<void>("shared_gate_up_scale", shared_gate_up_scale, scaled_shared),
@@ -461,7 +463,8 @@ void check_tensors(const Kept& kept, const Named& tensors, bool all, bool float3
               {"router", e * h, routed, of_other},
               {"router_bias", e, l.router_bias, of_other},
               {"choice_bias", e, l.choice_bias, 4},
-              {"shared_gate_up", s * up * h, s != 0, of_matrix},
+              {"shared_gate_up", s * (kept.shared_up ? i : up) * h, s != 0, of_matrix},
+              {"shared_up", kept.shared_up ? s * i * h : 0, kept.shared_up, of_matrix},
               {"shared_down", s * h * i, s != 0, of_matrix},
               {"shared_gate", h, l.shared_gate, of_other},
               {"topk_weights", t * l.top_k, !routed, 0},  // of two types
@@ -506,6 +509,7 @@ ffi::Array<int64_t> context_backward(int64_t handle, int64_t kept_handle, bool t
                                         .shared_gate_up = in("shared_gate_up"),
                                         .shared_down = in("shared_down"),
                                         .shared_gate = in("shared_gate"),
+                                        .shared_up = kept->shared_up ? in("shared_up") : nullptr,
                                         .topk_weight_type = narrow ? kept->spec.y_type : DType::kFloat32},
                               .y = in("y"),
                               .logits = static_cast<const float*>(in("router_logits")),
@@ -519,6 +523,7 @@ ffi::Array<int64_t> context_backward(int64_t handle, int64_t kept_handle, bool t
                               .shared_gate_up = out("shared_gate_up"),
                               .shared_down = out("shared_down"),
                               .shared_gate = out("shared_gate"),
+                              .shared_up = out("shared_up"),
                               .topk_weights = out("topk_weights"),
                               .accumulates = accumulates};
     CallOptions options;

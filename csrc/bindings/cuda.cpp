@@ -94,6 +94,7 @@ int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map 
     f("router_bias", l.router_bias);
     f("choice_bias", l.choice_bias);
     f("shared_gate", l.shared_gate);
+    f("shared_up", l.shared_up);
     f("gate_up_scale", l.gate_up_scale);
     f("down_scale", l.down_scale);
     f("shared_gate_up_scale", l.shared_gate_up_scale);
@@ -174,6 +175,7 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
     f("router", g.router);
     f("shared_gate_up", g.shared_gate_up);
     f("shared_down", g.shared_down);
+    f("shared_up", g.shared_up);
     f("shared_logits", g.shared_logits);
     f.done();
     const auto c = context(handle);

@@ -66,13 +66,23 @@ void BackwardEngine::find_rows(uint32_t tile) {
   }
 }
 
-void BackwardEngine::multiply_rows(float* out, const float* a, uint32_t rows, const void* matrix, uint64_t pitch,
-                                   Rows of, uint32_t n, uint32_t k) {
+void BackwardEngine::multiply_rows(float* out, const float* a, uint32_t rows, const Right& matrix, uint32_t n,
+                                   uint32_t k) {
   float* part = room(part_, size_t{rows} * kColumns);
   for (uint32_t first = 0; first < n; first += kColumns) {
     const uint32_t count = min_of(kColumns, n - first);
-    const void* from = at(matrix, spec().weight_type, of == Rows::kResults ? first * pitch : first);
-    gemm(part, a, rows, from, pitch, spec().weight_type, count, k, gemm_, of);
+    DType type = spec().weight_type;
+    const void* from = at(matrix.data, type, matrix.of == Rows::kResults ? first * matrix.pitch : first);
+    uint64_t pitch = matrix.pitch;
+    if (matrix.up != nullptr) {  // the block's rows of both in fp32, which gemm() makes of rows of one
+      float* to = room(features_, size_t{k} * count);
+      from = to;
+      for (const void* half : {matrix.data, matrix.up}) {
+        for (uint32_t i = 0; i < k / 2; ++i, to += count) widen(to, at(half, type, i * pitch + first), type, count);
+      }
+      type = DType::kFloat32, pitch = count;
+    }
+    gemm(part, a, rows, from, pitch, type, count, k, gemm_, matrix.of);
     for (uint32_t r = 0; r < rows; ++r) std::copy_n(part + size_t{r} * count, count, out + size_t{r} * n + first);
   }
 }
@@ -108,8 +118,8 @@ void BackwardEngine::hidden_gradients(uint32_t tile, uint32_t slice) {
   const uint64_t first =
       (shared ? 0 : uint64_t{t.expert} * hidden * width) + to_slice * (spec().transposed ? pitch : 1);
   float* grad = room(out_, size_t{t.rows} * n);
-  multiply_rows(grad, dy, t.rows, at(shared ? layer_.shared_down : layer_.down, spec().weight_type, first), pitch, of,
-                n, hidden);
+  const void* down = at(shared ? layer_.shared_down : layer_.down, spec().weight_type, first);
+  multiply_rows(grad, dy, t.rows, {down, pitch, of}, n, hidden);
   const uint32_t step = spec().interleaved ? 2 : 1;
   for (uint32_t r = 0; r < t.rows; ++r) {
     const Kept::Row& row = pass_->kept.rows()[numbers_[r]];
@@ -147,7 +157,8 @@ void BackwardEngine::return_gradients(uint32_t tile) {
   const void* matrix =
       shared ? layer_.shared_gate_up : at(layer_.gate_up, spec().weight_type, uint64_t{t.expert} * length * hidden);
   float* grad = room(out_, size_t{t.rows} * hidden);
-  multiply_rows(grad, a, t.rows, matrix, spec().transposed ? length : hidden, of, hidden, length);
+  const uint64_t pitch = spec().transposed ? length : hidden;
+  multiply_rows(grad, a, t.rows, {matrix, pitch, of, shared ? layer_.shared_up : nullptr}, hidden, length);
   float* x = room(sum_, hidden);
   for (uint32_t r = 0; r < t.rows; ++r) {
     const Row& row = *c_.tile_row(tile, r);
@@ -222,7 +233,7 @@ void BackwardEngine::combine(const Piece& piece) {
     float* a = room(a_, size_t{padded_for(piece.tokens, hidden, experts, Rows::kContraction)} * experts);
     std::copy_n(pass_->logits.data() + uint64_t{first} * experts, size_t{piece.tokens} * experts, a);
     float* routed = room(out_, size_t{piece.tokens} * hidden);
-    multiply_rows(routed, a, piece.tokens, layer_.router, hidden, Rows::kContraction, hidden, experts);
+    multiply_rows(routed, a, piece.tokens, {layer_.router, hidden, Rows::kContraction}, hidden, experts);
     for (size_t i = 0; i < size_t{piece.tokens} * hidden; ++i) sums[i] += routed[i];
   }
   if (spec().shared_gate) {

@@ -29,9 +29,15 @@ class BackwardEngine : public Engine {
   float* load_gradients(uint32_t tile, uint32_t columns);
   // The x of a row whose task runs.
   const uint8_t* x_of(const Row& row, const Kept::Row& kept) const;
-  // out[rows, n] = a[rows, k] * matrix^T or * matrix, by blocks of columns, from column `first` of the matrix's axis n.
-  void multiply_rows(float* out, const float* a, uint32_t rows, const void* matrix, uint64_t pitch, Rows of, uint32_t n,
-                     uint32_t k);
+  // A right operand as it is stored.
+  struct Right {
+    const void* data;
+    uint64_t pitch;  // elements from one row to the next
+    Rows of;
+    const void* up = nullptr;  // of rows that are contracted: the second half, where it is of another matrix
+  };
+  // out[rows, n] = a[rows, k] * matrix^T or * matrix, by blocks of columns of the matrix's axis n.
+  void multiply_rows(float* out, const float* a, uint32_t rows, const Right& matrix, uint32_t n, uint32_t k);
   // The gradients of a slice's pre-activations, of the tile's rows, and the slice's part of those of combine weights.
   void hidden_gradients(uint32_t tile, uint32_t slice);
   float weight_gradient_of(uint64_t row, uint32_t expert, uint32_t slice, const float* hidden, const float* dy);

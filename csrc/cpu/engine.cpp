@@ -252,12 +252,13 @@ Engine::Weights Engine::weights_of(const TaskRow& product, uint32_t expert, uint
   const uint64_t pitch = l.transposed ? rows : length;
   const uint32_t to_up = l.interleaved ? 1 : static_cast<uint32_t>(width);
   if (!shared) {
-    return {at(up ? layer_.gate_up : layer_.down, l.weight_type, expert * rows * length), pitch, to_up, 0};
+    return {at(up ? layer_.gate_up : layer_.down, l.weight_type, expert * rows * length), pitch, to_up, 0, nullptr};
   }
   // Of gate_up a slice's rows, or with transposed matrices columns.
   const uint64_t first = uint64_t{slice} * l.intermediate * (up && l.interleaved ? 2 : 1);
   return {at(up ? layer_.shared_gate_up : layer_.shared_down, l.weight_type, l.transposed ? first : first * pitch),
-          pitch, to_up, first};
+          pitch, to_up, first,
+          up && layer_.shared_up != nullptr ? at(layer_.shared_up, l.weight_type, first * pitch) : nullptr};
 }
 
 Engine::RowScales Engine::scales_of(const TaskRow& product, uint32_t expert, uint64_t row) const {
@@ -325,6 +326,19 @@ const float* Engine::dequantised_rows(const TaskRow& product, const Weights& fro
   return wide;
 }
 
+// Of gates and ups in matrices of their own, all rows of the first and then of the second, in fp32: what gemm() makes of rows
+// of one matrix.
+const float* Engine::rows_of_both(const Weights& from, uint32_t length) {
+  float* const wide = room(features_, 2 * size_t{from.to_up} * length);
+  float* to = wide;
+  for (const void* matrix : {from.data, from.up}) {
+    for (uint32_t i = 0; i < from.to_up; ++i, to += length) {
+      widen(to, at(matrix, spec().weight_type, i * from.pitch), spec().weight_type, length);
+    }
+  }
+  return wide;
+}
+
 // rows * weights^T, with `columns` rows of weights.
 float* Engine::multiply_rows(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
                              const Weights& from, Features of, uint32_t columns) {
@@ -334,6 +348,10 @@ float* Engine::multiply_rows(std::vector<float>& to, const TaskRow& product, con
   uint64_t stride = of.step * from.pitch;
   if (has_scales(type)) {
     weights = dequantised_rows(product, from, of, columns), type = DType::kFloat32, stride = length;
+  } else if (from.up != nullptr && of.first == 0 && columns == 2 * from.to_up) {
+    weights = rows_of_both(from, length), type = DType::kFloat32, stride = length;
+  } else if (from.up != nullptr && of.first >= from.to_up) {
+    weights = at(from.up, type, (of.first - from.to_up) * from.pitch);
   } else if (!spec().transposed) {
     weights = at(from.data, type, of.first * from.pitch);
   } else {

@@ -144,6 +144,7 @@ class Engine {
     uint64_t pitch;  // elements from one row to the next, as they are stored
     uint32_t to_up;  // with a gate: rows from a column's gate to its up
     uint64_t row;    // of the matrix: its number
+    const void* up;  // row `to_up` and those behind it, where they are of another matrix; else null
   };
   Weights weights_of(const TaskRow& product, uint32_t expert, uint32_t slice) const;
   uint32_t contracted(const TaskRow& product, uint32_t expert) const;
@@ -154,6 +155,7 @@ class Engine {
   };
   RowScales scales_of(const TaskRow& product, uint32_t expert, uint64_t row) const;
   const float* dequantised_rows(const TaskRow& product, const Weights& from, Features of, uint32_t columns);
+  const float* rows_of_both(const Weights& from, uint32_t length);
   uint8_t* intermediate_row(uint32_t tile, uint32_t slice, uint32_t row) const;
   float* load_rows(const TaskRow& product, uint32_t tile, uint32_t columns);
   float* load_quantised_rows(const TaskRow& product, uint32_t tile, uint32_t columns);

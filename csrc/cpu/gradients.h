@@ -28,6 +28,7 @@ struct Gradients {
   void* shared_gate_up = nullptr;
   void* shared_down = nullptr;
   void* shared_gate = nullptr;
+  void* shared_up = nullptr;
   void* topk_weights = nullptr;  // [T, K], of the type of the weights
   bool accumulates = false;
 };

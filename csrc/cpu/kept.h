@@ -63,6 +63,7 @@ class Kept {
   LayerSpec spec;
   host::Holders placement;
   bool redispatch = false;                              // the backward pass gets the rows of other ranks once more
+  bool shared_up = false;                               // the shared expert's gate and up are two matrices
   uint32_t rank = 0, ranks = 0, tokens = 0, top_k = 0;  // top_k: choices of a token, that of a shared expert too
   Epoch epoch = 0;
   std::vector<int32_t> ids;    // [T, top_k], -1 where dropped

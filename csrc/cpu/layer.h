@@ -23,6 +23,7 @@ struct Layer {
   const void* shared_gate_up = nullptr;  // [2 Is, H] or [Is, H], as gate_up of one expert; null where there is none
   const void* shared_down = nullptr;     // [H, Is]; or transposed, as all
   const void* shared_gate = nullptr;     // [H]; may be null
+  const void* shared_up = nullptr;       // [Is, H]: shared_gate_up is [Is, H] then, the gate alone; null: it has both
   // Of quantised weights: [El], [El, rows], or of blocks (spec/encoding.h) [El, blocks of rows, blocks of columns], where
   // the gate's rows and the up's have blocks of their own unless they are interleaved. Of the shared expert: the same
   // without El.

@@ -19,6 +19,11 @@ struct Matrix {
   DType type;         // of `to`
   bool by_feature;    // H numbers of a feature are neighbours; else features are
   uint64_t first_row, rows;
+  // Features from this one on have their results in another matrix, with rows of H numbers; null: not wanted.
+  uint32_t gates = ~0u;
+  void* up = nullptr;
+
+  bool wanted() const { return to != nullptr || up != nullptr; }
 };
 
 class Parts {
@@ -62,13 +67,22 @@ class Parts {
     };
     const uint64_t h = spec_.hidden;
     const DType t = of(spec_.weight_type), of_bias = of(spec_.y_type);
-    add({Matrix::Of::kGateUp, l, up, shared ? g_.shared_gate_up : of_expert(g_.gate_up, up * h, t),
-         shared ? nullptr : of_expert(g_.gate_up_bias, up, of_bias), t, !spec_.transposed, begin, rows});
+    Matrix gate_up{Matrix::Of::kGateUp,
+                   l,
+                   up,
+                   shared ? g_.shared_gate_up : of_expert(g_.gate_up, up * h, t),
+                   shared ? nullptr : of_expert(g_.gate_up_bias, up, of_bias),
+                   t,
+                   !spec_.transposed,
+                   begin,
+                   rows};
+    if (shared && layer_.shared_up != nullptr) gate_up.gates = down, gate_up.up = g_.shared_up;
+    add(gate_up);
     add({Matrix::Of::kDown, l, down, shared ? g_.shared_down : of_expert(g_.down, down * h, t),
          shared ? nullptr : of_expert(g_.down_bias, h, of_bias), t, spec_.transposed, begin, rows});
   }
   void add(const Matrix& m) {
-    if (m.to != nullptr || m.bias != nullptr) matrices_.push_back(m);
+    if (m.wanted() || m.bias != nullptr) matrices_.push_back(m);
   }
 
   void compute(const Matrix& m, uint32_t first) {
@@ -84,13 +98,13 @@ class Parts {
       for (uint32_t i = 0; i < rows; ++i) {
         load(m, m.first_row + r + i, first, count, left + size_t{i} * count, right + size_t{i} * hidden);
       }
-      if (m.to != nullptr) add_outer(sum, left, count, right, hidden, rows);
+      if (m.wanted()) add_outer(sum, left, count, right, hidden, rows);
       const float* of_bias = bias_of_down ? right : left;
       for (uint32_t i = 0; m.bias != nullptr && i < rows; ++i) {
         for (double& b : b_.bias) b += *of_bias++;
       }
     }
-    if (m.to != nullptr) store(m, first, count, sum);
+    if (m.wanted()) store(m, first, count, sum);
     if (m.bias == nullptr || (m.of == Matrix::Of::kDown && !bias_of_down)) return;
     if (bias_of_down && !pass_.kept.has_down_bias(m.expert)) std::fill(b_.bias.begin(), b_.bias.end(), 0.0);
     float* row = room(b_.row, b_.bias.size());
@@ -128,7 +142,13 @@ class Parts {
 
   void store(const Matrix& m, uint32_t first, uint32_t count, const float* sum) {
     const uint32_t hidden = spec_.hidden;
-    if (m.by_feature) return put(m.to, m.type, uint64_t{first} * hidden, sum, uint64_t{count} * hidden);
+    if (m.by_feature) {
+      const uint32_t gates = first < m.gates ? min_of(count, m.gates - first) : 0;
+      if (m.to != nullptr) put(m.to, m.type, uint64_t{first} * hidden, sum, uint64_t{gates} * hidden);
+      if (gates == count || m.up == nullptr) return;
+      const uint64_t before = first + gates - m.gates;
+      return put(m.up, m.type, before * hidden, sum + uint64_t{gates} * hidden, uint64_t{count - gates} * hidden);
+    }
     float* row = room(b_.row, count);
     for (uint32_t h = 0; h < hidden; ++h) {
       for (uint32_t i = 0; i < count; ++i) row[i] = sum[size_t{i} * hidden + h];

@@ -27,6 +27,7 @@ struct Layer {
   Matrix shared_gate_up, shared_down;                                          // one matrix each; data 0: none
   uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0, choice_bias = 0;  // 0: none
   uint64_t shared_gate = 0;                                                    // [H]; 0: none
+  uint64_t shared_up = 0;  // where shared_gate_up has gates alone: their ups, behind it, rows as far apart; else 0
   // Scales of matrices in e4m3, contiguous, as spec.weight_scales says; 0: none.
   uint64_t gate_up_scale = 0, down_scale = 0, shared_gate_up_scale = 0, shared_down_scale = 0;
   bool topk_ids_64 = false;        // given ids are int64
@@ -158,6 +159,7 @@ struct GradientSpec {
   uint64_t weights = 0;  // [T, K] fp32, written: of the combine weights
   // Written, as in BackwardOptions; 0: not wanted.
   uint64_t shared_gate_up = 0, shared_down = 0, shared_logits = 0;
+  uint64_t shared_up = 0;                    // of ups that are a matrix of their own, beside shared_gate_up; else 0
   uint64_t gate_up = 0, down = 0;            // written, as the tensors; 0: not wanted
   uint64_t gate_up_bias = 0, down_bias = 0;  // likewise
   uint64_t accumulates = 0;                  // as in BackwardArgs

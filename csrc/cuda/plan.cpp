@@ -97,14 +97,15 @@ TensorMapShape backward_down_map(const LayerSpec& spec, const Matrix& m, uint32_
 }
 
 // Those of the shared expert, of whose slices each is an expert. dX contracts over the rows of a slice, which where all gates lie
-// before all ups are not one behind the other: so the slices' gates are experts, and behind them their ups.
-void set_shared_backward(sm90::KernelArgs& a, const LayerSpec& spec, Matrix gate_up, const Matrix& down) {
+// before all ups, `to_up` bytes, are not one behind the other: so these are two parts of it, dimension 2.
+void set_shared_backward(sm90::KernelArgs& a, const LayerSpec& spec, Matrix gate_up, uint64_t to_up,
+                         const Matrix& down) {
   const uint32_t parts = spec.gated() && !spec.interleaved ? 2 : 1, rows = spec.gate_up_rows() / parts;
   const uint32_t bytes = element_bytes(spec.weight_type);
   gate_up.expert_bytes = rows * (spec.transposed ? uint64_t{bytes} : gate_up.row_bytes);
-  const TensorMapShape shape = spec.transposed
-                                   ? down_shape(gate_up, bytes, spec.hidden, rows, spec.shared * parts)
-                                   : transposed_shape(gate_up, bytes, spec.hidden, 1, 0, rows, spec.shared * parts);
+  TensorMapShape shape = spec.transposed ? down_shape(gate_up, bytes, spec.hidden, rows, spec.shared)
+                                         : transposed_shape(gate_up, bytes, spec.hidden, 1, 0, rows, spec.shared);
+  if (parts == 2) shape.dims[2] = parts, shape.strides[1] = to_up;
   a.shared_gate_up = encode(shape, gate_up.data, spec.weight_type, "shared_gate_up");
   a.shared_down = encode(backward_down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
 }
@@ -121,9 +122,13 @@ void set_shared(sm90::KernelArgs& a, const Layer& layer) {
   down.expert_bytes =
       spec.transposed ? spec.intermediate * down.row_bytes : stored_bytes(spec.weight_type, spec.intermediate);
   a.shared_gate = reinterpret_cast<const void*>(layer.shared_gate);
-  if (layer.pass == Pass::kBackward) return set_shared_backward(a, spec, gate_up, down);
-  a.shared_gate_up =
-      encode(gate_up_map(spec, gate_up, spec.shared, a.shared_gated), gate_up.data, spec.weight_type, "shared_gate_up");
+  const bool apart = layer.shared_up != 0;
+  const uint64_t in_one = a.shared_gated.up * (spec.transposed ? bytes : gate_up.row_bytes);
+  const uint64_t to_up = apart ? layer.shared_up - gate_up.data : in_one;
+  if (layer.pass == Pass::kBackward) return set_shared_backward(a, spec, gate_up, to_up, down);
+  TensorMapShape shape = gate_up_map(spec, gate_up, spec.shared, a.shared_gated);
+  if (apart) shape.strides[1] = to_up;
+  a.shared_gate_up = encode(shape, gate_up.data, spec.weight_type, "shared_gate_up");
   a.shared_down = encode(down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
 }
 
@@ -385,6 +390,8 @@ void Plan::set_gradients(const GradientSpec& g) {
   args.call.memory.slice_tiles = static_cast<uint32_t>(layout.tiles);
   args.options.plain_behind = needs_plain(spec) ? layout.plain : 0;
   args.options.shared_gate_up = at(g.shared_gate_up);
+  const uint64_t gates = uint64_t{spec.shared} * spec.intermediate * spec.hidden;
+  args.shared_ups = at(g.shared_up == 0 ? g.shared_gate_up : g.shared_up - gates * (g.accumulates != 0 ? 4 : bytes));
   args.options.shared_down = at(g.shared_down);
   args.options.shared_logits = reinterpret_cast<float*>(g.shared_logits);
   b.weight_parts = reinterpret_cast<float*>(g.memory + layout.parts);

@@ -54,6 +54,7 @@ class Tensors(NamedTuple):
     shared_gate_up: Any = None
     shared_down: Any = None
     shared_gate: Any = None
+    shared_up: Any = None
     gate_up_scale: Any = None
     down_scale: Any = None
     shared_gate_up_scale: Any = None
@@ -126,6 +127,10 @@ class CallOptions(LayerOptions, total=False):
     launch does that, also in a replayed graph; where PyTorch is given an operator, what comes behind it. What a call
     that fails leaves in them is undefined."""
 
+    shared_up: Any
+    """[Is, H], of x's type. The shared expert's up, where that is a matrix of its own: shared_gate_up is then the gate
+    alone, [Is, H]. Both are read where they are, and each has its gradient. Refused, by `InvalidArgument`, with an
+    activation without a gate, with quantised weights, `interleaved` and `transposed`."""
     gate_up_scale: Any
     """Of gate_up_proj in float8_e4m3fn, and so are the other matrices: what its elements are multiplied by. One for
     each block of 128 rows and columns, [El, 2 ceil(I / 128), ceil(H / 128)], or ceil(I / 128) without a gate, as
@@ -412,6 +417,11 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
             of_this = "float32" if name == "x_scale" else scale_type
             operands[name] = as_operand(name, tensor, f"{of_this} scales", (of_this,))
             continue
+        if name == "shared_up" and operands["gate_up_proj"].dtype in ENCODINGS:
+            raise InvalidArgument(
+                f"shared_up: expected none with weights of {operands['gate_up_proj'].dtype}, whose shared_gate_up has "
+                "both, got one"
+            )
         types = (*DTYPES, *STORED_AS) if name in SCALE_OF else known
         each = operands[name] = _numbers(name, as_operand(name, tensor, f"a {', '.join(types)} tensor", types))
         expected, of = y_type(operands["x"].dtype), "the type of " + ("y" if operands["x"].dtype == FP8 else "x")
@@ -429,6 +439,7 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
         ("shared_gate_up", "2Is or Is, H" if not transposed else "H, 2Is or Is"),
         ("shared_down", "H, Is" if not transposed else "Is, H"),
         ("shared_gate", "1, H"),
+        ("shared_up", "Is, H"),
     ):
         if name in operands and len(operands[name].shape) != symbols.count(",") + 1:
             raise InvalidArgument(f"{name}: expected [{symbols}], got {list(operands[name].shape)}")
@@ -556,7 +567,7 @@ def check_quantised(layer: LayerSpec) -> None:
 
 def _slices(operands: dict[str, Described], intermediate: int, inner: int) -> int:
     """Into how many slices of width I the shared expert is cut."""
-    given = [name for name in ("shared_gate_up", "shared_down", "shared_gate") if name in operands]
+    given = [name for name in ("shared_gate_up", "shared_down", "shared_gate", "shared_up") if name in operands]
     if not given:
         return 0
     for name in ("shared_gate_up", "shared_down"):
@@ -595,6 +606,13 @@ def _check_shared(given: Container[str], options: Options) -> None:
             raise InvalidArgument(f"{name}: expected none beside a shared expert, got one")
     if "shared_gate" in given and options.weights_on_input:
         raise InvalidArgument("shared_gate: expected none with weights_on_input, got one")
+    if "shared_up" not in given:
+        return
+    if options.activation not in GATED:
+        raise InvalidArgument(f"shared_up: expected none with {options.activation!r}, which has no gate, got one")
+    for name in ("interleaved", "transposed"):
+        if getattr(options, name):
+            raise InvalidArgument(f"shared_up: expected none with {name}, whose shared_gate_up has both, got one")
 
 
 def _router(given: Container[str], options: Options, experts: int, top_k: int) -> dict[str, Any]:
@@ -637,8 +655,9 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
     up_symbols, up_shape = (rows_symbol, f"H={hidden}"), (rows, hidden)
     down_symbols, down_shape = (f"H={hidden}", f"I={inner}"), (hidden, inner)
     width = layer.shared * inner
-    shared_symbols = (f"2Is={2 * width}" if layer.gated else f"Is={width}", f"H={hidden}")
-    shared_shape = (layer.shared * rows, hidden)
+    together = layer.gated and "shared_up" not in operands
+    shared_symbols = (f"2Is={2 * width}" if together else f"Is={width}", f"H={hidden}")
+    shared_shape = (2 * width if together else width, hidden)
     step = -1 if layer.transposed else 1
     expected = {
         "gate_up_proj": (", ".join((f"El={local}", *up_symbols[::step])), (local, *up_shape[::step])),
@@ -647,6 +666,7 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
         "shared_gate_up": (", ".join(shared_symbols[::step]), shared_shape[::step]),
         "shared_down": (", ".join((f"H={hidden}", f"Is={width}")[::step]), (hidden, width)[::step]),
         "shared_gate": (f"1, H={hidden}", (1, hidden)),
+        "shared_up": (f"Is={width}, H={hidden}", (width, hidden)),
         "router_bias": (f"E={experts}", (experts,)),
         "choice_bias": (f"E={experts}", (experts,)),
         "gate_up_bias": (f"El={local}, {rows_symbol}", (local, rows)),

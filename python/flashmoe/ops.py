@@ -69,7 +69,7 @@ def moe(
         Optional biases; choice_bias, [E] float32: of the scores, for the choice of experts alone.
     shared_gate_up, shared_down, shared_gate: [2Is, H] or [Is, H], [H, Is], [1, H]
         The shared expert, whole on every rank: an FFN of width Is, a multiple of I, added to each of this rank's
-        tokens, times ``sigmoid(shared_gate @ x[t])`` where there is a gate.
+        tokens, times ``sigmoid(shared_gate @ x[t])`` where there is a gate. (In two matrices: `shared_up`.)
     placement, capacity_factor:
         Who holds which expert, as for a `Context`; default: the context's for its E, else contiguous shares.
         None: dropless. Else each rank keeps, per expert, the first ``ceil(capacity_factor * (T * K) / E)`` of its
@@ -107,8 +107,8 @@ def moe(
     """
     weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias, shared_gate_up)
     try:
-        scales, written = ([options.pop(name, None) for name in names] for names in (SCALES, WRITTEN))
-        tensors = Tensors(x, *weights, shared_down, shared_gate, *scales, topk_ids, topk_weights, *written)
+        further, written = ([options.pop(name, None) for name in names] for names in (("shared_up", *SCALES), WRITTEN))
+        tensors = Tensors(x, *weights, shared_down, shared_gate, *further, topk_ids, topk_weights, *written)
         refuse_unknown("moe", options, _KNOWN)
         chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
         return _call(ctx, tensors, chosen, trace)

@@ -99,6 +99,7 @@ def _moe(
     x_scale: Tensor | None = None,
     redispatch: bool | None = None,
     strict: bool = False,
+    shared_up: Tensor | None = None,
 ) -> Tensor:
     return _run(locals())
 

@@ -104,16 +104,16 @@ def test_a_backward_pass_with_weights_on_the_input(ctx, device):
 @pytest.mark.parametrize(
     ("options", "dtype", "of_up", "up_strides", "of_down", "down_stride"),
     [
-        # gates of three slices, then their ups, each along K
-        ({}, torch.bfloat16, [H, I, 1, 1, 6], [H, I * H], [I, H, 1, 1, 3], I),
-        ({}, torch.float32, [H, I, 1, 1, 6], [H, I * H], [I, H, 1, 1, 3], I),
-        ({"interleaved": True}, torch.bfloat16, [H, 2 * I, 1, 1, 3], [H, 2 * I * H], [I, H, 1, 1, 3], I),
-        ({"transposed": True}, torch.bfloat16, [I, 8, 1, H // 8, 6], [6 * I, I], [H, 8, 1, I // 8, 3], I * H),
+        # gates of three slices, and their ups, each along K
+        ({}, torch.bfloat16, [H, I, 2, 1, 3], [H, 3 * I * H, I * H], [I, H, 1, 1, 3], I),
+        ({}, torch.float32, [H, I, 2, 1, 3], [H, 3 * I * H, I * H], [I, H, 1, 1, 3], I),
+        ({"interleaved": True}, torch.bfloat16, [H, 2 * I, 1, 1, 3], [H, H, 2 * I * H], [I, H, 1, 1, 3], I),
+        ({"transposed": True}, torch.bfloat16, [I, 8, 2, H // 8, 3], [6 * I, 3 * I, I], [H, 8, 1, I // 8, 3], I * H),
     ],
     ids=["plain", "float32", "interleaved", "transposed"],
 )
 def test_a_backward_pass_of_a_shared_expert(device, options, dtype, of_up, up_strides, of_down, down_stride):
-    """Three slices, each an expert to dA, and to dX its gates one, and its ups. Tiles of the later slices lie behind
+    """Three slices, each an expert, to dX with its gates and its ups as two parts. Tiles of the later slices lie behind
     all others. Strides in elements."""
     tokens, shared, step, size = 300, 3, -1 if "transposed" in options else 1, dtype.itemsize
     tensors = Tensors(
@@ -144,6 +144,7 @@ def test_a_backward_pass_of_a_shared_expert(device, options, dtype, of_up, up_st
     assert of["kept_ids"] == kept.data_ptr() + tokens * (K + shared) * 2 * I * size
     assert seen["options"][:3] == [0, wanted["shared_gate_up"].data_ptr(), wanted["shared_down"].data_ptr()]
     assert seen["options"][3] != 0 and seen["shared_gate"] == tensors.shared_gate.data_ptr()
+    assert seen["shared_ups"] == wanted["shared_gate_up"].data_ptr()
     up, down = seen["shared_gate_up"], seen["shared_down"]
-    assert (up["dims"], [up["strides"][0] // size, up["strides"][3] // size]) == (of_up, up_strides)
+    assert (up["dims"], [up["strides"][n] // size for n in (0, 1, 3)]) == (of_up, up_strides)
     assert (down["dims"], down["strides"][3] // size) == (of_down, down_stride)

@@ -171,6 +171,7 @@ void describe(const sm90::KernelArgs& a, const Machines* machines, const cuda::L
   put("kept", reinterpret_cast<uint64_t>(a.keep.pre_activations));
   put("kept_ids", reinterpret_cast<uint64_t>(a.keep.ids));
   put("kept_weights", reinterpret_cast<uint64_t>(a.keep.weights));
+  put("shared_ups", reinterpret_cast<uint64_t>(a.shared_ups));
   put("slice_tiles", c.memory.slice_tiles), put("shared_gate", reinterpret_cast<uint64_t>(a.shared_gate));
   put("keepers", c.policy.keepers), put("config", c.config.hash), put("config_groups", c.config.groups);
   put("renormalize", a.rule.renormalize), put("gate_up_bias", reinterpret_cast<uint64_t>(a.gate_up_bias));

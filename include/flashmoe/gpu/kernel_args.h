@@ -223,8 +223,8 @@ struct KernelArgs {
   //   intermediate  2D {I, tiles * 256}, box {., 32}
   //   tokens   2D {H, T},                box {., 32}; x, for the router; of a backward pass 2D {E, T}, gradients of logits
   TensorMap gate_up, down, router, intermediate, tokens;
-  // The shared expert's, slice by slice: as gate_up and down, of so many experts. Of a backward pass whose matrix has all gates
-  // before all ups, gate_up is that of twice as many without a gate: the slices' gates, then their ups.
+  // The shared expert's, slice by slice: as gate_up and down, of so many experts. Gates and ups may be two matrices: dimension 2
+  // goes from one to the other. So it does in a backward pass, whose maps have one such part else, where not in turn.
   TensorMap shared_gate_up, shared_down;
   // The router without TMA: [1][E] rows of H.
   WeightRows router_rows;
@@ -264,6 +264,9 @@ struct KernelArgs {
   BackwardOptions options;
   uint32_t strict;      // 1: a row for which no choice can be made is an error
   const char* reasons;  // [R][kReasonBytes] in the own heap (protocol/refusal.h); null: no rank can refuse a call
+  // Of backward passes of a shared expert, beside `options`: where the matrix would begin in whose second half the ups' gradients
+  // lie, which is options.shared_gate_up where gates and ups have one. (Last, so that other kernels are the same.)
+  uint8_t* shared_ups;
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

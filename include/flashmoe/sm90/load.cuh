@@ -48,6 +48,7 @@ struct FeatureSpans {
   bool ups;        // the second one, of 16 bits, is of the ups of its gates; else it is the next 64 features
   uint32_t expert;
   bool read_once;
+  uint32_t c2 = 0;  // unless `ups`
 
   template <class Stage>
   static __device__ __forceinline__ uint32_t bytes() {
@@ -62,13 +63,13 @@ struct FeatureSpans {
 #pragma unroll
     for (uint32_t s = 0; s < Stage::kBlocks * kSpans; ++s) {
       const uint32_t block = s / kSpans, second = s % kSpans;
-      const uint32_t c0 = first + (ups ? 0 : second * kSide), c2 = ups ? second : 0;
+      const uint32_t c0 = first + (ups ? 0 : second * kSide), half = ups ? second : c2;
       if constexpr (Stage::kFeatures == kClusterBlocks * kBoxFeatures) {
-        tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes + s * kEach, map, ring.full(), c0, k, c2, 0,
+        tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes + s * kEach, map, ring.full(), c0, k, half, 0,
                             expert, hint);
       } else {
-        tma_load(ring.data() + Stage::features(block) + second * kEach, map, ring.full(), c0, k + block * kSide, c2, 0,
-                 expert, hint);
+        tma_load(ring.data() + Stage::features(block) + second * kEach, map, ring.full(), c0, k + block * kSide, half,
+                 0, expert, hint);
       }
     }
   }
@@ -206,11 +207,11 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
       if (s == stages) {
         s = 0;
         ++slice;
+        ++features.expert;
         if constexpr (kSlicedBuild && kIsBackward) {
-          if (slice == from.round) slice = 0, column = from.up;
+          if (slice == from.round) slice = 0, column = from.up, features.expert -= from.round, features.c2 = 1;
         }
         row = from.row(slice);
-        ++features.expert;
       }
       wait(at.empty(), at.parity);
       if constexpr (kScaled) {

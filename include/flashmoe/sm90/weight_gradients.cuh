@@ -317,7 +317,8 @@ struct WeightOutput {
     uint8_t* all = of_router ? args.backward.router : task.of_down ? args.backward.down : args.backward.gate_up;
     if (of_router) expert = 0;
     if (!of_router && is_of_shared(args.call.shape, expert)) {
-      all = task.of_down ? args.options.shared_down : args.options.shared_gate_up, expert = 0;
+      const bool ups = 2 * task.first_column >= args.backward.z_columns;
+      all = task.of_down ? args.options.shared_down : ups ? args.shared_ups : args.options.shared_gate_up, expert = 0;
     }
     return {all + (uint64_t{expert} * hidden * task.columns + first) * bytes, across,
             first_row < hidden ? hidden - first_row : 0, task.columns - task.first_column, pitch * bytes};

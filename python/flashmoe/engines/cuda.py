@@ -46,6 +46,7 @@ _GRADIENTS = {
     "router": "router",
     "shared_gate_up": "shared_gate_up",
     "shared_down": "shared_down",
+    "shared_up": "shared_up",
 }
 """What a backward pass's kernel writes of a layer's tensors."""
 _OF_TOKENS = ("x", "topk_weights")
@@ -59,6 +60,8 @@ machines: tuple[int, ...] = ()
 of layers without gradients then go as between machines (docs/protocol.md), by memory that is mapped."""
 _DRIFT_SECONDS = 0.01  # longer than between most calls and their reading
 _REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
+_MOST_APART = 1 << 40  # bytes: strides of a tensor map are less
+_UNKNOWN: Any = object()
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,9 @@ class CudaEngine(Engine):
         """Whether rows leave by puts."""
         described = library.cuda_describe(self._handle)
         self.device, self.processors, self.heap_bytes, self.workspace_bytes, self._tile_rows, self._features = described
-        self.layers: dict[Any, Prepared] = {}
-        """Those that were called, by all that a call of them has in common."""
+        self.layers: dict[Any, Prepared | None] = {}
+        """Those that were called, by all that a call of them has in common. None: one whose shared expert's gate and up
+        are two matrices that do not lie as the kernel reads them; it is called with both in one."""
         self._report: CallReport | None = None
         self._unread: tuple[Prepared, int] | None = None  # layer and T of a call whose report was not asked for
         self._unread_trace: tuple[Prepared, bool] | None = (
@@ -142,7 +146,7 @@ class CudaEngine(Engine):
         )
 
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
-        layer = self._layer(tensors, options, trace or self._recorded is not None, _INFERENCE)
+        tensors, layer = self._layer(tensors, options, trace or self._recorded is not None, _INFERENCE)
         return self._call(tensors, layer, trace)
 
     def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
@@ -164,7 +168,8 @@ class CudaEngine(Engine):
         kept = x.new_empty(size, dtype=torch.uint8)
         logits = cuda_training.kept_logits(kept, tensors)
         tensors = tensors._replace(router_logits=logits)
-        y = self._call(tensors, self._layer(tensors, options, self._recorded is not None, _FORWARD), False, kept)
+        tensors, layer = self._layer(tensors, options, self._recorded is not None, _FORWARD)
+        y = self._call(tensors, layer, False, kept)
         if asked is not None:
             asked.copy_(logits)
         return y, kept, alone
@@ -178,7 +183,8 @@ class CudaEngine(Engine):
 
         x, asked, library = tensors.x, tensors.router_logits, _ffi.library()
         handle, stream = self.checked_handle(), current_stream(self.device)
-        layer = self._layer(tensors._replace(router_logits=None), options, self._recorded is not None, _FORWARD)
+        tensors = tensors._replace(router_logits=None)
+        tensors, layer = self._layer(tensors, options, self._recorded is not None, _FORWARD)
         memory = x.new_empty(library.cuda_call_bytes(handle, layer.number, stream), dtype=torch.uint8)
         of_call = handle, layer.number, stream, memory.data_ptr()
 
@@ -221,8 +227,6 @@ class CudaEngine(Engine):
         wanted: Mapping[str, Any],
         accumulates: bool,
     ) -> None:
-        import torch
-
         tensors = Tensors(**{name: given.get(name) for name in Tensors._fields})._replace(router_logits=None)
         if (without := cuda_training.missing(tensors, self.rdma, self.spread)) is not None:
             raise NotImplementedError(
@@ -230,7 +234,7 @@ class CudaEngine(Engine):
                 "torch.no_grad(), or detach its input and freeze its weights"
             )
         library, handle = _ffi.library(), self.checked_handle()
-        layer = self._layer(tensors, options, self._recorded is not None, _BACKWARD)
+        tensors, layer = self._layer(tensors, options, self._recorded is not None, _BACKWARD)
         tokens, alone = tensors.x.shape[0], self.room.ranks == 1
         rows = cuda_training.ALONE if alone else cuda_training.KeptRows(*counted.tolist())
         if tokens == 0 and alone:
@@ -255,13 +259,7 @@ class CudaEngine(Engine):
             of_weights = weights.new_empty(of_weights.shape)
         of_shared = weights.new_empty(tokens) if "shared_gate" in wanted else None
         memory = kept.new_empty(library.cuda_pass_bytes(handle, layer.number, tokens, rows.rows, rows.received))
-        written = {
-            name: each
-            if each.is_contiguous() and each.data_ptr() % _ALIGNMENT == 0
-            else each.clone(memory_format=torch.contiguous_format)
-            for name, each in wanted.items()
-            if name in _GRADIENTS.values()
-        }
+        written = _written(wanted, "shared_up" in given)
         self._read_recorded()
         library.cuda_backward(
             handle,
@@ -303,19 +301,25 @@ class CudaEngine(Engine):
                 experts = layer.layer.experts
                 cuda_training.bias_gradient(of_logits[:tokens, :experts], wanted["router_bias"], accumulates)
 
-    def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared:
-        """The layer of such calls, known from an earlier one or prepared now."""
+    def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> tuple[Tensors, Prepared]:
+        """The layer of such calls, known from an earlier one or prepared now, and the tensors that it is of: these, or
+        with a shared expert's gate and up put together."""
         self.checked_handle()
         key = _key(tensors, options, trace, pass_)
         try:
-            layer = self.layers.get(key)
+            layer = self.layers.get(key, _UNKNOWN)
         except TypeError:  # an option has no hash: `check` says what is wrong
-            key = layer = None
-        if layer is None:
+            key, layer = None, _UNKNOWN
+        if layer is _UNKNOWN:
             layer = self._prepare(tensors, options, trace, pass_)
             if key is not None:
                 self._remember(key, layer)
-        return layer
+        if layer is not None:
+            return tensors, layer
+        import torch
+
+        both = torch.cat([tensors.shared_gate_up.detach(), tensors.shared_up.detach()])
+        return self._layer(tensors._replace(shared_gate_up=both, shared_up=None), options, trace, pass_)
 
     def _call(self, tensors: Tensors, layer: Prepared, trace: bool, kept: Any = None, routing: Any = None) -> Any:
         """The result. `kept`: memory for what gradients need, or None; `routing`: among several ranks, that for the
@@ -397,14 +401,15 @@ class CudaEngine(Engine):
     def synchronize(self) -> None:
         _ffi.library().cuda_synchronize(self.checked_handle(), current_stream(self.device))
 
-    def _remember(self, key: Any, layer: Prepared) -> None:
+    def _remember(self, key: Any, layer: Prepared | None) -> None:
         if len(self.layers) >= _MOST_LAYERS:
-            oldest = next(iter(self.layers))
-            _ffi.library().cuda_remove_layer(self.checked_handle(), self.layers.pop(oldest).number)
+            oldest = self.layers.pop(next(iter(self.layers)))
+            if oldest is not None:
+                _ffi.library().cuda_remove_layer(self.checked_handle(), oldest.number)
         self.layers[key] = layer
 
-    def _prepare(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared:
-        """Checks everything that `_key` looks at, and tells the library of the layer."""
+    def _prepare(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared | None:
+        """Checks everything that `_key` looks at, and tells the library of the layer; None: see `layers`."""
         args = check(self.room, partial(device_operand, device=self.device), tensors, options)
         layer = args.layer
         _check_quantised(layer, self.room.ranks, "auto")
@@ -419,6 +424,11 @@ class CudaEngine(Engine):
                 f"transposed: expected {' or '.join(jit.TRANSPOSED)} weights with it on the CUDA engine, got "
                 f"{layer.weight_type}"
             )
+        addresses = _addresses(args.operands)
+        if "shared_up" in args.operands and not _in_one_map(
+            args.operands["shared_gate_up"], args.operands["shared_up"]
+        ):
+            return None
         library, described = _ffi.library(), layer.to_map()
         variant = jit.Variant(
             layer.y_type,
@@ -441,7 +451,7 @@ class CudaEngine(Engine):
             self.checked_handle(),
             described,
             placements.flat(args.placement),
-            _addresses(args.operands),
+            addresses,
             str(self._kernel(variant)),
             bool(trace),
             pass_,
@@ -624,9 +634,8 @@ def _addresses(operands: dict[str, DeviceOperand]) -> dict[str, int]:
     }
     for name in ("gate_up_proj", "down_proj", "router", "shared_gate_up", "shared_down"):
         numbers |= _matrix(name, _aligned(name, operands[name]) if name in operands else _ABSENT)
-    numbers["shared_gate"] = (
-        _aligned("shared_gate", operands["shared_gate"]).address if "shared_gate" in operands else 0
-    )
+    for name in ("shared_gate", "shared_up"):
+        numbers[name] = _aligned(name, operands[name]).address if name in operands else 0
     for name in (*_VECTORS, *SCALE_OF.values()):
         numbers[name] = operands[name].address if name in operands else 0
     return numbers
@@ -645,6 +654,29 @@ def _aligned(name: str, each: DeviceOperand) -> DeviceOperand:
                 f"the {what} {count} in bytes"
             )
     return each
+
+
+def _written(wanted: Mapping[str, Any], apart: bool) -> dict[str, Any]:
+    """Where the kernel writes what is wanted of a layer's tensors, by name: there, if it can. Of a shared expert's gate
+    and up it writes both or none, also where they are `apart`."""
+    import torch
+
+    written = {
+        name: each
+        if each.is_contiguous() and each.data_ptr() % _ALIGNMENT == 0
+        else each.clone(memory_format=torch.contiguous_format)
+        for name, each in wanted.items()
+        if name in _GRADIENTS.values()
+    }
+    for name, other in (("shared_gate_up", "shared_up"), ("shared_up", "shared_gate_up")):
+        if apart and name in written and other not in written:
+            written[other] = torch.empty_like(written[name])
+    return written
+
+
+def _in_one_map(gate: DeviceOperand, up: DeviceOperand) -> bool:
+    """Whether a tensor map has the rows of both matrices: it goes from a gate to its up by a stride, forward."""
+    return gate.row_bytes == up.row_bytes and 0 < up.address - gate.address < _MOST_APART
 
 
 def _matrix(name: str, each: DeviceOperand) -> dict[str, int]:
