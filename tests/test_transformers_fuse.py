@@ -99,6 +99,42 @@ def test_a_shared_expert_is_in_the_call(name):
         assert value.data_ptr() == places[key][0] and torch.equal(value, places[key][1])
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "with gradients"])
+@pytest.mark.parametrize("name", ["Qwen2Moe", "DeepseekV3", "Glm4Moe"])
+def test_the_weights_of_a_shared_expert_are_read_where_they_are(monkeypatch, name, grad):
+    model = fuse(model_of(name))
+    block, _ = block_of(model)
+    shared, gate, up = shared_of(block)
+    seen, made = [], []
+    of_fuse, cat = sys.modules[fuse.__module__], torch.cat
+    call = of_fuse.call
+    monkeypatch.setattr(of_fuse, "call", lambda *args: seen.append(args[1]) or call(*args))
+    monkeypatch.setattr(torch, "cat", lambda *args, **options: made.append(args) or cat(*args, **options))
+    x = torch.randn(1, 9, model.config.hidden_size, requires_grad=grad)
+    with torch.set_grad_enabled(grad):
+        y = block(x)
+    if grad:
+        y.square().sum().backward()
+        assert gate.grad.any() and up.grad.any()
+    (tensors,) = seen
+    given = (tensors.shared_gate_up, tensors.shared_up, tensors.shared_down)
+    for each, weight in zip(given, (gate, up, shared.down_proj.weight), strict=True):
+        assert each.data_ptr() == weight.data_ptr() and each.shape == weight.shape
+    assert not made
+
+
+def test_a_shared_expert_with_a_strided_weight_computes_itself():
+    model = model_of("Qwen2Moe")
+    model.set_experts_implementation("eager")
+    expected = logits_of(model, PROMPT)
+    fuse(model)
+    shared, _, up = shared_of(block_of(model)[0])
+    up.data = torch.cat([up.data, up.data], 1)[:, : up.shape[1]]
+    block, _ = block_of(model)
+    assert type(shared) in classes_called(lambda: block(torch.randn(1, 9, model.config.hidden_size)))
+    assert (logits_of(model, PROMPT) - expected).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("change", ["in place", "replaced", "copied", "moved"])
 def test_a_shared_expert_that_changes_is_seen(change):
     model = fuse(model_of("Qwen2Moe"))

@@ -1,4 +1,4 @@
-"""The shared expert of a block of Transformers as `flashmoe.moe` takes it: gate and up in one matrix."""
+"""The shared expert of a block of Transformers as `flashmoe.moe` takes it: its parameters, as they are."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ def shared_operands(block: torch.nn.Module, options: ExpertsOptions, x: Tensor, 
     """The tensors of the block's shared expert by the operator's names, if they can go with its routed experts in one
     call; nothing where there is none, or where its own module is to compute it: so it is in what is compiled, where it
     is watched by hooks or no such module as it seems, where its width is no multiple of the experts', and in groups.
-
-    Gate and up are put together for each call: parameters stay where they are, and gradients lead to both.
     """
     if torch.compiler.is_compiling():
         return {}
@@ -44,7 +42,7 @@ def shared_operands(block: torch.nn.Module, options: ExpertsOptions, x: Tensor, 
         return {}
     if not _go_together(of_block["experts"], options, shared.act_fn, down.shape[1], x, top_k):
         return {}
-    return {"shared_gate_up": torch.cat([gate, up]), "shared_down": down, "shared_gate": shared_gate}
+    return {"shared_gate_up": gate, "shared_up": up, "shared_down": down, "shared_gate": shared_gate}
 
 
 def _go_together(
@@ -62,10 +60,12 @@ def _go_together(
 
 
 def _weight_of(module: Any, x: Tensor) -> torch.nn.Parameter | None:
-    """That of a linear layer as it comes, without a bias, of x's type and place; None of anything else."""
+    """That of a linear layer as it comes, without a bias, contiguous, of x's type and place; None of anything else."""
     if type(module) is not torch.nn.Linear or module._parameters.get("bias") is not None or is_touched(module):
         return None
     weight = module._parameters.get("weight")
     if type(weight) is not torch.nn.Parameter or weight.dtype is not x.dtype or weight.device != x.device:
+        return None
+    if not weight.is_contiguous():
         return None
     return weight
