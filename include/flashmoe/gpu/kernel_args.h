@@ -224,7 +224,7 @@ struct KernelArgs {
   //   tokens   2D {H, T},                box {., 32}; x, for the router; of a backward pass 2D {E, T}, gradients of logits
   TensorMap gate_up, down, router, intermediate, tokens;
   // The shared expert's, slice by slice: as gate_up and down, of so many experts. Gates and ups may be two matrices: dimension 2
-  // goes from one to the other. So it does in a backward pass, whose maps have one such part else, where not in turn.
+  // goes from one to the other. In a backward pass, too, dimension 2 goes from gates to ups, where these are not in turn.
   TensorMap shared_gate_up, shared_down;
   // The router without TMA: [1][E] rows of H.
   WeightRows router_rows;

@@ -48,7 +48,7 @@ struct FeatureSpans {
   bool ups;        // the second one, of 16 bits, is of the ups of its gates; else it is the next 64 features
   uint32_t expert;
   bool read_once;
-  uint32_t c2 = 0;  // unless `ups`
+  uint32_t c2 = 0;  // without `ups`
 
   template <class Stage>
   static __device__ __forceinline__ uint32_t bytes() {
