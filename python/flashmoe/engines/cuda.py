@@ -425,9 +425,7 @@ class CudaEngine(Engine):
                 f"{layer.weight_type}"
             )
         addresses = _addresses(args.operands)
-        if "shared_up" in args.operands and not _in_one_map(
-            args.operands["shared_gate_up"], args.operands["shared_up"]
-        ):
+        if not _in_one_map(args.operands):
             return None
         library, described = _ffi.library(), layer.to_map()
         variant = jit.Variant(
@@ -674,8 +672,12 @@ def _written(wanted: Mapping[str, Any], apart: bool) -> dict[str, Any]:
     return written
 
 
-def _in_one_map(gate: DeviceOperand, up: DeviceOperand) -> bool:
-    """Whether a tensor map has the rows of both matrices: it goes from a gate to its up by a stride, forward."""
+def _in_one_map(operands: dict[str, DeviceOperand]) -> bool:
+    """Whether a tensor map has the shared expert's gates and ups. If they are two matrices, it goes from the one to the
+    other by a stride, forward."""
+    if "shared_up" not in operands:
+        return True
+    gate, up = operands["shared_gate_up"], operands["shared_up"]
     return gate.row_bytes == up.row_bytes and 0 < up.address - gate.address < _MOST_APART
 
 
