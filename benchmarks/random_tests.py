@@ -1,0 +1,78 @@
+"""Runs tests of random programs and calls with more of them than CI has time for, and writes down how it went.
+
+    python benchmarks/random_tests.py programs calls
+
+`programs` are of Transformers, of the release that is installed (tests/test_transformers_programs.py: 1,000 of them).
+`calls` are of groups of ranks on the CPU engine, some of which a rank refuses, others with rows that are NaN or that no
+expert may have (tests/test_refused_calls.py: 10,000). What is there already of the same sources and another release of
+Transformers stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+from harness import ROOT, commit_option, cpu_model, described_on_cpu, digest_of, result_path, write
+
+SOURCES = ("include", "csrc", "python", "tests")
+TESTS = {
+    "programs": ("tests/test_transformers_programs.py", "", "FLASHMOE_PROGRAMS", 1000),
+    "calls": ("tests/test_refused_calls.py", "random", "FLASHMOE_REFUSED_CALLS", 10_000),
+}
+"""File, which of its tests (-k), the environment variable that says how many, and how many."""
+
+
+def run(name: str) -> dict[str, Any]:
+    """The outcome of one of them; ends Python if a test fails, with what it printed."""
+    file, chosen, variable, number = TESTS[name]
+    start = time.monotonic()
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", chosen],
+        cwd=ROOT,
+        env={**os.environ, variable: str(number)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    outcomes = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|error)", tests.stdout)}
+    if tests.returncode != 0 or set(outcomes) != {"passed"}:
+        sys.exit(tests.stdout[-4000:] + tests.stderr[-1000:])
+    found = {"tests": file, "number": number, **outcomes, "seconds": round(time.monotonic() - start)}
+    if name == "programs":
+        found |= {each: importlib.metadata.version(each) for each in ("transformers", "torch")}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", nargs="+", choices=TESTS)
+    parser.add_argument("--out", type=pathlib.Path, default=result_path("random_tests", cpu_model(), 0))
+    commit_option(parser)
+    args = parser.parse_args()
+    result = {**described_on_cpu(args.commit), "sources": list(SOURCES), "sources_sha256": digest_of(ROOT, *SOURCES)}
+    before = json.loads(args.out.read_text()) if args.out.exists() else {}
+    same = before.get("sources_sha256") == result["sources_sha256"]
+    runs = before["runs"] if same else []
+    for which in args.which:
+        found = run(which)
+        alike = [
+            each
+            for each in runs
+            if [each["tests"], each.get("transformers")] == [found["tests"], found.get("transformers")]
+        ]
+        runs = [*(each for each in runs if each not in alike), found]
+        print(found, flush=True)
+        write(args.out, {**result, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()
