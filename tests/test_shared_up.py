@@ -11,8 +11,10 @@ import torch
 from flashmoe.errors import InvalidArgument
 from flashmoe.launch import RankPool
 from flashmoe.spec import FP8
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from problems import quantised, random_problem
-from training import as_tensor, train, trainable
+from training import as_tensor, gradients_of, train, trainable
 
 SIZES = {"hidden": 48, "intermediate": 24, "experts": 16, "top_k": 4}
 LAYERS: dict[str, dict[str, Any]] = {
@@ -51,6 +53,25 @@ def test_a_rank_alone_has_the_same_bits(pool: RankPool, dtype: str, layer: dict[
     how = {} if tile is None else {"tile": tile}
     (together,), (found,) = train(pool, problem, grads, times=2, options=({}, apart(problem.shared_gate_up)), **how)
     check_bits(together, found)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    hidden=st.integers(1, 300),
+    intermediate=st.integers(1, 300),
+    shared=st.integers(1, 4),
+    tokens=st.integers(1, 70),
+    tile=st.sampled_from([(128, 256), (16, 8), (32, 64)]),
+)
+def test_random_sizes_have_the_same_bits(dtype, hidden, intermediate, shared, tokens, tile):
+    sizes = {"hidden": hidden, "intermediate": intermediate, "experts": 4, "top_k": 2}
+    problem, (grad,) = trainable(12, [tokens], dtype=dtype, shared=shared, fused=False, **sizes)
+    arguments = problem.arguments(0)
+    with flashmoe.Context(**problem.limits()) as context:
+        context._engine.set_tile(*tile)
+        together = gradients_of(context, arguments, grad)
+        check_bits(together, gradients_of(context, arguments | apart(problem.shared_gate_up), grad))
 
 
 @pytest.mark.parametrize("return_mode", ["direct", "reduced"])

@@ -116,11 +116,11 @@ def test_the_weights_of_a_shared_expert_are_read_where_they_are(monkeypatch, nam
     if grad:
         y.square().sum().backward()
         assert gate.grad.any() and up.grad.any()
+    assert not made
     (tensors,) = seen
     given = (tensors.shared_gate_up, tensors.shared_up, tensors.shared_down)
     for each, weight in zip(given, (gate, up, shared.down_proj.weight), strict=True):
         assert each.data_ptr() == weight.data_ptr() and each.shape == weight.shape
-    assert not made
 
 
 def test_a_shared_expert_with_a_strided_weight_computes_itself():
