@@ -23,7 +23,7 @@ from typing import Any
 
 from harness import ROOT, commit_option, cpu_model, described_on_cpu, digest_of, result_path, write
 
-SOURCES = ("include", "csrc", "python", "tests")
+SOURCES = ("include", "csrc", "python")
 TESTS = {
     "programs": ("tests/test_transformers_programs.py", "", "FLASHMOE_PROGRAMS", 1000),
     "calls": ("tests/test_refused_calls.py", "random", "FLASHMOE_REFUSED_CALLS", 10_000),

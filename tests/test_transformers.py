@@ -365,6 +365,20 @@ def no_tensors(experts, x, index, weights):
     return x[:0], index[:0], weights[:0]
 
 
+@torch.no_grad()
+def test_ids_of_no_expert():
+    """As servers pad: the choice counts for nothing, whatever its weight is."""
+    experts = some_experts()
+    x, index, weights = some_routing(experts)
+    index, weights = index.clone(), weights.clone()
+    index[::3, 1], weights[::3, 1] = -1, torch.nan
+    index[4], weights[4] = -1, torch.inf
+    got = experts(x, index, weights)
+    expected = batched_mm_experts_forward(experts, x, index.clamp(min=0), weights.where(index >= 0, 0.0))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(got[4], torch.zeros_like(got[4]))
+
+
 INPUTS = {
     "int32 ids": lambda experts, x, index, weights: (x, index.int(), weights),
     "weights in bfloat16": lambda experts, x, index, weights: (x, index, weights.bfloat16()),
