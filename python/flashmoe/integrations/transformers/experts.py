@@ -56,7 +56,7 @@ def experts_forward(
         Its weights are of `hidden_states`' dtype, or quantised with scales, and on its device.
     hidden_states: [T, H]
     top_k_index: [T, K] int32 or int64
-        A token's experts; they are distinct.
+        A token's experts; they are distinct, or -1: none.
     top_k_weights: [T, K] float32, or of a type that float32 holds
 
     Returns
