@@ -597,7 +597,7 @@ class MoE(torch.nn.Module):
     ) -> tuple[dict[str, Tensor | None], Tensor | None, Options]:
         """The tensors that say how x [T, H] is routed, the logits' if asked for, and the options beside them."""
         weight, bias, choice_bias = map(_local, (self.gate.weight, self.gate.bias, self.gate.choice_bias))
-        if weight.dtype is x.dtype or weight.dtype is not torch.float32:
+        if weight.dtype is not torch.float32 or x.dtype not in _BESIDE_FLOAT32 or x.layout is not torch.strided:
             logits = x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32) if with_logits else None
             given = {"router": weight, "router_bias": bias, "choice_bias": choice_bias, "router_logits": logits}
             return given, logits, self._options
@@ -614,6 +614,10 @@ class MoE(torch.nn.Module):
             f"top_k={self.top_k}, activation={self.activation!r}, renormalize={self.renormalize}, "
             f"rank {self.ctx.rank} of {self.ctx.ranks}"
         )
+
+
+_BESIDE_FLOAT32 = (torch.bfloat16, torch.float16)
+"""Types of x for which a float32 router is not the operator's."""
 
 
 def _of_one_type(before: Tensor | None, after: Tensor | None) -> Tensor | None:
