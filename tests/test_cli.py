@@ -655,10 +655,11 @@ def test_memory_of_ranks_that_put(capsys):
     sizes = {"engine": "cuda", "ranks": 4, "max_tokens": 512, "hidden": 1024, "intermediate": 256, "experts": 32}
     sizes |= {"top_k": 4, "return_mode": "reduced"}
     mapped, puts = (memory.plan_memory(**sizes, transport=transport) for transport in ("auto", "rdma"))
-    # Those whose memory is mapped may train: gradients of combine weights come home into the heap, [T, K] float32.
-    trained = {term.name: term.bytes for term in set(mapped.terms) - set(puts.terms)}
-    assert trained == {"weight_gradients": 512 * 4 * 4, "x_rows": 0}
-    assert mapped.heap_bytes == puts.heap_bytes + 512 * 4 * 4
+    # Those whose memory is mapped may train: gradients of combine weights come home into the heap, [T, K] float32. And
+    # each says there why it refuses a call.
+    more = {term.name: term.bytes for term in set(mapped.terms) - set(puts.terms)}
+    assert more == {"weight_gradients": 512 * 4 * 4, "x_rows": 0, "refusal_reason": 4 * 512}
+    assert mapped.heap_bytes == puts.heap_bytes + 512 * 4 * 4 + 4 * 512
     only = {term.name: term for term in set(puts.terms) - set(mapped.terms)}
     assert set(only) == {"out_rows", "returns_ready", "returns_sent"}
     assert (only["out_rows"].region, only["out_rows"].bytes) == ("workspace", 512 * 1024 * 2)
