@@ -578,6 +578,14 @@ class MoE(torch.nn.Module):
         hidden = self.gate.weight.shape[1]
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
+        device = x.device.type
+        if x.dtype in _BESIDE_FLOAT32 and device != "meta" and torch.is_autocast_enabled(device):
+            held = getattr(self.experts, self.experts.names["gate_up_proj"]).dtype
+            if held is torch.float32:
+                raise InvalidArgument(
+                    f"x: expected {held}, the type of the experts' weights, got {x.dtype} within autocast, which casts "
+                    "neither; have the module in that type instead"
+                )
         tokens, shared, shared_gate = x.reshape(-1, hidden).contiguous(), self.shared_expert, self.shared_expert_gate
         if self._replicas is not None:
             tokens = tokens[self._replicas.share(len(tokens))]
