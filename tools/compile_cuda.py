@@ -4,13 +4,12 @@
 
 No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for each type, exact float32,
 transposed weights, experts in FP8, forward passes that keep what gradients need, and backward passes, with the
-activations that differ most; traced; with the program of docs/extending.md; for several machines; for few tokens in
-groups; and, to put to other ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each
-instance of plain layers, of training and of few tokens in groups, and more of the other kinds: some 790 compilations of
-one to four minutes each, a night of 8 cores. A kernel that spills registers, keeps a stack frame, whose wgmma
-instructions ptxas serializes, or that lacks one of the instructions it is built on (`Unit.required`) still computes the
-right result, only far slower; so each of these is an error here. What is compiled and the compiler's output go to
-build-cuda/.
+activations that differ most; traced; for several machines; for few tokens in groups; and, to put to other ranks, with
+NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance of plain layers, of training and
+of few tokens in groups, and more of the other kinds: some 790 compilations of one to four minutes each, a night of 8
+cores. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or that lacks one
+of the instructions it is built on (`Unit.required`) still computes the right result, only far slower; so each of these
+is an error here. What is compiled and the compiler's output go to build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
 from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
@@ -58,7 +57,6 @@ MACHINES = "-DFLASHMOE_MACHINES=1"
 FEW_GROUP = "-DFLASHMOE_FEW_GROUP=1"
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
-OUTER = "-DFLASHMOE_PROGRAM=kForwardAndOuter"
 
 # C7508, C7509, C7510 and their kin: setmaxnreg ignored, wgmma serialized.
 ADVISORY = re.compile(r"\(C75\d\d\).*|Potential Performance Loss.*")
@@ -265,11 +263,6 @@ def rdma_units(source: Path, every: bool) -> list[Unit]:
     return [unit(BF16, SWIGLU, oldest), *(unit(*kind, newest) for kind in kinds), transposed]
 
 
-def program_instances(every: bool) -> list[tuple[str, ...]]:
-    """Of the program of docs/extending.md, which is of 16-bit types."""
-    return [instance(dtype, SWIGLU, OUTER) for dtype in ((BF16, 2) if every else (BF16,))]
-
-
 def units(every: bool = False) -> list[Unit]:
     """What is to be compiled: of each kind of kernel what tells whether it fits, or `every` instance that there is."""
     found = []
@@ -283,7 +276,6 @@ def units(every: bool = False) -> list[Unit]:
                 *training_instances(every),
                 *machines_instances(every),
                 *few_group_instances(every),
-                *program_instances(every),
             )
             found += [Unit(source, defines) for defines in kinds]
             found += rdma_units(source, every)

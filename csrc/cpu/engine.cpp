@@ -166,13 +166,12 @@ void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t fi
 
 void Engine::multiply(uint32_t n, uint32_t index, uint32_t block) {
   const TaskRow& product = kProgram[n];
-  const uint32_t expert = product.of == Unit::kExpert ? index : c_.tile(TileIndex::tile(index))->shape.expert;
+  const uint32_t expert = c_.tile(TileIndex::tile(index))->shape.expert;
   const Timed timed(trace_, phase_of(n), index, block, expert);
   const Columns at = columns(n, block, block + 1);
   switch (product.epilogue) {
     case Epilogue::kActivate: return activate_columns(product, index, at);
     case Epilogue::kReturn: return return_columns(product, index, at);
-    case Epilogue::kKeep: return keep_columns(index, at);
     case Epilogue::kDifferentiate:  // a GPU's: here BackwardEngine multiplies
     case Epilogue::kSend:
     case Epilogue::kOutput: break;  // of no product
@@ -434,34 +433,6 @@ void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {
     const float weight = spec().weights_on_input ? 1.0f : row.weight;
     narrow(at(to, spec().return_type, of.first), out + size_t{r} * of.count, spec().return_type, of.count, weight);
     if (c_.policy.joined != 0 && c_.shape.top_k == 1) combine(row.token, of);
-  }
-}
-
-// In the order of (source, token), whatever the order in which tiles took the rows: the bits are the same in every call.
-void Engine::keep_columns(uint32_t expert, Columns of) {
-  rows_.clear();
-  const uint32_t* tiles = c_.expert_tiles(expert);
-  for (uint32_t i = 0; i < c_.expert_state(expert)->tiles; ++i) {
-    for (uint32_t r = 0; r < c_.tile(tiles[i])->shape.rows; ++r) {
-      const Row& row = *c_.tile_row(tiles[i], r);
-      rows_.push_back({row.source, row.token, tiles[i], r});
-    }
-  }
-  std::sort(rows_.begin(), rows_.end(), [](const TileRow& a, const TileRow& b) {
-    return a.source != b.source ? a.source < b.source : a.token < b.token;
-  });
-  const size_t pitch = c_.shape.hidden;
-  float* kept = layer_.kept + size_t{expert} * c_.shape.intermediate * pitch + of.first;
-  for (uint32_t i = 0; i < c_.shape.intermediate; ++i) std::fill_n(kept + i * pitch, of.count, 0.0f);
-  float* inner = room(a_, c_.shape.intermediate);
-  float* x = room(out_, of.count);
-  for (const TileRow& row : rows_) {
-    widen(inner, c_.intermediate_row(row.tile, row.row), spec().intermediate_type, c_.shape.intermediate);
-    widen(x, at(token_row(row.source, row.token), spec().x_type, of.first), spec().x_type, of.count);
-    for (uint32_t i = 0; i < c_.shape.intermediate; ++i) {
-      float* to = kept + i * pitch;
-      for (uint32_t h = 0; h < of.count; ++h) to[h] += inner[i] * x[h];
-    }
   }
 }
 

@@ -112,11 +112,6 @@ class Engine {
   GemmBuffers gemm_;
 
  private:
-  // A row of an expert: whose it is, and where.
-  struct TileRow {
-    uint32_t source, token, tile, row;
-  };
-
   void route(uint32_t b, const PacketScratch& s);
   void fill_row(uint8_t* row, float value);
   void add_shared(uint32_t b, const PacketScratch& s);
@@ -171,7 +166,6 @@ class Engine {
   // row's home = weight * (rows * weights^T + bias), columns
   void return_columns(const TaskRow& product, uint32_t tile, Columns of);
   // kept[expert, :, columns] = sum over the expert's rows of intermediate^T x
-  void keep_columns(uint32_t expert, Columns of);
 
   // What gradients need of the tile's columns, before they are activated; up: null without a gate.
   void keep_pre_activations(uint32_t tile, uint32_t slice, Columns of, const float* gate, const float* up,
@@ -179,7 +173,6 @@ class Engine {
 
   const std::array<uint32_t, kProducts>& task_columns_;
   uint64_t begun_ns_ = 0;
-  std::vector<TileRow> rows_;  // of an expert
   std::vector<uint32_t> words_;
   std::vector<uint16_t> halves_;
 };

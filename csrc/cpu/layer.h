@@ -36,7 +36,6 @@ struct Layer {
   uint64_t* load = nullptr;        // [E], to which each expert's choices are added, of all tokens; may be null
   float* router_logits = nullptr;  // [T, E], written: the logits as they are scored; may be null
   Kept* keep = nullptr;            // takes what gradients need of the call; null: nothing is kept
-  float* kept = nullptr;           // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
 };
 
 }  // namespace flashmoe::cpu

@@ -36,7 +36,6 @@ struct Layer {
   Pass pass = Pass::kInference;
   bool strict = false;      // a row for which no choice can be made is an error
   bool redispatch = false;  // among several ranks: the forward pass keeps none of x, the backward pass sends it again
-  uint64_t kept = 0;        // [El, I, H] fp32, see KernelArgs
   std::string cubin;        // file of the kernel compiled for the spec's types and activation, and traced
 };
 

@@ -37,7 +37,7 @@ void check_reach(const Limits& limits) {
     const char* what;
     uint64_t bytes, most;
   } fields[] = {
-      {"other ranks' tokens", kRowCopies * (limits.ranks - 1) * tokens * sent, sm90::kReachBytes},
+      {"other ranks' tokens", (limits.ranks - 1) * tokens * sent, sm90::kReachBytes},
       {"results to sum", tokens * limits.return_slots * returned, 2 * sm90::kReachBytes},
       {"results to reduce", limits.staging * tokens * limits.entries_per_token() * returned, 2 * sm90::kReachBytes},
       {"sums of a machine's ranks", limits.staging * tokens * summed, 2 * sm90::kReachBytes}};

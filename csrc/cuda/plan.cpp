@@ -255,7 +255,6 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.reasons = common.reasons;
   args.strict = layer.strict ? 1 : 0;
   args.trace = trace;
-  args.kept = reinterpret_cast<float*>(layer.kept);
   if (trains_in_group()) {
     const GradientLayout gradients = make_gradient_layout(common.limits);
     constexpr auto kWeights = static_cast<uint32_t>(GradientField::kWeights);

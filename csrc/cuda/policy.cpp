@@ -45,7 +45,7 @@ uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t
 }
 
 uint32_t few_most(const CallShape& s, uint32_t element_bytes, bool transposed) {
-  if (kExpertProducts != 0 || transposed || s.ranks != 1) return 0;
+  if (transposed || s.ranks != 1) return 0;
   const uint32_t top_k = s.routed_top_k();
   // Several slices are choices there, in the general kernel one: more tokens are to have the bits of that.
   const uint32_t most = element_bytes == 2 && s.shared <= 1 ? kFewTokens : kFewExactTokens;
@@ -59,7 +59,7 @@ bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
 
 bool few_in_group(const Limits& limits, const LayerSpec& spec) {
   if (!limits.few_in_group() || limits.machine_ranks != 0) return false;
-  if (kExpertProducts != 0 || spec.transposed) return false;
+  if (spec.transposed) return false;
   if (element_bytes(spec.y_type) != 2 || spec.weight_type == DType::kMxFp4) return false;
   // Intermediate rows are of fp32 there, in memory for tiles of rows in e4m3.
   const uint64_t room = limits.max_tiles() * limits.tile_rows;

@@ -66,7 +66,6 @@ struct Ledger {
         combined(l.max_tokens),
         joined(l.max_tokens),
         activated(l.max_tiles()),
-        kept(l.max_local_experts),
         received(uint64_t{l.max_tokens} * l.ranks),
         load(l.experts) {}
   Once contributed;            // [token, k] at the token's home: columns that its expert wrote
@@ -74,7 +73,6 @@ struct Ledger {
   Once combined;               // [token]: return groups
   Once joined;                 // [token]: columns, of a joined call
   Once activated;              // [tile]: columns of its intermediate rows
-  Once kept;                   // [local expert]: columns of what is kept of it
   Once received;               // [rank, token]: what keepers have copied here
   std::vector<uint64_t> load;  // [expert]: choices of the rank's tokens, in all calls
 };
@@ -171,7 +169,6 @@ class AbstractEngine {
     if constexpr (kProgram[n].epilogue == Epilogue::kActivate) activate(index, block);
     if constexpr (kProgram[n].epilogue == Epilogue::kDifferentiate) activate(index, block);
     if constexpr (kProgram[n].epilogue == Epilogue::kReturn) contribute(index, block);
-    if constexpr (kProgram[n].epilogue == Epilogue::kKeep) keep(index, block);
   }
 
   void activate(uint32_t tile, uint32_t n) {
@@ -215,23 +212,6 @@ class AbstractEngine {
       ledgers_[home].contributed.mark(entry.token * c_.shape.top_k + entry.k, n);
     });
     P::sync();
-  }
-
-  // Every intermediate row of the expert is there, and so are the tokens' rows, whichever call their homes are in.
-  void keep(uint32_t expert, uint32_t n) {
-    const uint32_t* tiles = c_.expert_tiles(expert);
-    for (uint32_t i = 0; i < c_.expert_state(expert)->tiles; ++i) {
-      CHECK_EQ(c_.tile(tiles[i])->shape.expert, expert);
-      for_each_row(tiles[i], [&](uint32_t row, uint32_t p, const Row& entry) {
-        if (row % P::kLanes != P::lane()) return;
-        check_hidden(tiles[i], row, p, entry);
-        if (p == c_.rank) return;
-        const uint64_t* sent = words(c_.dispatched_row(c_.rank, p, entry.token));
-        for (uint32_t h = 0; h < c_.shape.hidden; ++h) CHECK_EQ(sent[h], x_->row_word(p, entry.token, h));
-      });
-    }
-    P::sync();
-    if (P::lane() == 0) ledgers_[c_.rank].kept.mark(expert, n);
   }
 
   // Of a keeper, all lanes: the row is this call's still, however late it is copied.
@@ -600,10 +580,10 @@ class Rank {
     if constexpr (kInTurn) {
       for (uint32_t l = 0; l < call.shape.local_experts; ++l) {
         CanonicalRow last{};
-        for (uint32_t i = 0; i < call.expert_state(l)->tiles; ++i) {
+        for (uint32_t i = 0; i < *call.expert_tile_count(l); ++i) {
           const uint32_t t = call.expert_tiles(l)[i], rows = call.tile(t)->shape.rows;
           CHECK_EQ(call.tile(t)->nth, i);
-          CHECK(rows == call.policy.tile_rows || i + 1 == call.expert_state(l)->tiles);
+          CHECK(rows == call.policy.tile_rows || i + 1 == *call.expert_tile_count(l));
           for (uint32_t r = 0; r < rows; ++r) {
             const CanonicalRow row{call.tile_row(t, r)->source, call.tile_row(t, r)->token};
             CHECK((i == 0 && r == 0) || last < row);
@@ -667,12 +647,6 @@ class Rank {
     for (uint32_t tile = 0; tile < ledger_.activated.size(); ++tile) {
       CHECK(ledger_.activated.whole(tile, tile < tiles ? call.policy.columns[kFirst] : 0));
       for (const uint32_t done : call.tile(tile)->done) CHECK_EQ(done, 0u);
-    }
-    if constexpr (kExpertProducts != 0) {
-      for (uint32_t l = 0; l < ledger_.kept.size(); ++l) {
-        CHECK(ledger_.kept.whole(l, l < call.shape.local_experts ? call.policy.columns[kProducts - 1] : 0));
-        for (const uint64_t done : call.expert_state(l)->done) CHECK_EQ(done, 0u);
-      }
     }
   }
 

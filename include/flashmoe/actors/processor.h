@@ -8,7 +8,6 @@
 #include "flashmoe/actors/joiner.h"
 #include "flashmoe/actors/returner.h"
 #include "flashmoe/actors/sender.h"
-#include "flashmoe/protocol/experts.h"
 #include "flashmoe/protocol/pending.h"
 #include "flashmoe/protocol/ready_queue.h"
 
@@ -30,11 +29,7 @@ FLASHMOE_FN void retire_column(const Call& c, uint32_t index) {
   const Tile::Shape shape = c.tile(tile)->shape;
   for_each_product([&]<uint32_t m>() {
     if constexpr (Product<m>::kAfter == Product<n>::kKind) {
-      if constexpr (Product<m>::kOfExpert) {
-        change_expert<m, P>(c, last, shape.expert, 1);
-      } else {
-        push_ready<P>(c, last, {Product<m>::kKind, ReadyTile::column(shape.expert, shape.remote), tile});
-      }
+      push_ready<P>(c, last, {Product<m>::kKind, ReadyTile::column(shape.expert, shape.remote), tile});
     }
   });
 }

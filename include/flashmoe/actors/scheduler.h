@@ -82,9 +82,7 @@ class Scheduler {
  private:
   FLASHMOE_FN uint32_t tasks_of_call() const {
     uint32_t tasks = 0;
-    for_each_product([&]<uint32_t n>() {
-      tasks += (Product<n>::kOfExpert ? c_.shape.local_experts : tiles_) * c_.policy.columns[n];
-    });
+    for_each_product([&]<uint32_t n>() { tasks += tiles_ * c_.policy.columns[n]; });
     // GEMM0 takes the shared expert's tiles slice by slice.
     if (c_.shape.shared > 1) {
       tasks += (c_.shape.shared - 1) * ceil_div(c_.shape.tokens, c_.policy.tile_rows) * c_.policy.columns[kFirst];

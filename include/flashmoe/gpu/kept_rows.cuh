@@ -179,7 +179,7 @@ __device__ __forceinline__ bool find_tile(const Call& c, uint32_t number, TilePl
   uint32_t before = 0;
   for (uint32_t base = 0; base < moved; base += 32) {
     const uint32_t m = base + Platform::lane();
-    const uint32_t tiles = m < moved ? c.expert_state(expert_of_moved(c.shape, m))->tiles : 0;
+    const uint32_t tiles = m < moved ? *c.expert_tile_count(expert_of_moved(c.shape, m)) : 0;
     uint32_t all;
     const uint32_t first = before + Platform::exclusive_scan(tiles, all);
     if (const uint32_t those = Platform::ballot(number - first < tiles); those != 0) {

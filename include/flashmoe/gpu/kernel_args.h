@@ -250,7 +250,6 @@ struct KernelArgs {
   uint32_t weights_on_input;      // 1: a row's weight scales its products with gate_up, and not its result
   HostFault* host_fault;          // in mapped host memory: written when the call failed, or a row of it is an error
   uint8_t* trace;                 // [blocks] of kTraceBytesPerBlock; null: not traced
-  float* kept;                    // [El, I, H], of programs with a product that keeps its results (Epilogue::kKeep)
 
   // Of experts in e4m3. Their intermediate rows, each tile's by itself: 3D {I, 256, tiles}, box {128, 32, 1}.
   // In mxfp4: the matrices are bytes, of which a row has H / 2 or I / 2, and a box 128.

@@ -217,8 +217,7 @@ struct Call {
   }
   // Row of `token` of rank p as dispatched to rank `at` (p != at).
   FLASHMOE_HD uint8_t* dispatched_row(uint32_t at, uint32_t p, uint32_t token) const {
-    const uint32_t slot = peer_slot(p, at, shape.ranks) + (kRowCopies == 1 ? 0 : parity() * (shape.ranks - 1));
-    return heap<uint8_t>(at, HeapField::kRows, slot, token);
+    return heap<uint8_t>(at, HeapField::kRows, peer_slot(p, at, shape.ranks), token);
   }
   FLASHMOE_HD uint8_t* return_row(uint32_t home, uint32_t token, uint32_t slot) const {
     return heap<uint8_t>(home, HeapField::kReturnRows, token, slot);
@@ -239,8 +238,9 @@ struct Call {
   FLASHMOE_HD Tile* tile(uint32_t t) const { return workspace<Tile>(WorkField::kTiles, t); }
   FLASHMOE_HD Row* tile_row(uint32_t t, uint32_t row) const { return workspace<Row>(WorkField::kTileRows, t, row); }
   FLASHMOE_HD Segment* segments(uint32_t t) const { return workspace<Segment>(WorkField::kSegments, t); }
-  FLASHMOE_HD ExpertState* expert_state(uint32_t l) const {
-    return workspace<ExpertState>(WorkField::kExpertStates, l);
+  // How many tiles a local expert has, once all are formed, and which (where passes train).
+  FLASHMOE_HD uint32_t* expert_tile_count(uint32_t l) const {
+    return workspace<uint32_t>(WorkField::kExpertTileCounts, l);
   }
   FLASHMOE_HD uint32_t* expert_tiles(uint32_t l) const { return workspace<uint32_t>(WorkField::kExpertTiles, l); }
   FLASHMOE_HD uint64_t* pending(uint32_t p, uint32_t slot) const {

@@ -47,8 +47,7 @@ inline constexpr FieldSpec<GradientField> kGradientTable[] = {
      "[token][k] gradients of combine weights, from the owner of the choice's expert (backward passes only)"},
     {GradientField::kRows, "x_rows", Writer::kPeer0,
      [](const Limits& l) {
-       return FieldShape{{l.redispatch * kRowCopies * (l.ranks - 1), l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1},
-                         1};
+       return FieldShape{{l.redispatch * (l.ranks - 1), l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1}, 1};
      },
      "[peer][token][H] rows of x, dispatched again beside those of dY (backward passes with redispatch only)"},
 };

@@ -136,27 +136,21 @@ struct Limits {
     const uint32_t all = kProgram[n].columns == Axis::kHidden ? hidden : intermediate;
     return ceil_div(max_of(all, 1u), columns_per_task[n]);
   }
-  // Tasks of one tile, or of one expert (without those of its tiles).
-  constexpr uint64_t tasks_of(Unit unit) const {
+  constexpr uint64_t tasks_of_tile() const {
     uint64_t tasks = 0;
-    for (uint32_t n = 0; n < kProducts; ++n) tasks += kProgram[n].of == unit ? columns(n) : 0;
+    for (uint32_t n = 0; n < kProducts; ++n) tasks += columns(n);
     return tasks;
   }
-  // The most tiles, or experts, that one product's list of ready ones may have.
-  constexpr uint64_t max_ready() const {
-    const uint64_t tiles = max_tiles() + max_later_slices();
-    return kExpertProducts == 0 ? tiles : max_of<uint64_t>(tiles, all_local_experts());
-  }
+  // The most tiles that one product's list of ready ones may have.
+  constexpr uint64_t max_ready() const { return max_tiles() + max_later_slices(); }
   // Ranks whose packets are built in the workspace and sent from there.
   FLASHMOE_HD constexpr uint64_t outboxes() const { return ranks > 1 ? ranks : 0; }
-  // Items of the ready list in a call: a tile for each of its products; an expert for each of its own, and in kFormed.
+  // Items of the ready list in a call: a tile for each of its products; an expert in kFormed.
   constexpr uint64_t list_capacity() const {
-    return next_power_of_two((kProducts - kExpertProducts) * max_tiles() + max_later_slices() +
-                             (kExpertProducts + 1) * uint64_t{all_local_experts()} + 1);
+    return next_power_of_two(kProducts * max_tiles() + max_later_slices() + uint64_t{all_local_experts()} + 1);
   }
   constexpr uint64_t queue_capacity() const {
-    return next_power_of_two(max_tiles() * tasks_of(Unit::kTile) + max_later_slices() * columns(kFirst) +
-                             all_local_experts() * tasks_of(Unit::kExpert) + processors + 1);
+    return next_power_of_two(max_tiles() * tasks_of_tile() + max_later_slices() * columns(kFirst) + processors + 1);
   }
 };
 
@@ -204,7 +198,7 @@ enum class WorkField : uint32_t {
   kPrefix,
   kPrefixSignal,
   kExpertTiles,
-  kExpertStates,
+  kExpertTileCounts,
   kReadyTiles,
   kLogits,
   kFewDone,
@@ -266,9 +260,7 @@ inline constexpr FieldSpec<HeapField> kHeapTable[] = {
      [](const Limits& l) { return FieldShape{{l.ranks, kMaxGroups, 1, 1}, 8}; },
      "[q][g] rank q has returned the columns of group g of all it owes"},
     {HeapField::kRows, "rows", Writer::kPeer0,
-     [](const Limits& l) {
-       return FieldShape{{kRowCopies * (l.ranks - 1), l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1}, 1};
-     },
+     [](const Limits& l) { return FieldShape{{l.ranks - 1, l.max_tokens, row_pitch(l.hidden, l.x_bytes), 1}, 1}; },
      "[peer][token][H] dispatched token rows; each crosses once, own rows are read from the input"},
     {HeapField::kReturnRows, "return_rows", Writer::kReturn,
      [](const Limits& l) {
@@ -321,9 +313,9 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
     {WorkField::kExpertTiles, "expert_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{l.all_local_experts(), l.max_tiles_per_expert(), 1, 1}, 4}; },
      "[expert][i] the expert's i-th tile, in the order in which they closed"},
-    {WorkField::kExpertStates, "expert_states", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.all_local_experts(), 1, 1, 1}, sizeof(ExpertState)}; },
-     "[expert] how many tiles it has, and how many are done (backward passes, programs with products of experts)"},
+    {WorkField::kExpertTileCounts, "expert_tile_counts", Writer::kSelf,
+     [](const Limits& l) { return FieldShape{{l.all_local_experts(), 1, 1, 1}, 4}; },
+     "[expert] how many tiles it has, once all are formed (passes that train)"},
     {WorkField::kReadyTiles, "ready_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{kReadyLists, l.max_ready(), 1, 1}, 8}; },
      "[list] tiles ready for a product; what the next band leaves moves back (OS warp only)"},

@@ -130,8 +130,8 @@ struct alignas(128) Control {
   Line left;         // thread blocks that have left the kernel (GPU); zero between calls
   Line met;          // thread blocks that have come to the few-token kernel's meeting (GPU); zero between calls
   Line
-      few_tasks;  // its tasks that were taken behind each block's first, or those of kOverRows (GPU); zero between calls
-  Line calls;     // calls completed (GPU); kNoMoreCalls once one has failed
+      few_tasks;  // its tasks that were taken behind each block's first, or those of TaskKind::kBehindStop (GPU); zero between calls
+  Line calls;       // calls completed (GPU); kNoMoreCalls once one has failed
   Line reduces[2];  // [parity] pieces of Reduce taken; zero before the call
   Line published;   // between calls: words ever published to the ready queue
   Line list_head;   // between calls: items ever drained from the ready list

@@ -7,9 +7,9 @@
 namespace flashmoe {
 
 // A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
-//   index   the tile (TileIndex), or local expert
+//   index   the tile (TileIndex); or, behind the stop of a backward pass, a group of weights (sm90/weight_gradients.cuh)
 //   column  the block of columns
-// In the ready list the word says what has become ready: tile (or expert) `index` for a product (column: see
+// In the ready list the word says what has become ready: tile `index` for a product (column: see
 // ReadyTile); or, of kind kFormed, that `column` more local experts have all their tiles, which are `index` in all.
 struct Task {
   TaskKind kind = TaskKind::kNone;
@@ -128,11 +128,5 @@ struct alignas(128) Tile {
   uint32_t nth;              // which of its expert's tiles it is (where tiles are in canonical order: kInTurn)
 };
 static_assert(sizeof(Tile) == 128);
-
-// A local expert, where products of experts wait for its tiles (experts.h).
-struct alignas(128) ExpertState {
-  uint64_t done[max_of(kExpertProducts, 1u)];  // per product that waits; zero between calls
-  uint32_t tiles;                              // once all are formed
-};
 
 }  // namespace flashmoe

@@ -6,7 +6,6 @@
 // which rows of the expert's tiles each lane's go.
 #pragma once
 
-#include "flashmoe/protocol/experts.h"
 #include "flashmoe/protocol/pending.h"
 
 namespace flashmoe {
@@ -78,7 +77,9 @@ class TileFormer {
         P::sync();
       }
       announce(i);
-      close_expert<P>(c_, expert(i), m_.experts[i].closed);
+      if constexpr (kIsBackward || kTrainsInGroup) {
+        if (P::lane() == 0) *c_.expert_tile_count(expert(i)) = m_.experts[i].closed;
+      }
     }
   }
 

@@ -34,9 +34,7 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   }
   if (task.index == kNoTile) {
     look_up_rehearsal(slot);
-  } else if (is_one_of<kOfExpert>(task.kind)) {
-    look_up_expert(c, task, slot);
-  } else if (is_over_rows(task.kind)) {
+  } else if (is_behind_stop(task.kind)) {
     if constexpr (kIsBackward) {
       if (is_of_router_dx(c, task.index)) {
         look_up_router_dx<Dtype>(args, c, task, slot);
@@ -118,7 +116,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
   auto retire_done = [&](uint32_t taken) {
     if (retired == taken || !ring.is_done(retired)) return false;
     const TaskSlot& slot = ring.at(retired);
-    if (slot.index != kNoTile && !is_over_rows(slot.kind)) retire<P>(c, {slot.kind, slot.column, slot.index});
+    if (slot.index != kNoTile && !is_behind_stop(slot.kind)) retire<P>(c, {slot.kind, slot.column, slot.index});
     P::sync();
     if (P::lane() == 0) ring.put_free(retired);
     ++retired;

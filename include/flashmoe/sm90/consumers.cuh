@@ -1,7 +1,6 @@
 // Consumer warpgroups: a block's tasks, one after the other, out of the stages.
 #pragma once
 
-#include "flashmoe/sm90/epilogue_kept.cuh"
 #include "flashmoe/sm90/epilogue_pre_activations.cuh"
 #include "flashmoe/sm90/epilogue_quantised.cuh"
 #include "flashmoe/sm90/epilogue_rows.cuh"
@@ -148,22 +147,6 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
 }
 
-// A consumer warpgroup's part of one task of an expert.
-template <class Dtype>
-__device__ __forceinline__ void compute_expert(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                               Pipeline& ring, uint32_t group) {
-  const uint32_t stages = Wide::stages(slot.k_bytes) / column_passes(c);
-  float* const to = args.kept + uint64_t{slot.expert} * c.shape.intermediate * c.shape.hidden;
-#pragma unroll 1
-  for (uint32_t pass = 0; pass < column_passes(c); ++pass) {
-    float acc[128];
-    multiply_rows<Dtype>(ring, group, stages, acc);
-    const uint32_t first_row = first_of_pass(pass) + group * (kBlockColumns / kConsumers);
-    store_kept(Lane::of_thread(group), acc, to, first_row, c.shape.intermediate, slot.column * kTaskFeatures,
-               c.shape.hidden);
-  }
-}
-
 // A consumer warpgroup: `group` 0 or 1. Until the stop, or where it combines (kCombines): then true, and n is the task's number.
 template <class Dtype, Activation kActivation, bool kTransposed, class Trace>
 __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
@@ -183,23 +166,21 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
     if (kIsBackward && slot.index == kCombines) return true;
     trace.end(Phase::kWait, slot.tile, slot.column);
     if constexpr (kIsBackward) {
-      if (is_over_rows(slot.kind)) {
+      if (is_behind_stop(slot.kind)) {
         compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);
       } else {
         with_tokens<Dtype, kTransposed, is_gated(kActivation)>(
             slot.share.wide, slot.share.cover, false,
             [&]<class Shape>() { compute_gradients<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace); });
       }
-    } else if (is_one_of<kOfExpert>(slot.kind)) {
-      if constexpr (kExpertProducts != 0) compute_expert<Dtype>(args, c, slot, ring, group);
     } else {
       const bool half = is_half<Dtype, is_gated(kActivation)>(c, slot);
       with_tokens<Dtype, kTransposed, is_gated(kActivation)>(
           slot.share.wide, slot.share.cover, half,
           [&]<class Shape>() { compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace); });
     }
-    trace.end_product(is_over_rows(slot.kind) ? Phase::kGradients : phase_of_product(slot.kind), slot.tile, slot.column,
-                      slot.expert);
+    trace.end_product(is_behind_stop(slot.kind) ? Phase::kGradients : phase_of_product(slot.kind), slot.tile,
+                      slot.column, slot.expert);
     if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
       tasks.put_stored(slot.stored);  // else nobody waits for it
     if constexpr (kNumberAgain<Dtype>) n = *static_cast<const volatile uint32_t*>(&slot.stored);

@@ -108,10 +108,9 @@ struct BoxRows {
   }
 };
 
-// Which of the loaders' threads this is. In programs with products of experts, or over their rows, tasks are loaded in three ways, and no
-// registers are left to keep what follows from it from task to task: volatile, so that it is computed anew.
+// Which of the loaders' threads this is. In a backward pass tasks are loaded in three ways, and no registers are left to keep what follows from it from task to task: volatile, so that it is computed anew.
 __device__ __forceinline__ uint32_t loader_thread() {
-  if constexpr (kExpertProducts == 0 && !kIsBackward) return threadIdx.x - kFirstLoader;
+  if constexpr (!kIsBackward) return threadIdx.x - kFirstLoader;
   uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread - kFirstLoader;

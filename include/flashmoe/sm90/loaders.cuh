@@ -110,7 +110,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       if (!kIsBackward && !loads_intermediate) joiner.close();
       return;
     }
-    if (apart && (is_one_of<kGathering>(slot.kind) || is_over_rows(slot.kind))) {
+    if (apart && (is_one_of<kGathering>(slot.kind) || is_behind_stop(slot.kind))) {
       // The first warp may still load GEMM1's stages, while the second is here. It must not go on: a wait tells phases
       // apart by one parity bit, and a barrier that is two phases behind looks as if it had been passed.
       named_barrier_sync(kLoaderBarrier, kLoaders);
@@ -120,7 +120,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     const bool wide = slot.share.wide, shared = c.shape.is_shared(slot.expert);
     const uint32_t expert = shared ? slot.expert - c.shape.routed_local_experts() : slot.expert;
     if constexpr (kIsBackward) {
-      if (is_over_rows(slot.kind)) {
+      if (is_behind_stop(slot.kind)) {
         apart = load_behind_stop<Dtype>(args, c, slot, ring, count);
         tasks.put_done(n);
         continue;
@@ -142,15 +142,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         return scales_of_task<kBoth>(weight_scales<p>(args, shared), args.scales_by_row != 0, expert, slot.column,
                                      args.gated);
       };
-      if constexpr (Product<p>::kOfExpert) {
-        gather_expert<Dtype>(
-            ring, c, slot.expert, slot.column * kColumnsPerTask<p, kGated>,
-            [&](const Row& row) {
-              return row.source == c.rank ? args.x + row.token * args.x_row_bytes
-                                          : c.dispatched_row(c.rank, row.source, row.token);
-            },
-            count);
-      } else if constexpr (Product<p>::kLeft == Operand::kTokens) {
+      if constexpr (Product<p>::kLeft == Operand::kTokens) {
         const auto rows_of = [&]() -> TokenRows {
           return {own_rows<Dtype>(args, c), c.heap<uint8_t>(c.rank, HeapField::kRows), slot.offsets, slot.share.rows};
         };

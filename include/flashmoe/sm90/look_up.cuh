@@ -2,7 +2,6 @@
 // The clerks look that up, so that loaders and consumers do not wait for it.
 #pragma once
 
-#include "flashmoe/sm90/expert_rows.cuh"
 #include "flashmoe/sm90/received.cuh"
 #include "flashmoe/sm90/ring.cuh"
 #include "flashmoe/sm90/tma.cuh"
@@ -164,17 +163,6 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
   }
 }
 
-// The same for a task of an expert. Its rows are looked up by its loaders.
-__device__ __forceinline__ void look_up_expert(const Call& c, const Task& task, TaskSlot& slot) {
-  const uint32_t stages = stages_of_expert<Platform>(c, task.index) * column_passes(c);
-  if (Platform::lane() != 0) return;
-  slot.index = slot.tile = slot.expert = task.index;
-  slot.column = task.column;
-  slot.slices = 1;
-  slot.k_bytes = stages * kRowBytes;  // so that Wide::stages(k_bytes) is `stages`
-  slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
-}
-
 // The same for a product over an expert's rows behind the stop.
 template <class Dtype>
 __device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
@@ -190,14 +178,14 @@ __device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& tas
 }
 
 // Whether a task is one behind the stop.
-__device__ __forceinline__ bool is_over_rows(TaskKind kind) {
-  return kIsBackward && kind == kOverRows;
+__device__ __forceinline__ bool is_behind_stop(TaskKind kind) {
+  return kIsBackward && kind == TaskKind::kBehindStop;
 }
 
 // Rehearsals. The first epilogue of a block takes 11 us, others 2 to 3: its code has to come from memory. So while the
 // first tiles form, each cluster runs a task of each product, in a full tile's shape, of one stage and without rows, by
 // the very code of the tasks after it. Only look-up, retirement and traces tell it apart, by kNoTile.
-inline constexpr uint32_t kRehearsals = kProducts - kExpertProducts;
+inline constexpr uint32_t kRehearsals = kProducts;
 
 // Rows of all experts, if all ranks have as many tokens as this one.
 __device__ __forceinline__ uint64_t rows_of_all(const Call& c) {

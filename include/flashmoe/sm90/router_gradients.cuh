@@ -108,13 +108,13 @@ class TasksBehindStop {
   __device__ __forceinline__ Task next(const KernelArgs& args, const Call& c, Meanwhile&& meanwhile) {
     Task task = held_.kind != TaskKind::kNone ? held_ : take_weight_task(args, c);
     held_.kind = TaskKind::kNone;
-    const bool of_experts = task.kind == kOverRows && !is_of_router_dx(c, task.index);
+    const bool of_experts = task.kind == TaskKind::kBehindStop && !is_of_router_dx(c, task.index);
     if (combines_ && !of_experts) {
       combines_ = false;
       held_ = task;
-      return {kOverRows, 0, kCombines};
+      return {TaskKind::kBehindStop, 0, kCombines};
     }
-    if (task.kind == kOverRows && is_of_router(c, task.index)) task = wait_for_logits(c, task, meanwhile);
+    if (task.kind == TaskKind::kBehindStop && is_of_router(c, task.index)) task = wait_for_logits(c, task, meanwhile);
     return task;
   }
 

@@ -19,8 +19,8 @@
 
 #include "flashmoe/gpu/choice_gradient.cuh"
 #include "flashmoe/sm90/epilogue_backward.cuh"
-#include "flashmoe/sm90/expert_rows.cuh"
 #include "flashmoe/sm90/load.cuh"
+#include "flashmoe/sm90/mainloop_rows.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -139,17 +139,17 @@ __device__ __forceinline__ Task task_behind_stop(const KernelArgs& args, uint32_
   const uint32_t of_experts = kSlicedBuild ? of_routed + of_slice * s.shared : of_routed;
   const RouterTasks router = RouterTasks::of(args);
   const uint32_t before = of_experts - of_experts / 4;
-  if (n >= before && n - before < router.weights) return {kOverRows, n - before, weight_groups(s)};
+  if (n >= before && n - before < router.weights) return {TaskKind::kBehindStop, n - before, weight_groups(s)};
   if (n >= before) n -= router.weights;
-  if (n < of_routed) return {kOverRows, n % each, n / each};
+  if (n < of_routed) return {TaskKind::kBehindStop, n % each, n / each};
   if (kSlicedBuild && n < of_experts) {
     n -= of_routed;
-    return {kOverRows, n % of_slice, s.routed_local_experts() + n / of_slice};
+    return {TaskKind::kBehindStop, n % of_slice, s.routed_local_experts() + n / of_slice};
   }
   n -= of_experts;
   if (n >= router.x) return {TaskKind::kStop, 0, 0};
   const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
-  return {kOverRows, n % blocks, weight_groups(s) + 1 + n / blocks};
+  return {TaskKind::kBehindStop, n % blocks, weight_groups(s) + 1 + n / blocks};
 }
 
 // The next task of the ticket, or the stop. One warp.
@@ -186,7 +186,7 @@ struct GatheredRows {
 
 // How many rows an expert has. One lane.
 __device__ __forceinline__ uint32_t rows_of_expert(const Call& c, uint32_t expert) {
-  const uint32_t tiles = c.expert_state(expert)->tiles;
+  const uint32_t tiles = *c.expert_tile_count(expert);
   if (tiles == 0) return 0;
   return (tiles - 1) * kTileTokens + c.tile(c.expert_tiles(expert)[tiles - 1])->shape.rows;
 }

@@ -2,8 +2,8 @@
 //
 // A row says what a task multiplies or sums, over which axis, how its results are cut into tasks, what becomes of them, who
 // takes it and what it waits for. Who forms tiles, orders tasks, loads, multiplies, retires, counts or traces reads the
-// table and names no kind, so that another product is another row and an epilogue (docs/extending.md). All of it is known
-// to the compiler: what reads it is compiled to comparisons with constants, as if it named the kinds.
+// table and names no kind. All of it is known to the compiler: what reads it is compiled to comparisons with constants, as
+// if it named the kinds.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ namespace flashmoe {
 
 // The ready queue holds products, and kStop, which ends a cluster. The ready list holds products, and kFormed: all
 // tiles of some experts are formed. Reduce and Combine are in neither, since nobody hands out their pieces
-// (actors/returner.h).
+// (actors/returner.h); nor is kBehindStop, which clusters of a backward pass take by number (kIsBackward).
 enum class TaskKind : uint32_t {
   kNone = 0,
   kGemm0 = 1,
@@ -26,20 +26,12 @@ enum class TaskKind : uint32_t {
   kFormed = 4,
   kReduce = 5,
   kCombine = 6,
-  kOuter = 7
-};
-
-// What a task's index names. (Its column names a block of columns.)
-enum class Unit : uint32_t {
-  kTile,    // one tile's rows
-  kExpert,  // all rows of a local expert
-  kTokens,  // tokens of one source, or of this rank
+  kBehindStop = 7
 };
 
 enum class Axis : uint32_t {
   kHidden,        // H, the columns of tokens and of results
   kIntermediate,  // I, the columns of intermediate rows
-  kRows,          // an expert's rows
   kChoices,       // a token's rows, of its experts on one rank or of all
 };
 
@@ -59,7 +51,6 @@ enum class Epilogue : uint32_t {
   kActivate,       // bias and activation; to the tile's intermediate rows
   kDifferentiate,  // the activation's gradient; to the tile's intermediate rows (docs/training.md)
   kReturn,         // bias and combine weight; to each row's home, or to where they are reduced
-  kKeep,           // the sum in fp32; to the expert's matrix, which stays here
   kSend,           // the sum; to the token's home
   kOutput,         // the sum; to the layer's output
 };
@@ -71,15 +62,13 @@ enum class Taker : uint32_t {
 
 struct TaskRow {
   TaskKind kind;
-  Unit of;
   Operand left, right;
   Axis over;     // contracted: both operands have it
   Axis columns;  // of the results. They are cut into blocks of columns: a task for each unit and block
   Epilogue epilogue;
   Taker taker;
-  // What makes it ready. A tile: all its columns of this kind are done, or, for kFormed, it is formed. An expert: this
-  // holds for all its tiles, and there will be no more of them (protocol/experts.h). Reduce and Combine: all rows of a
-  // source are done (protocol/pending.h), or all ranks have signalled.
+  // What makes it ready. A tile's product: all the tile's columns of this kind are done, or, for kFormed, the tile is
+  // formed. Reduce and Combine: all rows of a source are done (protocol/pending.h), or all ranks have signalled.
   TaskKind after;
   Phase phase;  // what reports and traces call it
 };
@@ -89,7 +78,6 @@ struct TaskRow {
 // The layer. (Where results are returned directly there is no Reduce, and Combine follows GEMM1.)
 inline constexpr auto kForward = std::to_array<TaskRow>({
     {.kind = TaskKind::kGemm0,
-     .of = Unit::kTile,
      .left = Operand::kTokens,
      .right = Operand::kGateUp,
      .over = Axis::kHidden,
@@ -99,7 +87,6 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .after = TaskKind::kFormed,
      .phase = Phase::kGemm0},
     {.kind = TaskKind::kGemm1,
-     .of = Unit::kTile,
      .left = Operand::kIntermediate,
      .right = Operand::kDown,
      .over = Axis::kIntermediate,
@@ -109,7 +96,6 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .after = TaskKind::kGemm0,
      .phase = Phase::kGemm1},
     {.kind = TaskKind::kReduce,
-     .of = Unit::kTokens,
      .left = Operand::kStaged,
      .right = Operand::kNone,
      .over = Axis::kChoices,
@@ -119,7 +105,6 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .after = TaskKind::kGemm1,
      .phase = Phase::kReduce},
     {.kind = TaskKind::kCombine,
-     .of = Unit::kTokens,
      .left = Operand::kReturned,
      .right = Operand::kNone,
      .over = Axis::kChoices,
@@ -130,33 +115,8 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .phase = Phase::kCombine},
 });
 
-// The program with one more product, behind its other products and before what idle actors take.
-template <size_t kRows>
-consteval std::array<TaskRow, kRows + 1> and_product(const std::array<TaskRow, kRows>& program,
-                                                     const TaskRow& product) {
-  std::array<TaskRow, kRows + 1> all{};
-  size_t n = 0;
-  for (const TaskRow& row : program) {
-    if (row.taker == Taker::kIdle && (n == 0 || all[n - 1].taker == Taker::kProcessors)) all[n++] = product;
-    all[n++] = row;
-  }
-  return all;
-}
-
-// The worked example of docs/extending.md: the layer, and besides for each expert intermediate^T x over all its rows.
-inline constexpr auto kForwardAndOuter = and_product(kForward, {.kind = TaskKind::kOuter,
-                                                                .of = Unit::kExpert,
-                                                                .left = Operand::kIntermediate,
-                                                                .right = Operand::kTokens,
-                                                                .over = Axis::kRows,
-                                                                .columns = Axis::kHidden,
-                                                                .epilogue = Epilogue::kKeep,
-                                                                .taker = Taker::kProcessors,
-                                                                .after = TaskKind::kGemm0,
-                                                                .phase = Phase::kGemm1});
-
 // Its backward pass, with dY for tokens: dA = dY down, dX = dZ gate_up. It differs from the layer in nothing that sizes of
-// memory follow from. Products over an expert's rows come behind the stop, and are not in the table (kOverRows).
+// memory follow from. Products over an expert's rows come behind the stop, and are not in the table (kBehindStop).
 inline constexpr auto kBackward = [] {
   auto program = kForward;
   program[0].right = Operand::kDown;
@@ -170,11 +130,10 @@ inline constexpr auto kBackward = [] {
 #define FLASHMOE_BACKWARD 0
 #endif
 #if FLASHMOE_BACKWARD
-#define FLASHMOE_PROGRAM kBackward
-#elif !defined(FLASHMOE_PROGRAM)
-#define FLASHMOE_PROGRAM kForward
+inline constexpr auto& kProgram = kBackward;
+#else
+inline constexpr auto& kProgram = kForward;
 #endif
-inline constexpr auto& kProgram = FLASHMOE_PROGRAM;
 
 // ---- What is asked of the program, all of it at compile time --------------------------------------------------------
 
@@ -201,7 +160,7 @@ inline constexpr uint32_t kProducts =
 // The product that is ready when a tile is formed, and the one whose results go home.
 consteval uint32_t first_product() {
   uint32_t n = 0;
-  while (kProgram[n].of != Unit::kTile || kProgram[n].after != TaskKind::kFormed) ++n;
+  while (kProgram[n].after != TaskKind::kFormed) ++n;
   return n;
 }
 consteval uint32_t returning_product() {
@@ -220,31 +179,9 @@ consteval bool leads_on(uint32_t n) {
   return any;
 }
 
-// How many products before n are of experts; for a product of experts, this is its number among them.
-consteval uint32_t expert_products_before(uint32_t n) {
-  uint32_t before = 0;
-  for (uint32_t m = 0; m < n; ++m) before += kProgram[m].of == Unit::kExpert ? 1 : 0;
-  return before;
-}
-inline constexpr uint32_t kExpertProducts = expert_products_before(kProducts);
-
 consteval bool reads_tokens(const TaskRow& row) {
-  return row.left == Operand::kTokens || row.right == Operand::kTokens;
+  return row.left == Operand::kTokens;
 }
-
-// How many calls' dispatched rows a heap has room for. Their home overwrites them in its next call, which it begins
-// when it has all its returns, hence when every product that these wait for has read the rows: one is enough. A product
-// that reads tokens but that no return waits for may still be reading then: two calls' rows lie side by side.
-consteval uint32_t copies_of_rows() {
-  uint32_t waits = 0;  // kinds that what is returned waits for
-  for (uint32_t n = kReturning;; n = row_of(kProgram[n].after)) {
-    waits |= 1u << static_cast<uint32_t>(kProgram[n].kind);
-    if (kProgram[n].after == TaskKind::kFormed) break;
-  }
-  const bool stay = (kinds_where(reads_tokens) & ~waits) != 0;
-  return stay ? 2 : 1;
-}
-inline constexpr uint32_t kRowCopies = copies_of_rows();
 
 // Row n of the table as constants, for device code, which cannot read the table itself.
 template <uint32_t n>
@@ -253,14 +190,11 @@ struct Product {
   static constexpr Operand kLeft = kProgram[n].left, kRight = kProgram[n].right;
   static constexpr TaskKind kAfter = kProgram[n].after;
   static constexpr Phase kPhase = kProgram[n].phase;
-  static constexpr bool kOfExpert = kProgram[n].of == Unit::kExpert;
-  static constexpr uint32_t kExpertSlot = expert_products_before(n);
   static constexpr bool kLeadsOn = leads_on(n);
 };
 
 // Sets of kinds by which whoever runs tasks tells them apart.
 inline constexpr uint32_t kGathering = kinds_where(reads_tokens);
-inline constexpr uint32_t kOfExpert = kinds_where([](const TaskRow& r) { return r.of == Unit::kExpert; });
 inline constexpr uint32_t kDifferentiating =
     kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kDifferentiate; });
 inline constexpr uint32_t kActivating = kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kActivate; });
@@ -272,10 +206,9 @@ template <uint32_t kKinds>
 inline constexpr TaskKind kOnly =
     std::has_single_bit(kKinds) ? static_cast<TaskKind>(std::countr_zero(kKinds)) : TaskKind::kNone;
 
-// Whether the program is a backward pass. Then clusters go on behind the stop, with tasks of this kind, which nobody awaits
-// and no queue has: products over an expert's rows, for the gradients of its weights.
+// Whether the program is a backward pass. Then clusters go on behind the stop, with tasks of kind kBehindStop, which nobody
+// awaits and no queue has: products over an expert's rows, for the gradients of its weights.
 inline constexpr bool kIsBackward = kDifferentiating != 0;
-inline constexpr TaskKind kOverRows = TaskKind::kOuter;
 
 // Whether the build is of passes that train among several ranks (on a GPU): rows of other ranks' tokens are then copied as
 // they come (actors/keeper.h), and a backward pass forms tiles in canonical order (protocol/arrivals.h).
@@ -288,11 +221,6 @@ inline constexpr bool kInTurn = kTrainsInGroup && kIsBackward;
 consteval bool is_sound() {
   bool sound = true;
   for (uint32_t n = 0; n < kTaskRows; ++n) sound &= (kProgram[n].taker == Taker::kProcessors) == (n < kProducts);
-  // Products of experts come last, and nothing follows them.
-  for (uint32_t n = 0; n < kProducts; ++n) {
-    const bool of_expert = kProgram[n].of == Unit::kExpert;
-    sound &= of_expert == (n >= kProducts - kExpertProducts) && !(of_expert && leads_on(n));
-  }
   return sound && std::has_single_bit(kHome) && kProgram[row_of(TaskKind::kReduce)].after == kProgram[kReturning].kind;
 }
 static_assert(is_sound());

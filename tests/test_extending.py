@@ -1,0 +1,35 @@
+"""docs/extending.md says where a change goes: the files that it names are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = {"flashmoe": "include/flashmoe", "py": "python/flashmoe"}
+"""What the page calls two folders."""
+
+
+def paths_of(page: str) -> list[str]:
+    """The files, folders and patterns that a page names, from the root."""
+    found = []
+    for name in re.findall(r"`([\w*./]+)`", page):
+        first, slash, rest = name.partition("/")
+        if slash and rest:
+            found.append(f"{SHORT.get(first, first)}/{rest}")
+    return found
+
+
+def test_the_files_of_the_table_are_there() -> None:
+    named = paths_of((ROOT / "docs" / "extending.md").read_text())
+    assert len(named) > 40
+    assert [path for path in named if not list(ROOT.glob(path))] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("`py/jit.py`", "python/flashmoe/jit.py"), ("`tests/gpu/`", "tests/gpu/")]
+)
+def test_names_are_read_from_the_root(text: str, expected: str) -> None:
+    assert paths_of(text) == [expected]
