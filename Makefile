@@ -116,7 +116,7 @@ test-cpp: $(VENV)/.package $(VENV)/.test compiler
 	$(call cpp-tests,build-tsan,thread)
 	$(call cpp-tests,build-asan,address)
 
-test-cuda-build: $(VENV)/.test $(VENV)/.nvshmem
+test-cuda-build: $(VENV)/.package $(VENV)/.test $(VENV)/.nvshmem
 	@echo "==> CUDA kernels, compiled for sm_90a"
 	@$(BIN)/python tools/compile_cuda.py $(COMPILE_FLAGS)
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import nvshmem_headers
 import pytest
 from flashmoe import jit, nvshmem, spec
 
-TOOL = Path(__file__).resolve().parent.parent / "tools" / "compile_cuda.py"
+ROOT = Path(__file__).resolve().parent.parent
+TOOL = ROOT / "tools" / "compile_cuda.py"
 LOG = """\
 ptxas info    : Compiling entry function 'flashmoe_moe' for 'sm_90a'
 ptxas info    : Function properties for flashmoe_moe
@@ -50,7 +54,7 @@ def test_opcodes(tool):
 
 
 def test_report(tool, capsys):
-    fused = next(unit for unit in tool.units() if unit.fused)
+    fused = next(unit for unit in tool.units() if unit.variant)
     assert tool.report(fused, compiled(tool)) == 0
     assert "1 HGMMA, 1 UTMALDG, 2 LDGSTS" in capsys.readouterr().out
     assert tool.report(fused, compiled(tool, spilled=8)) == 1
@@ -61,117 +65,163 @@ def test_report(tool, capsys):
     assert tool.report(fused, tool.Compiled("", "nvdisasm exited with 1: no cubin")) == 1
 
 
-def test_exact_instances_need_no_wgmma(tool, capsys):
-    exact = [unit for unit in tool.units() if tool.EXACT in unit.defines]
-    assert len(exact) == 1
-    assert tool.report(exact[0], compiled(tool, sass=SASS.replace("HGMMA", "FFMA"))) == 0
+def variants(tool, every: bool = False, **options: Any) -> list[jit.Variant]:
+    """Of the units, those with these options."""
+    found = [unit.variant for unit in tool.units(every) if unit.variant]
+    return [each for each in found if all(getattr(each, name) == value for name, value in options.items())]
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_exact_instances_need_no_tensor_cores(tool, capsys, few):
+    [exact] = [tool.Unit(each) for each in variants(tool, exact=True, few=few)]
+    assert tool.report(exact, compiled(tool, sass=SASS.replace("HGMMA", "FFMA"))) == 0
     assert "  1 UTMALDG, 2 LDGSTS" in capsys.readouterr().out
-    assert tool.report(exact[0], compiled(tool, sass=SASS.replace("LDGSTS", "NOP"))) == 1
+    assert tool.report(exact, compiled(tool, sass=SASS.replace("LDGSTS", "NOP"))) == 1
 
 
 @pytest.mark.parametrize("every", [False, True])
 def test_instances(tool, every):
-    """Each once, and `every` one includes all others."""
-    of_kinds = [
-        tool.instances,
-        tool.transposed_instances,
-        tool.quantised_instances,
-        tool.mxfp4_instances,
-        tool.training_instances,
-        tool.machines_instances,
-        tool.few_group_instances,
-    ]
-    found = [defines for of_kind in of_kinds for defines in of_kind(every)]
-    assert len(found) == len(set(found))
-    assert set(found) <= {defines for of_kind in of_kinds for defines in of_kind(True)}
-    assert all(tool.RDMA not in defines for defines in found)
-    compiled = [unit.defines for unit in tool.units(every) if not unit.nvshmem and unit.fused]
-    assert sorted(compiled) == sorted(found)
+    """Each once, and `every` one includes all others; no source is left out."""
+    units = tool.units(every)
+    assert len(units) == len(set(units)) == len({unit.title for unit in units})  # of which files have their names
+    assert {unit for unit in tool.units() if unit.variant} <= set(tool.units(True))
+    assert all(bool(unit.nvshmem) == (unit.variant is not None and unit.variant.rdma) for unit in units)
+    assert {unit.source for unit in units} == set((ROOT / "csrc" / "cuda").rglob("*.cu"))
+    assert len(units) == (NIGHTLY if every else 42)
+
+
+NIGHTLY = 919
+"""As the tool's description says, rounded."""
+
+
+def test_the_description_says_how_many(tool):
+    assert f"some {NIGHTLY // 10 * 10 + 10} compilations" in " ".join(tool.__doc__.split())
+
+
+def test_a_unit_is_told_what_the_compiler_on_first_use_is(tool, monkeypatch, tmp_path):
+    """But for warnings, which are errors here."""
+    commands = []
+
+    def run(command, **how):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1, "")
+
+    monkeypatch.setattr(tool, "OUTPUT", tmp_path)
+    monkeypatch.setattr(tool.subprocess, "run", run)
+    variant = jit.Variant("float32", "gelu", few=True, exact=True)
+    for of in (variant, ROOT / "csrc" / "cuda" / "entry" / "protocol_bench.cu"):
+        tool.compile_unit(Path("nvcc"), Path("nvdisasm"), tool.Unit(of))
+    kernel, program = (" ".join(command) for command in commands)
+    assert kernel.startswith(f"nvcc {' '.join(variant.flags)} -Xptxas -v -Werror all-warnings ")
+    assert f" {ROOT}/csrc/cuda/entry/decode.cu -o {tmp_path}/" in kernel and kernel.endswith(".cubin")
+    assert program.startswith(f"nvcc -c {' '.join(jit.FLAGS[1:])} -Xptxas -v ") and "FLASHMOE" not in program
+    assert program.endswith(".o")
 
 
 def test_instances_of_plain_layers(tool):
     # bfloat16, of which one is traced, float16, float32, exact float32.
-    assert len(tool.instances(False)) == 3 + 1 + 1 + 2 + 1
-    assert len(tool.instances(True)) == 4 * 7 * 2
+    assert len(tool.plain_variants(False)) == 3 + 1 + 1 + 2 + 1
+    assert len(tool.plain_variants(True)) == 4 * 7 * 2
+    assert not any(each.few for each in tool.plain_variants(True))
 
 
 def test_instances_of_transposed_weights(tool):
-    assert len(tool.transposed_instances(False)) == len(tool.quantised_instances(False)) == 2
-    for defines in tool.transposed_instances(True):
-        assert tool.TRANSPOSED in defines and "-DFLASHMOE_DTYPE=0" not in defines
+    assert len(tool.transposed_variants(False)) == len(tool.quantised_variants(False)) == 2
+    for variant in tool.transposed_variants(True):
+        assert variant.transposed and variant.dtype != "float32"
 
 
 def test_instances_of_experts_in_fp8(tool):
-    units = [unit for unit in tool.units() if tool.QUANTISED in unit.defines]
-    of_groups = [unit for unit in units if tool.FEW_GROUP in unit.defines]
-    assert len(of_groups) == 1 and of_groups[0].required == (tool.MMA, *tool.LOADS)
-    units = [unit for unit in units if unit not in of_groups]
-    assert [unit.defines for unit in units] == tool.quantised_instances(False)
+    units = [tool.Unit(each) for each in variants(tool, quantised=True, few=False)]
+    assert [unit.variant for unit in units] == tool.quantised_variants(False)
     assert all({tool.WGMMA, tool.WGMMA_FP8} <= set(unit.required) for unit in units)
 
 
-def test_instances_of_experts_in_mxfp4(tool, capsys):
-    units = [unit for unit in tool.units() if tool.MXFP4 in unit.defines]
-    assert [unit.defines for unit in units] == tool.mxfp4_instances(False)
-    assert tool.report(units[0], compiled(tool)) == 1  # there is no mma.sync
+def test_instances_of_few_tokens(tool, capsys):
+    """Of each type and encoding, with the gate of most registers, and in groups; of all that have that kernel, at
+    night."""
+    least = variants(tool, few=True)
+    assert least == tool.few_variants(False)
+    of_kinds = Counter((each.quantised, each.mxfp4, each.group) for each in least)
+    plain = len(tool.plain_variants(False))
+    assert of_kinds == {
+        (False, False, False): plain,
+        (True, False, False): 2,
+        (False, True, False): 2,
+        (False, False, True): 1,
+        (True, False, True): 1,
+    }
+    assert sum(each.trace for each in least) == 1
+    # Of 16-bit types: plain, FP8 and MXFP4 alone, the first two in groups; float32, exact or not, alone.
+    assert len(tool.few_variants(True)) == (2 * (3 + 2) + 2) * len(spec.ACTIVATIONS) * 2
+    for variant in least:
+        unit = tool.Unit(variant)
+        assert unit.required == (tool.LOADS if variant.exact else (tool.MMA, *tool.LOADS))
+    unit = tool.Unit(next(each for each in least if each.mxfp4))
+    assert tool.report(unit, compiled(tool)) == 1  # there is no mma.sync
     assert "no HMMA instruction" in capsys.readouterr().out
-    assert tool.report(units[0], compiled(tool, sass=SASS.replace("HGMMA", "HMMA"))) == 0
+    assert tool.report(unit, compiled(tool, sass=SASS.replace("HGMMA", "HMMA"))) == 0
 
 
 def test_instances_of_training(tool):
-    fp32, reasons = "-DFLASHMOE_DTYPE=0", {tool.ON_INPUT, tool.SLICED}
     # 504: 6 types and layouts, 7 activations, 2 passes, alone and in groups, and 3 sets of reasons besides none.
     for every, of_each, in_group, of_fp32, of_reasons in ((False, 3, 1, 0, 2), (True, 28, 28, 7 * 2 * 4, 504)):
-        found = tool.training_instances(every)
+        found = tool.training_variants(every)
         assert len(set(found)) == len(found)
-        assert not any({tool.QUANTISED, tool.MXFP4} & set(defines) for defines in found)
-        assert not any({fp32, tool.TRANSPOSED} <= set(defines) for defines in found)
-        assert sum(not reasons.isdisjoint(defines) for defines in found) == of_reasons
-        found = [defines for defines in found if reasons.isdisjoint(defines)]
-        assert sum(fp32 in defines for defines in found) == of_fp32
-        found = [defines for defines in found if fp32 not in defines]
-        for which in (tool.KEEP, tool.BACKWARD):
-            assert sum(which in defines for defines in found) == of_each + in_group
-            assert sum({which, tool.GROUP} <= set(defines) for defines in found) == in_group
+        assert not any(each.quantised or each.mxfp4 for each in found)
+        assert not any(each.dtype == "float32" and each.transposed for each in found)
+        assert sum(each.on_input or each.sliced for each in found) == of_reasons
+        found = [each for each in found if not (each.on_input or each.sliced)]
+        assert sum(each.dtype == "float32" for each in found) == of_fp32
+        found = [each for each in found if each.dtype != "float32"]
+        for which in ("keeps", "backward"):
+            of_pass = [each for each in found if getattr(each, which)]
+            assert len(of_pass) == of_each + in_group
+            assert sum(each.group for each in of_pass) == in_group
 
 
 def test_every_kernel_of_training_that_a_call_may_ask_for_is_compiled_at_night(tool):
-    """What the first-use compiler is told of each, beside what the tool defines."""
-    compiled = {frozenset(defines) for defines in tool.training_instances(True)}
     types = [{"dtype": dtype, "transposed": each} for dtype in jit.TRANSPOSED for each in (False, True)]
     types += [{"dtype": "float32", "exact": each} for each in (False, True)]
-    asked = [
+    asked = {
         jit.Variant(**of, activation=activation, **{which: True}, group=group, on_input=on_input, sliced=sliced)
         for of, activation, which, group, on_input, sliced in itertools.product(
             types, spec.ACTIVATIONS, ("keeps", "backward"), *[(False, True)] * 3
         )
-    ]
+    }
     assert {each.dtype for each in asked} == set(jit.TRAINED)
-    assert len(asked) == len(compiled) == 672
-    for variant in asked:
-        defines = {
-            flag for flag in variant.flags if flag.startswith("-D") and not flag.endswith(("TRACE=0", "EXACT=0"))
-        }
-        assert defines in compiled, variant.title
+    assert asked == set(tool.training_variants(True)) and len(asked) == 672
+
+
+def test_every_kernel_for_a_few_tokens_that_layers_have_is_compiled_at_night(tool):
+    """Untraced and traced, of a rank alone and of a group."""
+    kinds = [{"dtype": dtype} for dtype in spec.DTYPES] + [{"dtype": "float32", "exact": True}]
+    kinds += [{"dtype": dtype, which: True} for dtype in jit.BESIDE_QUANTISED for which in ("quantised", "mxfp4")]
+    alone = {
+        each
+        for of, activation, trace in itertools.product(kinds, spec.ACTIVATIONS, (False, True))
+        for each in jit.variants_alone(**of, activation=activation, trace=trace)
+        if each.few
+    }
+    groups = {replace(each, group=True) for each in alone if each.dtype != "float32" and not each.mxfp4}
+    assert set(tool.few_variants(True)) == alone | groups
 
 
 def test_backward_passes_of_float32_multiply_by_fragments(tool, capsys):
-    unit = next(u for u in tool.units() if {tool.BACKWARD, "-DFLASHMOE_DTYPE=0"} <= set(u.defines))
+    unit = tool.Unit(next(each for each in variants(tool, backward=True, dtype="float32")))
     assert tool.report(unit, compiled(tool)) == 1
     assert "no HMMA instruction" in capsys.readouterr().out
     assert tool.report(unit, compiled(tool, sass=SASS.replace("HGMMA", "HMMA"))) == 0
 
 
 def test_kernels_that_put_are_compiled_with_both_ends_of_nvshmems_releases(tool):
-    puts = [unit for unit in tool.units(True) if tool.RDMA in unit.defines]
+    puts = [unit for unit in tool.units(True) if unit.nvshmem]
     by_release = Counter(unit.nvshmem for unit in puts)
     assert by_release == dict(zip(nvshmem_headers.RELEASES, (1, 6), strict=True))
-    assert len({unit.title for unit in puts}) == 7  # of whose words the names of the results are made
-    always = Counter(unit.nvshmem for unit in tool.units() if tool.RDMA in unit.defines)
+    always = Counter(unit.nvshmem for unit in tool.units() if unit.nvshmem)
     assert always == dict(zip(nvshmem_headers.RELEASES, (1, 3), strict=True))
     ends = [tuple(map(int, release.split(".")[:2])) for release in nvshmem_headers.RELEASES]
     assert ends == [nvshmem.OLDEST, nvshmem.NEWEST]
-    assert not any(unit.nvshmem for unit in tool.units() if unit not in puts)
 
 
 def test_what_needs_headers_of_nvshmem_is_skipped_by_name_but_in_ci(tool, tmp_path, monkeypatch, capsys):
@@ -183,7 +233,8 @@ def test_what_needs_headers_of_nvshmem_is_skipped_by_name_but_in_ci(tool, tmp_pa
     monkeypatch.setattr(nvshmem_headers, "folder", lambda release: tmp_path / release)
     oldest, newest = nvshmem_headers.RELEASES
     (tmp_path / oldest).mkdir()
-    first = f"csrc/cuda/entry/moe.cu -DFLASHMOE_DTYPE=1 -DFLASHMOE_ACTIVATION=3 {tool.RDMA} (NVSHMEM {newest})"
+    defines = "-DFLASHMOE_DTYPE=1 -DFLASHMOE_ACTIVATION=3 -DFLASHMOE_RDMA=1"
+    first = f"csrc/cuda/entry/moe_by_puts.cu {defines} (NVSHMEM {newest})"
     without = f"no headers of NVSHMEM for {first}, "
 
     monkeypatch.setenv("CI", "true")
@@ -219,7 +270,7 @@ def test_a_kernel_that_puts_keeps_what_nvshmem_looks_for(tool, tmp_path, monkeyp
 
 
 def test_other_kernels_need_no_particular_instruction(tool):
-    other = next(unit for unit in tool.units() if not unit.fused)
+    other = next(unit for unit in tool.units() if not unit.variant)
     assert tool.report(other, compiled(tool, sass="")) == 0
 
 

@@ -5,9 +5,11 @@ nvcc is a shell script that takes its time; what it compiles does not matter her
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -76,8 +78,7 @@ def sources(tmp_path, monkeypatch) -> Path:
     """The folder of a copy of the sources."""
     root = tmp_path / "sources"
     shutil.copytree(jit.source_root() / "include", root / "include")
-    (root / "csrc" / "cuda" / "entry").mkdir(parents=True)
-    shutil.copy(jit.source_root() / "csrc" / "cuda" / "entry" / "moe.cu", root / "csrc" / "cuda" / "entry")
+    shutil.copytree(jit.source_root() / "csrc" / "cuda" / "entry", root / "csrc" / "cuda" / "entry")
     monkeypatch.setattr(jit, "source_root", lambda: root)
     return root
 
@@ -201,6 +202,97 @@ def test_flags(machine):
         f"-I {root}/include {root}/csrc/cuda/entry/moe.cu -o {machine.cache}/",
     ):
         assert expected in command
+
+
+def test_what_a_build_is_told(tmp_path):
+    """A macro for each option that is on, of which there are as many as the sources have."""
+    plain = jit.Variant("float16", "geglu").flags
+    assert plain == [*jit.FLAGS, "-DFLASHMOE_DTYPE=2", "-DFLASHMOE_ACTIVATION=4"]
+    told = jit.Variant(quantised=True, trace=True, few=True, group=True).flags[len(plain) :]
+    assert told == [f"-DFLASHMOE_{name}=1" for name in ("TRACE", "QUANTISED", "GROUP", "FEW")]
+    table = (jit.source_root() / "include" / "flashmoe" / "spec" / "build.h").read_text()
+    rows = re.findall(r"^ *ROW\((\w+), (\w+)\)", table, re.M)
+    assert dict(rows) == {**jit.OPTIONS, "racecheck": "FLASHMOE_RACECHECK"}  # which the sanitizer's tests define
+    assert [name for name, _ in rows if name != "racecheck"] == list(jit.OPTIONS)
+    assert len(rows) == len(dict(rows))
+    options = [each.name for each in dataclasses.fields(jit.Variant) if each.name not in ("dtype", "activation")]
+    assert options == list(jit.OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "title", "entry"),
+    [
+        ({}, "bf16 SwiGLU", "moe"),
+        ({"dtype": "float32", "exact": True, "trace": True}, "exact fp32 SwiGLU traced", "moe"),
+        ({"quantised": True, "machines": True}, "FP8 bf16 SwiGLU machines", "moe"),
+        ({"rdma": True, "transposed": True, "trace": True}, "bf16 SwiGLU transposed traced RDMA", "moe_by_puts"),
+        ({"keeps": True, "on_input": True}, "bf16 SwiGLU keeping weights on the input", "moe"),
+        ({"keeps": True, "group": True, "sliced": True}, "bf16 SwiGLU keeping group sliced", "moe_kept"),
+        ({"backward": True, "group": True}, "bf16 SwiGLU backward group", "moe"),
+        ({"few": True, "trace": True}, "bf16 SwiGLU few tokens traced", "decode"),
+        ({"few": True, "mxfp4": True}, "MXFP4 bf16 SwiGLU few tokens", "decode"),
+        ({"few": True, "group": True, "quantised": True}, "FP8 bf16 SwiGLU few tokens of a group", "decode"),
+    ],
+)
+def test_titles_and_sources(options, title, entry):
+    variant = jit.Variant(**options)
+    assert (variant.title, variant.entry) == (title, entry)
+    assert jit.entry_of(jit.source_root(), variant).is_file()
+
+
+def test_what_there_is_no_kernel_of():
+    with pytest.raises(ValueError, match=r"^mxfp4: expected few with it, .*, got few=False$"):
+        jit.Variant(mxfp4=True)
+    for name in ("rdma", "transposed", "keeps", "backward", "on_input", "sliced", "machines"):
+        with pytest.raises(ValueError, match=rf"^few: expected .*, got \['{name}'\]$"):
+            jit.Variant(few=True, **{name: True})
+
+
+def test_kernels_of_a_rank_alone():
+    """That for any number of tokens, and that for a few."""
+    assert jit.variants_alone() == [jit.Variant(), jit.Variant(few=True)]
+    exact = {"exact": True, "trace": True}
+    assert jit.variants_alone("float32", "gelu", **exact) == [
+        jit.Variant("float32", "gelu", **exact, few=few) for few in (False, True)
+    ]
+    assert jit.variants_alone(transposed=True) == [jit.Variant(transposed=True)]
+    assert jit.variants_alone(mxfp4=True) == [jit.Variant(mxfp4=True, few=True)]
+
+
+def test_a_release_carries_both_kernels_of_a_plain_layer():
+    """Of each type, and traced; and what few tokens have in groups."""
+    for variant in jit.COMMON:
+        trains = variant.keeps or variant.backward
+        if not (variant.transposed or trains or variant.few):
+            assert dataclasses.replace(variant, few=True) in jit.COMMON
+    assert len(set(jit.COMMON)) == len(jit.COMMON)
+    assert sum(each.few for each in jit.COMMON) == 3 + 1 + 1 + 3 + 1
+
+
+# ---- several at a time -----------------------------------------------------------------------------------------------
+
+
+def test_two_kernels_are_compiled_at_the_same_time(machine):
+    """Neither is done before the other is begun."""
+    begun = f"[ $(grep -c -- -cubin {machine.calls}) = 2 ]"
+    machine.install(delay=f"for i in $(seq 300); do {begun} && break; sleep 0.1; done; {begun} || exit 1")
+    both = jit.variants_alone()
+    paths = jit.kernels(both)
+    assert len(machine.compilations()) == 2
+    assert [jit.kernel(each) for each in both] == paths and not paths[0].samefile(paths[1])
+    assert jit.kernels(both) == paths and len(machine.compilations()) == 2
+
+
+@pytest.mark.parametrize("failing", ["decode.cu", "moe.cu"])
+def test_one_of_two_kernels_that_cannot_be_compiled(machine, failing):
+    """What is said is of that one; the other is there when they are asked for again."""
+    machine.install(outcome=f'case "$*" in *{failing}*) echo wrong; exit 1;; esac')
+    title = "bf16 SwiGLU few tokens" if failing == "decode.cu" else "bf16 SwiGLU"
+    with pytest.raises(FlashMoEError, match=rf"^nvcc: cannot compile the {title} kernel \(exit status 1\)"):
+        jit.kernels(jit.variants_alone())
+    machine.install()
+    assert len(jit.kernels(jit.variants_alone())) == 2
+    assert len(machine.compilations()) == 3
 
 
 def test_a_kernel_that_was_removed_is_compiled_again(machine):
@@ -671,12 +763,12 @@ def test_command(machine, capsys, monkeypatch):
     assert cli.main(["compile", "--transposed"]) == 0
     assert cli.main(["compile", "--all"]) == 0
     printed = capsys.readouterr().out
-    assert "exact fp32 GELU traced" in printed and printed.count("cached") == 1
-    assert "bf16 SwiGLU transposed" in printed
-    assert len(machine.compilations()) == 1 + 1 + 1 + 20
-    assert len(list(machine.cache.glob("*.cubin"))) == 23
+    assert "exact fp32 GELU traced" in printed and printed.count("cached") == 2
+    assert "exact fp32 GELU few tokens traced" in printed and "bf16 SwiGLU transposed" in printed
+    assert len(machine.compilations()) == 2 + 2 + 1 + 40  # each for any number of tokens and for a few, but transposed
+    assert len(list(machine.cache.glob("*.cubin"))) == 45
     assert cli.main(["compile", "--all", "--transposed"]) == 0
-    assert len(machine.compilations()) == 23 + 13  # 16-bit types with 7 activations, one of which was there
+    assert len(machine.compilations()) == 45 + 13  # 16-bit types with 7 activations, one of which was there
 
 
 @pytest.mark.parametrize(

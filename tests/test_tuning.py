@@ -133,6 +133,10 @@ def test_of_every_call_the_slowest_rank_counts(monkeypatch):
     assert timings == [Timing.of([3.0, 2.0, 9.0]), Timing.of([6.0, 5.0, 5.0])]
     assert asked == [(setting, "gelu", [{}, {"raster": 2}])] * 2 + ["closed"]
     assert compiled == [flashmoe.jit.Variant("bfloat16", "gelu")]
+    compiled.clear()
+    monkeypatch.setattr(bench, "RankPool", lambda ranks: None)
+    bench.Bench(replace(SETTING, ranks=1), "gelu")
+    assert compiled == [flashmoe.jit.Variant("bfloat16", "gelu", few=few) for few in (False, True)]
 
 
 # ---- the command -----------------------------------------------------------------------------------------

@@ -2,14 +2,14 @@
 
     python tools/compile_cuda.py [--every]
 
-No GPU is needed. The fused kernel is compiled as on first use (python/flashmoe/jit.py): for each type, exact float32,
-transposed weights, experts in FP8, forward passes that keep what gradients need, and backward passes, with the
-activations that differ most; traced; for several machines; for few tokens in groups; and, to put to other ranks, with
-NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance of plain layers, of training and
-of few tokens in groups, and more of the other kinds: some 790 compilations of one to four minutes each, a night of 8
-cores. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or that lacks one
-of the instructions it is built on (`Unit.required`) still computes the right result, only far slower; so each of these
-is an error here. What is compiled and the compiler's output go to build-cuda/.
+No GPU is needed. The layer's kernels are compiled as on first use (python/flashmoe/jit.py): for each type, exact
+float32, transposed weights, experts in FP8 and MXFP4, few tokens alone and in groups, forward passes that keep what
+gradients need, and backward passes, with the activations that differ most; traced; for several machines; and, to put to
+other ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance of plain
+layers, of training and of few tokens, and more of the other kinds: some 920 compilations of up to four minutes each, a
+night of 8 cores. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or
+that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only far slower; so
+each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
 
 nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
 from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
@@ -25,36 +25,30 @@ import sys
 import sysconfig
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import nvshmem_headers
+from flashmoe import jit
+from flashmoe.jit import Variant
+from flashmoe.spec import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc" / "cuda"
 OUTPUT = ROOT / "build-cuda"
-FLAGS = [
-    *("-gencode", "arch=compute_90a,code=sm_90a"),
-    *("-std=c++20", "-O3", "-Xptxas", "-v", "-Werror", "all-warnings"),
+CHECKS = [
+    *("-Xptxas", "-v", "-Werror", "all-warnings"),
     *("-I", str(ROOT / "include"), "-I", str(ROOT / "csrc")),
 ]
-# All of one release: left to itself, pip pairs nvcc with the newest front end, whose PTX its ptxas rejects.
-PACKAGES = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
-INSTALL = "pip install " + " ".join(f"'{package}==13.0.*'" for package in PACKAGES)
 INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
 
-# Of the fused kernel, by their names in SASS: TMA loads of the weights, cp.async that gathers the tokens' rows, wgmma.
+# Of the layer's kernels, by their names in SASS: TMA loads of the weights and cp.async that gathers the tokens' rows,
+# wgmma and mma.sync.
 LOADS = ("UTMALDG", "LDGSTS")
 WGMMA, WGMMA_FP8, MMA = "HGMMA", "QGMMA", "HMMA"
 
-FP32, BF16 = 0, 1  # as csrc/cuda/entry/moe.cu numbers them
-ACTIVATIONS = RELU, GELU, SILU, SWIGLU, GEGLU, RELU2, CLAMPED = range(7)
-EXACT, TRACE, RDMA = "-DFLASHMOE_EXACT=1", "-DFLASHMOE_TRACE=1", "-DFLASHMOE_RDMA=1"
-TRANSPOSED, QUANTISED, MXFP4 = "-DFLASHMOE_TRANSPOSED=1", "-DFLASHMOE_QUANTISED=1", "-DFLASHMOE_MXFP4=1"
-KEEP, BACKWARD, GROUP = "-DFLASHMOE_KEEP=1", "-DFLASHMOE_BACKWARD=1", "-DFLASHMOE_GROUP=1"
-ON_INPUT, SLICED = "-DFLASHMOE_ON_INPUT=1", "-DFLASHMOE_SLICED=1"
-MACHINES = "-DFLASHMOE_MACHINES=1"
-FEW_GROUP = "-DFLASHMOE_FEW_GROUP=1"
+CLAMPED = "clamped_swiglu"  # of most registers
+
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 
@@ -138,150 +132,162 @@ def readable(symbols: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Unit:
-    """A source and what is defined for it."""
+    """A kernel's build, or a source without options."""
 
-    source: Path
-    defines: tuple[str, ...] = ()
+    of: Variant | Path
     nvshmem: str = ""
     """The release whose headers it is compiled with; empty: with none."""
 
     @property
-    def fused(self) -> bool:
-        """Whether it is the fused kernel."""
-        return self.source.stem == "moe"
+    def variant(self) -> Variant | None:
+        """None: it is not one of the layer's kernels."""
+        return self.of if isinstance(self.of, Variant) else None
+
+    @property
+    def source(self) -> Path:
+        return jit.entry_of(ROOT, self.of) if isinstance(self.of, Variant) else self.of
 
     @property
     def required(self) -> tuple[str, ...]:
         """The instructions that it is built on."""
-        if not self.fused:
+        variant = self.variant
+        if variant is None:
             return ()
-        if MXFP4 in self.defines or FEW_GROUP in self.defines:  # the kernel for a few tokens alone
-            return (MMA, *LOADS)
-        if QUANTISED in self.defines:
-            return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are of y's type
-        if EXACT in self.defines:
+        if variant.exact:
             return LOADS
-        by_fragments = BACKWARD in self.defines and f"-DFLASHMOE_DTYPE={FP32}" in self.defines
+        if variant.few:
+            return (MMA, *LOADS)
+        if variant.quantised:
+            return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are of y's type
+        by_fragments = variant.backward and variant.dtype == "float32"
         return (MMA if by_fragments else WGMMA, *LOADS)
 
     @property
     def title(self) -> str:
+        defines = [flag for flag in self.variant.flags if flag.startswith("-D")] if self.variant else []
         headers = [f"(NVSHMEM {self.nvshmem})"] if self.nvshmem else []
-        return " ".join([str(self.source.relative_to(ROOT)), *self.defines, *headers])
+        return " ".join([str(self.source.relative_to(ROOT)), *defines, *headers])
 
 
-def instance(dtype: int, activation: int, *more: str) -> tuple[str, ...]:
-    """What is defined for an instance of the fused kernel."""
-    return (f"-DFLASHMOE_DTYPE={dtype}", f"-DFLASHMOE_ACTIVATION={activation}", *more)
-
-
-def instances(every: bool) -> list[tuple[str, ...]]:
+def plain_variants(every: bool) -> list[Variant]:
     """Those of plain layers. Unless `every` one is asked for, bfloat16 has the activations of most instructions and of
     most registers, with a gate and without one, and is traced; the other types have what differs most from that."""
     found = []
-    plain = ((BF16, (SWIGLU, GELU, CLAMPED)), (2, (CLAMPED,)), (0, (GELU, CLAMPED)))
-    for dtype, few, *exact in (*plain, (0, (CLAMPED,), EXACT)):
-        for activation in ACTIVATIONS if every else few:
-            found.append(instance(dtype, activation, *exact))
-            if every or (dtype, activation) == (BF16, SWIGLU):
-                found.append(instance(dtype, activation, *exact, TRACE))
+    plain = (("bfloat16", ("swiglu", "gelu", CLAMPED)), ("float16", (CLAMPED,)), ("float32", ("gelu", CLAMPED)))
+    for dtype, least, *exact in (*plain, ("float32", (CLAMPED,), True)):
+        for activation in ACTIVATIONS if every else least:
+            untraced = Variant(dtype, activation, exact=bool(exact))
+            found.append(untraced)
+            if every or (dtype, activation) == ("bfloat16", "swiglu"):
+                found.append(replace(untraced, trace=True))
     return found
 
 
-def of_16_bits(which: str, traced: tuple[str, ...], every: bool) -> list[tuple[str, ...]]:
+def of_16_bits(which: str, traced: str, every: bool) -> list[Variant]:
     """Of kernels that 16-bit types have; `every` one: with the plain gate, of the other type, and traced too."""
-    kinds = [(BF16, GELU), (BF16, CLAMPED), *([(BF16, SWIGLU), (2, SWIGLU)] if every else [])]
-    return [*(instance(*kind, which) for kind in kinds), *([traced] if every else [])]
+    kinds = [("bfloat16", "gelu"), ("bfloat16", CLAMPED)]
+    if every:
+        kinds += [("bfloat16", "swiglu"), ("float16", "swiglu")]
+    found = [Variant(*kind, **{which: True}) for kind in kinds]
+    return [*found, Variant(activation=traced, trace=True, **{which: True})] if every else found
 
 
-def transposed_instances(every: bool) -> list[tuple[str, ...]]:
+def transposed_variants(every: bool) -> list[Variant]:
     """Of transposed weights, which 16-bit types have: without a gate, and with the one of most registers."""
-    return of_16_bits(TRANSPOSED, instance(BF16, CLAMPED, TRANSPOSED, TRACE), every)
+    return of_16_bits("transposed", CLAMPED, every)
 
 
-def quantised_instances(every: bool) -> list[tuple[str, ...]]:
+def quantised_variants(every: bool) -> list[Variant]:
     """Of experts in FP8: without a gate, and with the one of most registers."""
-    return of_16_bits(QUANTISED, instance(BF16, SWIGLU, QUANTISED, TRACE), every)
+    return of_16_bits("quantised", "swiglu", every)
 
 
-def mxfp4_instances(every: bool) -> list[tuple[str, ...]]:
-    """The same of experts in MXFP4."""
-    return [tuple(MXFP4 if define == QUANTISED else define for define in each) for each in quantised_instances(every)]
+def few_variants(every: bool) -> list[Variant]:
+    """Of a few tokens: of a rank alone what plain layers and experts in FP8 have of any number, and of experts in MXFP4
+    as of those in FP8; of groups with the gate of most registers. `every` one: of each type, weights and activation."""
+    encodings: tuple[dict[str, bool], ...] = ({}, {"quantised": True}, {"mxfp4": True})
+    if not every:
+        alone = [*plain_variants(False), *quantised_variants(False)]
+        found = [replace(each, few=True) for each in alone]
+        found += [replace(each, quantised=False, mxfp4=True, few=True) for each in quantised_variants(False)]
+        return found + [Variant(activation=CLAMPED, **of, few=True, group=True) for of in encodings[:2]]
+    kinds = [
+        ({"dtype": dtype} | of, (False, True)[: 1 + ("mxfp4" not in of)])
+        for dtype in jit.BESIDE_QUANTISED
+        for of in encodings
+    ]
+    kinds += [({"dtype": "float32", "exact": exact}, (False,)) for exact in (False, True)]
+    return [
+        Variant(**of, activation=activation, trace=trace, few=True, group=group)
+        for of, groups in kinds
+        for activation in ACTIVATIONS
+        for trace in (False, True)
+        for group in groups
+    ]
 
 
-def training_instances(every: bool) -> list[tuple[str, ...]]:
+def training_variants(every: bool) -> list[Variant]:
     """Of forward passes that keep what gradients need, and of backward passes: without a gate, with the one of most
     registers, and of both layouts of weights; among several ranks, with the one of most registers, of layers that have
     the usual kernels, and of such as have others for all reasons there are, in float32 as well. `every` one: of each
     type, layout and activation, for each set of these reasons, alone and among several ranks."""
+    passes: tuple[dict[str, bool], ...] = ({"keeps": True}, {"backward": True})
     if every:
-        types = [(dtype, *more) for dtype in (BF16, 2) for more in ((), (TRANSPOSED,))] + [(FP32,), (FP32, EXACT)]
-        reasons = ((), (ON_INPUT,), (SLICED,), (ON_INPUT, SLICED))
+        types = [{"dtype": dtype, "transposed": each} for dtype in jit.TRANSPOSED for each in (False, True)]
+        types += [{"dtype": "float32", "exact": each} for each in (False, True)]
         return [
-            instance(dtype, activation, *more, *why, which, *group)
-            for dtype, *more in types
+            Variant(**of, activation=activation, on_input=on_input, sliced=sliced, **which, group=group)
+            for of in types
             for activation in ACTIVATIONS
-            for why in reasons
-            for which in (KEEP, BACKWARD)
-            for group in ((), (GROUP,))
+            for on_input in (False, True)
+            for sliced in (False, True)
+            for which in passes
+            for group in (False, True)
         ]
-    kinds = [(BF16, GELU), (BF16, CLAMPED), (BF16, CLAMPED, TRANSPOSED)]
-    found = [instance(*kind, which) for which in (KEEP, BACKWARD) for kind in kinds]
-    found += [instance(BF16, CLAMPED, which, GROUP) for which in (KEEP, BACKWARD)]
-    return found + [instance(dtype, CLAMPED, ON_INPUT, SLICED, BACKWARD, GROUP) for dtype in (BF16, FP32)]
+    kinds = ({"activation": "gelu"}, {"activation": CLAMPED}, {"activation": CLAMPED, "transposed": True})
+    found = [Variant(**kind, **which) for which in passes for kind in kinds]
+    found += [Variant(activation=CLAMPED, group=True, **which) for which in passes]
+    others = {"on_input": True, "sliced": True, "backward": True, "group": True}
+    return found + [Variant(dtype, CLAMPED, **others) for dtype in ("bfloat16", "float32")]
 
 
-def machines_instances(every: bool) -> list[tuple[str, ...]]:
+def machines_variants(every: bool) -> list[Variant]:
     """Of groups on several machines: with the gate of most registers; `every` one: of each type, and of FP8."""
-    kinds: tuple[tuple, ...] = ((BF16, CLAMPED),)
+    found = [Variant(activation=CLAMPED, machines=True)]
     if every:
-        kinds += ((BF16, SWIGLU), (2, CLAMPED), (0, CLAMPED), (BF16, SWIGLU, QUANTISED))
-    return [instance(*kind, MACHINES) for kind in kinds]
+        found += [Variant(machines=True), Variant(quantised=True, machines=True)]
+        found += [Variant(dtype, CLAMPED, machines=True) for dtype in ("float16", "float32")]
+    return found
 
 
-def few_group_instances(every: bool) -> list[tuple[str, ...]]:
-    """Of few tokens in groups, of FP8 as well; `every` one: of each type and activation, and traced."""
-    kinds = ((FEW_GROUP,), (QUANTISED, FEW_GROUP))
-    if not every:
-        return [instance(BF16, CLAMPED, *kind) for kind in kinds]
-    found = [instance(dtype, each, *kind) for dtype in (BF16, 2) for each in ACTIVATIONS for kind in kinds]
-    return [*found, instance(BF16, SWIGLU, TRACE, FEW_GROUP)]
-
-
-def rdma_units(source: Path, every: bool) -> list[Unit]:
+def rdma_units(every: bool) -> list[Unit]:
     """Those that put to other ranks: one of each set of registers with the newest NVSHMEM, which inlines the most; one
     with the oldest, whose calls are all in it, since each takes half a minute of a core."""
     oldest, newest = nvshmem_headers.RELEASES
+    kinds = [("bfloat16", "swiglu"), ("float32", "gelu")]
+    if every:
+        kinds += [("bfloat16", "gelu"), ("float16", "swiglu"), ("float32", "swiglu")]
+    found = [*(Variant(*kind, rdma=True) for kind in kinds), Variant(activation=CLAMPED, rdma=True, transposed=True)]
+    return [Unit(Variant(rdma=True), oldest), *(Unit(each, newest) for each in found)]
 
-    def unit(dtype: int, activation: int, release: str, *more: str) -> Unit:
-        return Unit(source, instance(dtype, activation, *more, RDMA), release)
 
-    kinds = (
-        ((BF16, SWIGLU), (BF16, GELU), (2, SWIGLU), (0, SWIGLU), (0, GELU)) if every else ((BF16, SWIGLU), (0, GELU))
-    )
-    transposed = unit(BF16, CLAMPED, newest, TRANSPOSED)
-    return [unit(BF16, SWIGLU, oldest), *(unit(*kind, newest) for kind in kinds), transposed]
+KINDS = (
+    plain_variants,
+    transposed_variants,
+    quantised_variants,
+    few_variants,
+    training_variants,
+    machines_variants,
+)
+"""Of kernels that nothing else is needed for."""
 
 
 def units(every: bool = False) -> list[Unit]:
-    """What is to be compiled: of each kind of kernel what tells whether it fits, or `every` instance that there is."""
-    found = []
-    for source in sorted(SOURCES.rglob("*.cu")):
-        if Unit(source).fused:
-            kinds = (
-                *instances(every),
-                *transposed_instances(every),
-                *quantised_instances(every),
-                *mxfp4_instances(every),
-                *training_instances(every),
-                *machines_instances(every),
-                *few_group_instances(every),
-            )
-            found += [Unit(source, defines) for defines in kinds]
-            found += rdma_units(source, every)
-        else:
-            found.append(Unit(source))
-    return found
+    """What is to be compiled: of each kind of kernel what tells whether it fits, or `every` instance that there is; and
+    each source that has no instances."""
+    found = [Unit(each) for of_kind in KINDS for each in of_kind(every)] + rdma_units(every)
+    entries = {unit.source for unit in found}
+    return found + [Unit(source) for source in sorted(SOURCES.rglob("*.cu")) if source not in entries]
 
 
 @dataclass(frozen=True)
@@ -293,21 +299,24 @@ class Compiled:
     failure: str = ""
     """What failed and how; empty: nothing did."""
     opcodes: Counter[str] = field(default_factory=Counter)
-    """Of the fused kernel: how often each instruction occurs, without modifiers."""
+    """Of a layer's kernel: how often each instruction occurs, without modifiers."""
 
 
 def compile_unit(nvcc: Path, nvdisasm: Path, unit: Unit) -> Compiled:
-    """Compile one of them, and disassemble the fused kernel."""
+    """Compile one of them, and disassemble a layer's kernel."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9=]+", "-", unit.title)
-    mode, output = ("-cubin", OUTPUT / f"{name}.cubin") if unit.fused else ("-c", OUTPUT / f"{name}.o")
+    if unit.variant:
+        flags, output = unit.variant.flags, OUTPUT / f"{name}.cubin"
+    else:
+        flags, output = ["-c", *(flag for flag in jit.FLAGS if flag != "-cubin")], OUTPUT / f"{name}.o"
     folders = ["-isystem", str(nvshmem_headers.folder(unit.nvshmem))] if unit.nvshmem else []
-    command = [str(nvcc), *FLAGS, *unit.defines, *folders, mode, str(unit.source), "-o", str(output)]
+    command = [str(nvcc), *flags, *CHECKS, *folders, str(unit.source), "-o", str(output)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (OUTPUT / f"{name}.log").write_text(done.stdout)
     if done.returncode:
         return Compiled(done.stdout, f"nvcc exited with {done.returncode}")
-    if not unit.fused:
+    if unit.variant is None:
         return Compiled(done.stdout)
     image = output.read_bytes()
     lacking = [name for name in RDMA_SYMBOLS if unit.nvshmem and f"\0{name}\0".encode() not in image]
@@ -349,9 +358,9 @@ def main() -> int:
     if nvcc is None:
         names = ", ".join(unit.title for unit in todo)
         if os.environ.get("CI"):
-            print(f"FAILED: no nvcc to compile {names}. Install one:\n    {INSTALL}", file=sys.stderr)
+            print(f"FAILED: no nvcc to compile {names}. Install one:\n    {jit.INSTALL}", file=sys.stderr)
             return 1
-        print(f"SKIPPED, no nvcc: {names}. To compile them:\n    {INSTALL}")
+        print(f"SKIPPED, no nvcc: {names}. To compile them:\n    {jit.INSTALL}")
         return 0
 
     nvdisasm = find_nvdisasm(nvcc)

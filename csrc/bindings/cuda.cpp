@@ -75,10 +75,9 @@ Matrix matrix(Fields& f, const std::string& name) {
   return m;
 }
 
-// tensors: their addresses, 0 where there is none, and of matrices the bytes between rows and between experts. pass,
-// redispatch, strict: see Layer.
-int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map tensors, ffi::String cubin, bool traced,
-                  int64_t pass, bool redispatch, bool strict, int64_t stream) {
+// tensors: their addresses, 0 where there is none, and of matrices the bytes between rows and between experts. The rest: see Layer.
+int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map tensors, ffi::String cubin,
+                  ffi::String few_cubin, bool traced, int64_t pass, bool redispatch, bool strict, int64_t stream) {
   return guarded([&] {
     Layer l;
     l.spec = layer_of(layer);
@@ -107,13 +106,17 @@ int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map 
     l.redispatch = redispatch;
     l.strict = strict;
     l.cubin = cubin;
+    l.few_cubin = few_cubin;
     return context(handle)->add_layer(l, stream_of(stream));
   });
 }
 
-// Whether calls of the layer are those of the kernel of a few tokens for a rank of a group.
-bool few_in_group_of(int64_t handle, Map layer) {
-  return guarded([&] { return context(handle)->few_in_group(layer_of(layer)); });
+// [general, few, group], see KernelsOfLayer.
+ffi::Array<int64_t> kernels_of_layer(int64_t handle, Map layer, int64_t pass) {
+  return guarded([&] {
+    const KernelsOfLayer needed = context(handle)->kernels_of(layer_of(layer), static_cast<Pass>(pass));
+    return ffi::Array<int64_t>{needed.general, needed.few, needed.group};
+  });
 }
 
 void beat(int64_t handle) {
@@ -350,7 +353,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_close, flashmoe::cuda::close)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_device_name, flashmoe::cuda::device_name_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_describe, flashmoe::cuda::describe)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_add_layer, flashmoe::cuda::add_layer)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_few_in_group, flashmoe::cuda::few_in_group_of)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kernels_of, flashmoe::cuda::kernels_of_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_beat, flashmoe::cuda::beat)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_refuse, flashmoe::cuda::refuse)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_remove_layer, flashmoe::cuda::remove_layer)

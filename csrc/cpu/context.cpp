@@ -115,7 +115,7 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
       weight_buffers_(limits.processors),
       worker_memory_(limits.processors) {
   call_.rank = rank;
-  call_.machines = machines_.machines(limits);
+  call_.spread = machines_.machines(limits);
   reasons_ = {make_refusal_layout(limits), spread_heap_bytes(limits)};
   call_.shape.ranks = limits.ranks;
   call_.policy.clusters = limits.processors;
@@ -202,8 +202,8 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   const uint32_t groups = group_->bell() == nullptr ? o.groups : 1;
   call_.policy.groups = return_groups(call_.policy.columns[kReturning], groups, call_.policy.group_first);
   call_.policy.order = o.order;
-  call_.machines.sums = call_.machines.count != 1 && call_.reduced() && !backward;
-  call_.machines.second_row = o.redispatch ? redispatched_behind(call_, gradient_layout_) : 0;
+  call_.spread.sums = call_.spread.count != 1 && call_.reduced() && !backward;
+  call_.spread.second_row = o.redispatch ? redispatched_behind(call_, gradient_layout_) : 0;
   call_.config = host::make_config(call_, spec, o.placement, task_columns_[kReturning], o.forward, o.redispatch);
   experts_.resize(std::max(call_.shape.local_experts, 1u));
   for (ActorTrace& t : traces_) t = {.actor = t.actor, .record_events = o.record_events};
@@ -407,9 +407,9 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
   if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
   r.tiles = r.count[static_cast<uint32_t>(phase_of(kReturning))] / call_.policy.columns[kReturning];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;
-  const Machines::Counts& relayed = call_.machines.counts[call_.parity()];
+  const Machines::Counts& relayed = call_.spread.counts[call_.parity()];
   r.rows_sent += relayed.rows_passed;
-  r.return_rows_sent += relayed.sums_sent + host::rows_returned(call_, call_.machines);
+  r.return_rows_sent += relayed.sums_sent + host::rows_returned(call_, call_.spread);
   return r;
 }
 

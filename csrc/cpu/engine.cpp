@@ -440,7 +440,7 @@ void Engine::reduce(const Piece& piece) {
   const uint32_t p = piece.source;
   const auto [first, count] =
       columns(kReturning, c_.policy.group_first[piece.group], c_.policy.group_first[piece.group + 1]);
-  const Machines& m = c_.machines;
+  const Machines& m = c_.spread;
   const bool stays = m.sums && !m.together(p, c_.rank);  // on this machine, as it is
   for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
     const uint32_t entries = *c_.packet_counts(c_.rank, p, t);
@@ -458,7 +458,7 @@ void Engine::reduce(const Piece& piece) {
 
 // Of the piece's tokens, the sums that the ranks of this machine have left here, by place.
 void Engine::sum_machine(const Piece& piece) {
-  const Machines& m = c_.machines;
+  const Machines& m = c_.spread;
   const RelayPlace from(c_, m, c_.rank, piece.source);
   const auto [first, count] =
       columns(kReturning, c_.policy.group_first[piece.group], c_.policy.group_first[piece.group + 1]);
@@ -491,7 +491,7 @@ void Engine::combine(uint32_t token, Columns of) {
 void Engine::add_returned(float* sum, uint32_t token, uint32_t first, uint32_t count) const {
   const uint32_t slots = c_.reduced() ? c_.shape.ranks : c_.shape.top_k;
   for (uint32_t slot = 0; slot < slots; ++slot) {
-    if (!(c_.reduced() ? is_returned(c_, c_.machines, token, slot) : is_returned(c_, token, slot))) continue;
+    if (!(c_.reduced() ? is_returned(c_, c_.spread, token, slot) : is_returned(c_, token, slot))) continue;
     accumulate(sum, at(c_.return_row(c_.rank, token, slot), spec().return_type, first), spec().return_type, count);
   }
 }

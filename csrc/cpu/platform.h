@@ -131,6 +131,7 @@ struct CpuMemory {
   static uint64_t now_ns() { return monotonic_ns(); }
 
   static constexpr bool kPeersMapped = true;
+  static constexpr bool kSpansMachines = false;
 
   static void rest() {}  // backoff will do
 

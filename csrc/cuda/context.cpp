@@ -3,7 +3,6 @@
 #include <atomic>
 
 #include "cuda/limits.h"
-#include "cuda/policy.h"
 #include "cuda/report.h"
 #include "host/clock.h"
 #include "host/fault_message.h"
@@ -39,7 +38,9 @@ Context::Context(int ordinal, const Membership& who, const Limits& limits, const
   common_.fault = fault_page_.mapped<HostFault>();
   common_.call = common_call(who, common_.limits, timeout_ns);
   take_memory(who);
-  if (limits.relayed != 0) machines_.emplace(device_, machines, common_.limits, who.rank);
+  if (limits.relayed == 0) return;
+  machines_.emplace(device_, machines, common_.limits, who.rank);
+  common_.call.machines = machines_->on_device();
 }
 
 Context::~Context() {
@@ -97,8 +98,8 @@ void Context::beat() {
   copies_.write(&call_on_host().status(common_.call.rank)->progress, &time, sizeof(time));
 }
 
-bool Context::few_in_group(const LayerSpec& spec) const {
-  return cuda::few_in_group(common_.limits, spec);
+KernelsOfLayer Context::kernels_of(const LayerSpec& spec, Pass pass) const {
+  return cuda::kernels_of(common_.limits, spec, pass);
 }
 
 int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
@@ -122,12 +123,10 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
     throw Error(Error::Kind::kInvalidArgument,
                 "layer: expected no gradients, and the context's return mode, among ranks of several machines");
   }
-  const KernelSet which{.general = !only_few(spec) && (trains || !few_in_group(spec)),
-                        .few = !trains,
-                        .moves = layer.pass == Pass::kForward && l.ranks != 1,
-                        .traces = layer.traced,
-                        .few_threads = sm90::few_warps(has_scales(spec.weight_type)) * 32};
-  const Kernels& loaded = kernels(layer.cubin, which, stream);
+  const KernelsOfLayer needed = kernels_of(spec, layer.pass);
+  const LoadedKernels loaded{
+      .general = needed.general ? &kernels(layer.cubin, general_kernels(layer, l), stream) : nullptr,
+      .few = needed.few ? &kernels(layer.few_cubin, few_kernels(layer), stream) : nullptr};
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
     device_.refuse_capture(stream, "tracing");
@@ -194,7 +193,8 @@ void Context::launch(Plan& plan, DriverStream stream) {
   const Device::Use use(device_);
   await_peers(stream);
   if (plan.args.trace != nullptr) device_.refuse_capture(stream, "tracing");
-  plan.kernels.launch(plan.args, machines_ ? machines_->on_device() : nullptr, plan.few(), processors(), stream);
+  const Kernels& chosen = plan.few() ? *plan.kernels.few : *plan.kernels.general;
+  chosen.launch(plan.args, processors(), stream);
   ++calls_;
 }
 
@@ -234,7 +234,7 @@ void Context::count_rows(int64_t layer, uint64_t memory, DriverStream stream) {
   const std::lock_guard lock(mutex_);
   const Device::Use use(device_);
   Plan& plan = plan_of(layer);
-  plan.kernels.launch_count(plan.args, counted_rows(plan, memory), stream);
+  plan.kernels.general->launch_count(plan.args, counted_rows(plan, memory), stream);
   counted_.record(stream);
 }
 
@@ -254,7 +254,7 @@ void Context::move_rows(int64_t layer, uint64_t memory, uint64_t kept, const gpu
                           processors()};
   const uint64_t experts = shape.local_experts + later_slices(plan.spec);  // as its tiles are moved
   const uint64_t tiles = room.rows / sm90::kTileTokens + min_of(experts, uint64_t{room.rows});
-  plan.kernels.launch_move(plan.args, to, static_cast<uint32_t>(tiles), stream);
+  plan.kernels.general->launch_move(plan.args, to, static_cast<uint32_t>(tiles), stream);
 }
 
 KeptRows Context::read_counts(int64_t layer, const gpu::KeptRoom& room) {
@@ -336,7 +336,7 @@ ClockReading Context::read_clock(int64_t layer, DriverStream stream) {
   device_.refuse_capture(stream, "waiting for the device");
   device_.synchronize();
   check_health();
-  return cuda::read_clock(device_, plan_of(layer).kernels, stream);
+  return cuda::read_clock(device_, plan_of(layer).kernels.any(), stream);
 }
 
 }  // namespace flashmoe::cuda

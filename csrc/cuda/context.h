@@ -15,6 +15,7 @@
 #include "cuda/limits.h"
 #include "cuda/machines.h"
 #include "cuda/plan.h"
+#include "cuda/policy.h"
 #include "cuda/side_copies.h"
 #include "cuda/transport/group.h"
 #include "cuda/transport/registration.h"
@@ -31,7 +32,7 @@ class Context {
   // Waits for the device: a call may still be under way.
   ~Context();
 
-  // Encodes the layer's tensor maps, loads its kernel and uploads its placement if they are new; returns its number.
+  // Encodes the layer's tensor maps, loads its kernels and uploads its placement if they are new; returns its number.
   // `stream` is where its calls will go: while it is being captured, nothing can be loaded or uploaded.
   int64_t add_layer(const Layer& layer, DriverStream stream);
   void remove_layer(int64_t layer);
@@ -62,8 +63,8 @@ class Context {
   // Of a group whose heaps are mapped: other ranks wait half a timeout more for this one's call. From any thread.
   void beat();
 
-  // Whether calls of such a layer, of Pass::kInference, are those of the kernel of a few tokens for a rank of a group.
-  bool few_in_group(const LayerSpec& spec) const;
+  // Which kernels add_layer() will need of such a layer.
+  KernelsOfLayer kernels_of(const LayerSpec& spec, Pass pass) const;
 
   // In place of a call that this rank cannot begin, on that stream: tells the group, whose other ranks end theirs (see
   // protocol/refusal.h). Waits for its earlier calls. Does nothing where a rank cannot refuse (may_refuse), or the context has

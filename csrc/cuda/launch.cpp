@@ -2,16 +2,30 @@
 
 namespace flashmoe::cuda {
 
+KernelSet general_kernels(const Layer& layer, const Limits& limits) {
+  return {.name = "flashmoe_moe",
+          .threads = sm90::kThreads,
+          .shared_bytes = sm90::kSharedBytes,
+          .moves = layer.pass == Pass::kForward && limits.ranks != 1,
+          .traces = layer.traced};
+}
+
+KernelSet few_kernels(const Layer& layer) {
+  return {.name = "flashmoe_few",
+          .threads = sm90::few_warps(has_scales(layer.spec.weight_type)) * 32,
+          .shared_bytes = sm90::kFewSharedBytes,
+          .traces = layer.traced};
+}
+
 Kernels::Kernels(const Device& device, const std::string& cubin, KernelSet which, const Nvshmem* api)
     : device_(device),
       api_(api),
       module_(device, cubin),
-      general_(which.general ? module_.kernel("flashmoe_moe", sm90::kSharedBytes) : nullptr),
-      few_(which.few ? module_.kernel("flashmoe_few", sm90::kFewSharedBytes) : nullptr),
+      which_(which),
+      call_(module_.kernel(which.name, which.shared_bytes)),
       count_(which.moves ? module_.kernel("flashmoe_count", 0) : nullptr),
       move_(which.moves ? module_.kernel("flashmoe_move", 0) : nullptr),
-      clock_(which.traces ? module_.kernel("flashmoe_clock", 0) : nullptr),
-      few_threads_(which.few_threads) {
+      clock_(which.traces ? module_.kernel("flashmoe_clock", 0) : nullptr) {
   if (api_ == nullptr) return;
   NvshmemVersion compiled_with{};
   module_.read("nvshmemi_device_lib_version_d", &compiled_with, sizeof(compiled_with));
@@ -26,17 +40,12 @@ Kernels::~Kernels() {
   api_->nvshmemx_cumodule_finalize(module_.handle());
 }
 
-void Kernels::launch(sm90::KernelArgs& args, const Machines* machines, bool few, uint32_t blocks,
-                     DriverStream stream) const {
+void Kernels::launch(sm90::KernelArgs& args, uint32_t blocks, DriverStream stream) const {
   LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
   cooperative.value.cooperative = 1;
-  LaunchConfig config{blocks, 1, 1, sm90::kThreads, 1, 1, sm90::kSharedBytes, stream, &cooperative, 1};
-  if (few) {
-    config.block_x = few_threads_;
-    config.shared_bytes = sm90::kFewSharedBytes;
-  }
-  void* parameters[] = {&args, &machines};  // the driver takes as many as the kernel has
-  check(driver().cuLaunchKernelEx(&config, few ? few_ : general_, parameters, nullptr), "cannot launch the kernel");
+  LaunchConfig config{blocks, 1, 1, which_.threads, 1, 1, which_.shared_bytes, stream, &cooperative, 1};
+  void* parameters[] = {&args};
+  check(driver().cuLaunchKernelEx(&config, call_, parameters, nullptr), "cannot launch the kernel");
 }
 
 void Kernels::launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const {

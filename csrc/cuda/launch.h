@@ -1,4 +1,4 @@
-// A kernel as it is loaded and launched.
+// Kernels as they are loaded and launched.
 #pragma once
 
 #include <string>
@@ -6,19 +6,22 @@
 #include "cuda/device.h"
 #include "cuda/layer.h"
 #include "cuda/transport/nvshmem.h"
-#include "flashmoe/protocol/machines.h"
 #include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::cuda {
 
-// Which kernels a cubin has: that for any number of tokens, and that for a few. Passes that train have no second, and
-// experts in mxfp4 the second alone, as in groups whose calls are all of few tokens. Forward passes that keep among several
-// ranks have two that count and move what they have kept; what traces, one that tells the time.
+// Which kernels a cubin has: that of a call, for any number of tokens or for a few, and how it is launched. Forward passes
+// that keep among several ranks have two besides that count and move what they have kept; what traces, one that tells the
+// time.
 struct KernelSet {
-  bool general, few, moves, traces;
-  uint32_t few_threads;  // of a block of the second
+  const char* name;  // of the call's
+  uint32_t threads, shared_bytes;
+  bool moves = false, traces = false;
 };
+KernelSet general_kernels(const Layer& layer, const Limits& limits);
+KernelSet few_kernels(const Layer& layer);
 
+// What one cubin has.
 class Kernels {
  public:
   // api: null, but where kernels put: NVSHMEM then tells their module where everything is.
@@ -27,10 +30,9 @@ class Kernels {
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
 
-  // Launches one of the two, that for a few tokens or the general one, on so many thread blocks; does nothing else to the
-  // stream, and does not wait. The device's context is current.
-  // machines: on the device; null, but for kernels of several machines.
-  void launch(sm90::KernelArgs& args, const Machines* machines, bool few, uint32_t blocks, DriverStream stream) const;
+  // Launches a call's on so many thread blocks; does nothing else to the stream, and does not wait. The device's context is
+  // current.
+  void launch(sm90::KernelArgs& args, uint32_t blocks, DriverStream stream) const;
   // The same of those behind a forward pass that keeps, among several ranks.
   void launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const;
   void launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t tile_blocks, DriverStream stream) const;
@@ -41,8 +43,16 @@ class Kernels {
   const Device& device_;
   const Nvshmem* const api_;
   const Module module_;
-  const DriverFunction general_, few_, count_, move_, clock_;
-  const uint32_t few_threads_;
+  const KernelSet which_;
+  const DriverFunction call_, count_, move_, clock_;
+};
+
+// Those of a layer; null: it has none, as KernelsOfLayer says.
+struct LoadedKernels {
+  const Kernels *general, *few;
+
+  // One of them, for what all cubins of a layer have.
+  const Kernels& any() const { return general != nullptr ? *general : *few; }
 };
 
 }  // namespace flashmoe::cuda

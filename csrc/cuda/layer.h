@@ -36,7 +36,9 @@ struct Layer {
   Pass pass = Pass::kInference;
   bool strict = false;      // a row for which no choice can be made is an error
   bool redispatch = false;  // among several ranks: the forward pass keeps none of x, the backward pass sends it again
-  std::string cubin;        // file of the kernel compiled for the spec's types and activation, and traced
+  // Files of the kernels compiled for the spec's types and activation, and traced: that for any number of tokens, and that for
+  // a few. Empty: the layer needs none (kernels_of).
+  std::string cubin, few_cubin;
 };
 
 // How many rows a call among several ranks has kept, where there is room for perhaps more; and which call of its context it

@@ -233,7 +233,8 @@ Placement::Placement(const Device& device, const host::PlacementTables& t, uint3
   owner_base = by_owner + t.by_owner.size();
 }
 
-Plan::Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& loaded, uint8_t* trace)
+Plan::Plan(const Common& common, const Layer& layer, const Placement& where, const LoadedKernels& loaded,
+           uint8_t* trace)
     : kernels(loaded),
       spec(layer.spec),
       pass(layer.pass),

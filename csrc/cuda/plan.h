@@ -29,7 +29,7 @@ struct Placement {
 
 struct Plan {
   // Encodes the layer's tensor maps. trace: null unless it is traced.
-  Plan(const Common& common, const Layer& layer, const Placement& where, const Kernels& kernels, uint8_t* trace);
+  Plan(const Common& common, const Layer& layer, const Placement& where, const LoadedKernels& kernels, uint8_t* trace);
   void set_tokens(const Common& common, const TokenSpec& tokens);
   // Of passes that train among several ranks: where a call of so many tokens has what it keeps, and until it is over.
   GroupKeptLayout kept_layout(uint64_t tokens, const gpu::KeptRoom& room) const;
@@ -49,7 +49,7 @@ struct Plan {
   uint32_t most_few() const;
 
   sm90::KernelArgs args{};
-  const Kernels& kernels;
+  const LoadedKernels kernels;
   const LayerSpec spec;
   const Pass pass;
   const bool redispatch;    // see Layer

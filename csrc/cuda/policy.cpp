@@ -69,6 +69,19 @@ bool few_in_group(const Limits& limits, const LayerSpec& spec) {
   return spec.return_mode == ReturnMode::kDirect && rows <= uint64_t{kMostFewRows} * spec.experts;
 }
 
+KernelsOfLayer kernels_of(const Limits& limits, const LayerSpec& spec, Pass pass) {
+  const bool alone = limits.ranks == 1;
+  if (pass != Pass::kInference) return {.general = true, .few = false, .group = !alone};
+  if (!alone) {
+    const bool few = few_in_group(limits, spec);
+    return {.general = !few, .few = few, .group = few};
+  }
+  Call call;
+  call.set_layer(spec);
+  const bool few = few_most(call.shape, element_bytes(spec.y_type), spec.transposed) != 0;
+  return {.general = !only_few(spec), .few = few, .group = false};
+}
+
 uint32_t few_parts(const CallShape& s, uint32_t weight_bits) {
   // Of one token there are to be tasks for all multiprocessors, each long enough to be worth its start. Mixtral's single
   // token has 64 tasks of 224 stages. A stage of 4 bits takes as long as four of 16: it is as much to multiply.

@@ -3,8 +3,7 @@
 // docs/measured.md.
 #pragma once
 
-#include "flashmoe/protocol/call.h"
-#include "flashmoe/spec/layer.h"
+#include "cuda/layer.h"
 
 namespace flashmoe::cuda {
 
@@ -44,6 +43,14 @@ uint32_t few_parts(const CallShape& shape, uint32_t weight_bits);
 constexpr bool only_few(const LayerSpec& spec) {
   return spec.weight_type == DType::kMxFp4;
 }
+
+// The kernels that calls of a layer go through, each of a cubin of its own: that for any number of tokens and that for a
+// few, of which a call's number chooses one where there are both. group: they are those of a rank of a group, where these
+// are others than of a rank alone.
+struct KernelsOfLayer {
+  bool general, few, group;
+};
+KernelsOfLayer kernels_of(const Limits& limits, const LayerSpec& spec, Pass pass);
 
 // Whether a token's rows are joined as they come, so that there is no Combine (actors/joiner.h). With two rows a token
 // it pays where most tiles are full: while small tasks run, there is no time to join their rows.

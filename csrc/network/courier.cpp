@@ -36,7 +36,7 @@ void store(uint64_t* word, uint64_t value) {
 }
 
 uint32_t batch_of(const SpreadCall& c) {
-  return c.machines.batch_blocks(c.block_tokens(), c.memory.token_row_bytes);
+  return c.spread.batch_blocks(c.block_tokens(), c.memory.token_row_bytes);
 }
 
 uint64_t status_interval(uint64_t timeout_ns) {
@@ -151,9 +151,9 @@ void Courier::pick_up(uint32_t q, Peer& peer) {
   };
   uint64_t word = 0;
   if (is_new(peer.call, c.call_signal(q, rank_), word)) post(q, pick_up_call(c, q, word));
-  for (uint32_t n = 0; c.machines.is_relay(rank_, q) && n < peer.batches.size(); ++n) {
+  for (uint32_t n = 0; c.spread.is_relay(rank_, q) && n < peer.batches.size(); ++n) {
     bool picked = peer.batches[n];
-    if (!is_new(picked, RelayPlace(c, c.machines, q, rank_).signal(n), word)) continue;
+    if (!is_new(picked, RelayPlace(c, c.spread, q, rank_).signal(n), word)) continue;
     peer.batches[n] = true;
     post(q, pick_up_batch(c, q, n, batch_of(c), word));
   }

@@ -28,7 +28,7 @@ Messages pick_up_call(const Call& c, uint32_t q, uint64_t word) {
 }
 
 Messages pick_up_batch(const SpreadCall& c, uint32_t relay, uint32_t n, uint32_t each, uint64_t word) {
-  const Machines& m = c.machines;
+  const Machines& m = c.spread;
   const RelayPlace to(c, m, relay, c.rank);
   const uint32_t machine = m.of[relay], begin = n * each, end = min_of(begin + each, c.blocks());
   const uint32_t first = begin << c.policy.log2_block, last = min_of(end << c.policy.log2_block, c.shape.tokens);
@@ -55,8 +55,8 @@ Messages pick_up_batch(const SpreadCall& c, uint32_t relay, uint32_t n, uint32_t
 Messages pick_up_returns(const SpreadCall& c, const GradientLayout& gradients, uint32_t q, uint64_t word) {
   Packing packing(c.memory.heaps[q]);
   const uint64_t bytes = c.memory.return_row_bytes;
-  if (c.machines.sums) {
-    const RelayPlace from(c, c.machines, c.rank, q);
+  if (c.spread.sums) {
+    const RelayPlace from(c, c.spread, c.rank, q);
     for (uint32_t t = 0; t < c.tokens_of(q); ++t) {
       if (from.is_needed(t)) packing.add(c.return_row(q, t, c.rank), bytes);
     }

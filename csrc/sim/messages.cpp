@@ -5,7 +5,7 @@
 namespace flashmoe::sim {
 
 uint64_t bytes_of_batch(const SpreadCall& c, uint32_t relay, uint32_t n) {
-  const Machines& m = c.machines;
+  const Machines& m = c.spread;
   const RelayPlace to(c, m, relay, c.rank);
   const uint32_t each = m.batch_blocks(c.block_tokens(), c.memory.token_row_bytes), ranks = m.size(m.of[relay]);
   const uint32_t begin = n * each, end = min_of(begin + each, c.blocks());
@@ -22,7 +22,7 @@ uint64_t bytes_of_batch(const SpreadCall& c, uint32_t relay, uint32_t n) {
 }
 
 uint64_t bytes_of_returns(const SpreadCall& c, uint32_t p, uint32_t g) {
-  const RelayPlace from(c, c.machines, c.rank, p);
+  const RelayPlace from(c, c.spread, c.rank, p);
   uint64_t rows = 0;
   for (uint32_t t = 0; t < c.tokens_of(p); ++t) rows += from.is_needed(t) ? 1 : 0;
   return rows * bytes_of_group(c, g);

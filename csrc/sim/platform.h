@@ -165,6 +165,7 @@ struct Meetings : Memory {
 template <uint32_t Lanes>
 struct MappedPlatform : Meetings<Lanes> {
   static constexpr bool kPeersMapped = true;
+  static constexpr bool kSpansMachines = false;
 };
 
 // The same where ranks are on several machines. Relays are warps of their own, as on a GPU.
@@ -179,6 +180,7 @@ struct RelayThread : SpreadLanes<1> {
 // Who builds packets, a whole team as one lane: what it takes is said of all of it (Machine::packets).
 struct UntimedPlatform : Memory, OneLane {
   static constexpr bool kPeersMapped = true;
+  static constexpr bool kSpansMachines = false;
   template <class T>
   static T load_relaxed(const T* p) {
     return *p;

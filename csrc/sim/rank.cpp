@@ -15,7 +15,7 @@ class RowEngine {
     Warp& warp = World::warp();
     const uint64_t bytes = uint64_t{rows} * c_.memory.token_row_bytes;
     const Time at = World::lane().at;
-    const bool mapped = c_.machines.together(c_.rank, q);
+    const bool mapped = c_.spread.together(c_.rank, q);
     const Time there = mapped ? Group::of_lane().send(c_.rank, q, bytes, at).there : memory_.pass(2 * bytes, at);
     warp.written = std::max(warp.written, there);
   }
@@ -72,11 +72,11 @@ Rank<Platform>::Rank(Group& group, const Call& call, const Limits& limits, RankP
   call_.placement = {problem_.owner.data(), problem_.by_owner.data(), problem_.owner_base.data()};
   call_.memory.heaps = heaps_.data();
   call_.memory.work = group.work(rank);
-  call_.machines.sums = call_.machines.count != 1;
-  call_.machines.layout = group.relay_layout();
-  call_.machines.behind = group.behind_own();
+  call_.spread.sums = call_.spread.count != 1;
+  call_.spread.layout = group.relay_layout();
+  call_.spread.behind = group.behind_own();
   sending_call_ = call_;
-  sending_call_.machines.behind = group.behind_others();
+  sending_call_.spread.behind = group.behind_others();
   group.set_calls(rank, call_, sending_call_);
   for (uint32_t i = 0; i < call_.policy.clusters; ++i) clusters_.emplace_back(group.machine(), state_, i);
 }

@@ -46,7 +46,7 @@ struct RankState {
     rows_back_.resize(call.shape.tokens);
     for (uint32_t q = 0; q < call.shape.ranks; ++q) {
       for (uint32_t t = 0; t < call.shape.tokens; ++t) {
-        rows_back_[t] = static_cast<uint16_t>(rows_back_[t] + (is_returned(call, call.machines, t, q) ? 1 : 0));
+        rows_back_[t] = static_cast<uint16_t>(rows_back_[t] + (is_returned(call, call.spread, t, q) ? 1 : 0));
       }
     }
   }
@@ -82,7 +82,7 @@ class SumEngine {
   // Reads a token's rows, if it has any here, and writes their sum: to its home, or where that is another machine's, as fp32
   // to its relay.
   Piece reduce_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
-    const Machines& m = c_.machines;
+    const Machines& m = c_.spread;
     const bool stays = m.sums && !m.together(p, c_.rank);
     Piece piece{.to = stays ? m.relay(p, m.of[c_.rank]) : p};
     uint64_t& written = piece.to == c_.rank ? piece.memory : piece.sent;
@@ -96,7 +96,7 @@ class SumEngine {
   }
   // Reads the sums that ranks of this machine have left, and writes theirs to where a message is made of it.
   Piece machine_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
-    const Machines& m = c_.machines;
+    const Machines& m = c_.spread;
     const RelayPlace from(c_, m, c_.rank, p);
     Piece piece{.to = c_.rank};
     for_each_token(g, n, each, all, [&](uint32_t token, uint32_t items) {

@@ -177,7 +177,7 @@ class Context:
       is contiguous. A call launches one kernel on PyTorch's current stream and returns (one that keeps what
       gradients need, among several ranks, makes three launches and waits for a count); the calls of a context must
       follow one another on the device. It can be captured into a CUDA graph, once a call like it has been made before
-      the capture. The first call of a dtype and activation compiles its kernel (see ``flashmoe compile``).
+      the capture. The first call of a dtype and activation compiles its kernels (see ``flashmoe compile``).
 
     Parameters
     ----------

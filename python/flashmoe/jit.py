@@ -1,6 +1,6 @@
-"""The CUDA kernel, compiled once per machine, dtype and activation, and kept in a cache folder.
+"""The CUDA kernels, compiled once per machine, dtype and activation, and kept in a cache folder.
 
-The kernel's sources travel with the package. What they, the compiler and the options make has one name, so that a
+Their sources travel with the package. What they, the compiler and the options make has one name, so that a
 cached start reads a few small files and runs nothing. Any number of processes may ask at once: one of them compiles,
 under a lock that ends with its process, and moves the whole result into place.
 
@@ -23,9 +23,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from . import driver, nvshmem
 from .errors import FlashMoEError
@@ -69,49 +71,75 @@ _VERSION_SECONDS = 60.0
 _REMEDY = "set FLASHMOE_CACHE to a folder of your own"
 
 
+_FIRST, _BETWEEN, _LAST = range(3)
+"""Where a word of a kernel's title is: before its type and activation, behind them, or at the end."""
+
+
+def _told(word: str, place: int = _BETWEEN) -> Any:
+    """An option of the kernel's build, whose macro is the field's name; and its word in the title."""
+    return field(default=False, metadata={"word": word, "place": place})
+
+
 @dataclass(frozen=True)
 class Variant:
-    """What is fixed when the kernel is compiled."""
+    """What is fixed when the kernel is compiled: its source, and what this is told, which
+    include/flashmoe/spec/build.h reads."""
 
     dtype: str = "bfloat16"
     activation: str = "swiglu"
-    trace: bool = False
+    trace: bool = _told("traced", _LAST)
     """Whether it records what it does when."""
-    exact: bool = False
+    exact: bool = _told("exact", _FIRST)
     """float32 products in float32, without the tensor cores."""
-    rdma: bool = False
+    rdma: bool = _told("RDMA", _LAST)
     """For ranks that reach one another by NVSHMEM's puts."""
-    transposed: bool = False
+    transposed: bool = _told("transposed")
     """The experts' matrices are [El, H, 2I or I] and [El, I, H]."""
-    quantised: bool = False
+    quantised: bool = _told("FP8", _FIRST)
     """The experts' matrices, and the rows that they multiply, are in e4m3."""
-    mxfp4: bool = False
-    """The experts' matrices are in mxfp4; the kernel for a few tokens alone."""
-    keeps: bool = False
+    mxfp4: bool = _told("MXFP4", _FIRST)
+    """The experts' matrices are in mxfp4; of a few tokens alone."""
+    keeps: bool = _told("keeping")
     """It keeps what the layer's gradients need."""
-    backward: bool = False
+    backward: bool = _told("backward")
     """It computes these."""
-    group: bool = False
-    """Either of the two among several ranks."""
-    on_input: bool = False
+    group: bool = _told("group")
+    """Either of the two, or that for a few tokens, among several ranks."""
+    on_input: bool = _told("weights on the input")
     """Either of the two of a layer with `weights_on_input`. (Other kernels are the same with and without.)"""
-    sliced: bool = False
+    sliced: bool = _told("sliced")
     """Likewise, of a layer with a shared expert, or with experts in slices."""
-    machines: bool = False
+    machines: bool = _told("machines", _LAST)
     """For ranks of several machines, of which each row crosses to one once."""
-    few_group: bool = False
-    """The kernel for a few tokens alone, of a rank of a group."""
+    few: bool = _told("few tokens")
+    """For a few tokens; else for any number."""
+
+    def __post_init__(self) -> None:
+        if self.mxfp4 and not self.few:
+            raise ValueError("mxfp4: expected few with it, since there is no kernel of more tokens, got few=False")
+        if self.few and (other := [name for name in _NOT_FEW if getattr(self, name)]):
+            raise ValueError(f"few: expected nothing of which there is no kernel for a few tokens, got {other}")
+
+    @property
+    def entry(self) -> str:
+        """The stem of its source in csrc/cuda/entry/."""
+        if self.few:
+            return "decode"
+        if self.rdma:
+            return "moe_by_puts"
+        return "moe_kept" if self.keeps and self.group else "moe"
 
     @property
     def title(self) -> str:
         """For messages, such as ``bf16 SwiGLU``."""
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
-        activation = _ACTIVATIONS[self.activation]
-        words = ["exact"] * self.exact + ["FP8"] * self.quantised + ["MXFP4"] * self.mxfp4 + [dtype, activation]
-        words += ["transposed"] * self.transposed + ["keeping"] * self.keeps
-        words += ["backward"] * self.backward + ["group"] * self.group + ["weights on the input"] * self.on_input
-        words += ["sliced"] * self.sliced + ["few tokens of a group"] * self.few_group
-        return " ".join(words + ["traced"] * self.trace + ["RDMA"] * self.rdma + ["machines"] * self.machines)
+        words = [*self._words(_FIRST), dtype, _ACTIVATIONS[self.activation], *self._words(_BETWEEN)]
+        title = " ".join(words + self._words(_LAST))
+        return title.replace("group few tokens", "few tokens of a group")
+
+    def _words(self, place: int) -> list[str]:
+        told = [each for each in fields(self) if getattr(self, each.name) and each.metadata.get("place") == place]
+        return [each.metadata["word"] for each in told]
 
     @property
     def flags(self) -> list[str]:
@@ -120,37 +148,40 @@ class Variant:
             *FLAGS,
             f"-DFLASHMOE_DTYPE={DTYPES.index(self.dtype)}",
             f"-DFLASHMOE_ACTIVATION={ACTIVATIONS.index(self.activation)}",
-            f"-DFLASHMOE_TRACE={int(self.trace)}",
-            f"-DFLASHMOE_EXACT={int(self.exact)}",
-            *["-DFLASHMOE_RDMA=1"] * self.rdma,
-            *["-DFLASHMOE_TRANSPOSED=1"] * self.transposed,
-            *["-DFLASHMOE_QUANTISED=1"] * self.quantised,
-            *["-DFLASHMOE_MXFP4=1"] * self.mxfp4,
-            *["-DFLASHMOE_KEEP=1"] * self.keeps,
-            *["-DFLASHMOE_BACKWARD=1"] * self.backward,
-            *["-DFLASHMOE_GROUP=1"] * self.group,
-            *["-DFLASHMOE_ON_INPUT=1"] * self.on_input,
-            *["-DFLASHMOE_SLICED=1"] * self.sliced,
-            *["-DFLASHMOE_MACHINES=1"] * self.machines,
-            *["-DFLASHMOE_FEW_GROUP=1"] * self.few_group,
+            *(f"-D{macro}=1" for name, macro in OPTIONS.items() if getattr(self, name)),
         ]
 
 
+OPTIONS = {each.name: f"FLASHMOE_{each.name.upper()}" for each in fields(Variant) if each.metadata}
+"""The macro that a build defines, by the field of `Variant` that it is defined for."""
+
+_NOT_FEW = ("rdma", "transposed", "keeps", "backward", "on_input", "sliced", "machines")
+"""Of what there is no kernel for a few tokens."""
+
+
+def variants_alone(dtype: str = "bfloat16", activation: str = "swiglu", **options: bool) -> list[Variant]:
+    """The kernels of layers of a rank alone, but for gradients: that for any number of tokens, and that for a few, as
+    far as there are both."""
+    general = [] if options.get("mxfp4") else [Variant(dtype, activation, **options)]
+    few = [] if options.get("transposed") else [Variant(dtype, activation, **options, few=True)]
+    return general + few
+
+
 COMMON = (
-    *(Variant(dtype) for dtype in DTYPES),
+    *(each for dtype in DTYPES for each in variants_alone(dtype)),
     *(Variant(dtype, each, transposed=True) for dtype in TRANSPOSED for each in ("swiglu", "clamped_swiglu")),
-    Variant(quantised=True),
-    Variant(activation="clamped_swiglu", mxfp4=True),
-    *(Variant(dtype, few_group=True) for dtype in TRANSPOSED),
-    Variant(quantised=True, few_group=True),
+    *variants_alone(quantised=True),
+    *variants_alone(activation="clamped_swiglu", mxfp4=True),
+    *(Variant(dtype, few=True, group=True) for dtype in TRANSPOSED),
+    Variant(quantised=True, few=True, group=True),
     *(Variant(**{which: True}, group=group) for which in ("keeps", "backward") for group in (False, True)),
-    Variant(trace=True),
+    *variants_alone(trace=True),
 )
 """What a release carries: the layers of nearly all published models (docs/models.md), those of Llama 4 and gpt-oss as
 they are stored, checkpoints in FP8 and gpt-oss's in MXFP4; training with SwiGLU in bfloat16; and what ``flashmoe run``
-traces. Where there is a kernel for plain calls, ranks of a group have one for few tokens. Published weights are in
-bfloat16, or quantised from it, so that float16 has these alone. Models of other activations are few, and each kernel is
-a megabyte, a quarter of one in the wheel."""
+traces. Of plain calls there are two kernels, and ranks of a group have one more for few tokens. Published weights are
+in bfloat16, or quantised from it, so that float16 has these alone. Models of other activations are few, and each kernel
+for any number of tokens is some 800 KB, a fifth of a megabyte in the wheel."""
 
 RELEASED_CUDA = (13, 0)
 """The CUDA release whose nvcc compiles what a release carries: the one that kernels are measured with. Drivers of an
@@ -180,6 +211,15 @@ def kernel(variant: Variant) -> Path:
         if _known.setdefault(variant, descriptor) != descriptor:  # another thread was first
             os.close(descriptor)
     return Path(f"/proc/self/fd/{_known[variant]}")
+
+
+def kernels(variants: Sequence[Variant]) -> list[Path]:
+    """The same of each. Those that this process has not asked for are looked for, and compiled, at the same time."""
+    new = [each for each in variants if each not in _known]
+    if len(new) < 2:
+        return [kernel(each) for each in variants]
+    with ThreadPoolExecutor(len(variants)) as pool:
+        return list(pool.map(kernel, variants))
 
 
 def compile_kernel(variant: Variant) -> Compiled:
@@ -322,9 +362,14 @@ def source_root() -> Path:
     """The folder with include/ and csrc/: the package's own, or that of a development tree."""
     here = Path(__file__).resolve()
     for root in (here.parent / "cuda", here.parents[2]):
-        if (root / "csrc" / "cuda" / "entry" / "moe.cu").exists():
+        if entry_of(root, Variant()).exists():
             return root
     raise FlashMoEError(f"kernel: expected its sources in {here.parent / 'cuda'}; install flashmoe again")
+
+
+def entry_of(root: Path, variant: Variant) -> Path:
+    """What nvcc is given of the sources in that folder."""
+    return root / "csrc" / "cuda" / "entry" / f"{variant.entry}.cu"
 
 
 def cache_folder() -> Path:
@@ -389,7 +434,7 @@ def _is_program(path: Path) -> bool:
 def _stem(root: Path, variant: Variant, compiler: str | None = None) -> str:
     """Names the result: what it is, and a digest of all that it depends on. `compiler`: what nvcc says of itself."""
     digest = hashlib.sha256()
-    parts = [(str(path.relative_to(root)), path.read_bytes()) for path in _sources(root)]
+    parts = [(str(path.relative_to(root)), path.read_bytes()) for path in _sources(root, variant)]
     parts.append(("flags", " ".join(variant.flags).encode()))
     if compiler is not None:
         parts.append(("nvcc", compiler.encode()))
@@ -400,9 +445,9 @@ def _stem(root: Path, variant: Variant, compiler: str | None = None) -> str:
     return f"{variant.title.replace(' ', '-').lower()}-{digest.hexdigest()[:24]}"
 
 
-def _sources(root: Path) -> list[Path]:
+def _sources(root: Path, variant: Variant) -> list[Path]:
     headers = [*(root / "include").rglob("*.h"), *(root / "include").rglob("*.cuh")]
-    return sorted([root / "csrc" / "cuda" / "entry" / "moe.cu", *headers])
+    return sorted([entry_of(root, variant), *headers])
 
 
 def _version(nvcc: Path, cache: Folder) -> str:
@@ -430,8 +475,8 @@ def _run_nvcc(nvcc: Path, root: Path, variant: Variant, cache: Folder, stem: str
     if variant.rdma:
         folders += ["-isystem", nvshmem.headers()]
     with cache.temporary(f"{stem}.") as folder:
-        source = root / "csrc" / "cuda" / "entry" / "moe.cu"
-        command = [nvcc, *variant.flags, *folders, source, "-o", folder.path / "kernel.cubin", *_TELLS]
+        source, output = entry_of(root, variant), folder.path / "kernel.cubin"
+        command = [nvcc, *variant.flags, *folders, source, "-o", output, *_TELLS]
         try:
             done = subprocess.run(
                 command,

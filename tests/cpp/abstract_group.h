@@ -295,7 +295,7 @@ class AbstractEngine {
     const bool stays = !P::kPeersMapped && p != c_.rank;
     uint64_t* to = words(stays ? c_.staged_row(p, token, 0) : c_.return_row(p, token, c_.rank));
     if constexpr (SpansMachines<P>) {
-      const Machines& m = P::machines(c_);
+      const Machines& m = *c_.machines;
       if (m.sums && !m.together(p, c_.rank)) {
         to = reinterpret_cast<uint64_t*>(RelayPlace(c_, m, m.relay(p, m.of[c_.rank]), p).sum(m.place[c_.rank], token));
       }
@@ -310,7 +310,7 @@ class AbstractEngine {
 
   void sum_machine(uint32_t p, uint32_t token, uint32_t g) {
     if constexpr (SpansMachines<P>) {
-      const Machines& m = P::machines(c_);
+      const Machines& m = *c_.machines;
       const RelayPlace from(c_, m, c_.rank, p);
       if (!is_needed_by(p, token, m.of[c_.rank])) return;
       for_columns(kReturning, c_.policy.group_first[g], c_.policy.group_first[g + 1], [&](uint32_t i) {
@@ -326,7 +326,7 @@ class AbstractEngine {
   bool is_needed_by(uint32_t p, uint32_t token, uint32_t machine) const {
     bool any = false;
     if constexpr (SpansMachines<P>) {
-      const Machines& m = P::machines(c_);
+      const Machines& m = *c_.machines;
       for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
         any |= m.of[q] == machine && x_->entries(p, token, q, c_.shape.top_k) != 0;
       }
@@ -336,14 +336,14 @@ class AbstractEngine {
   // Whether the own token's row goes to rank q.
   bool is_needed(uint32_t token, uint32_t q) const {
     if constexpr (SpansMachines<P>) {
-      const Machines& m = P::machines(c_);
+      const Machines& m = *c_.machines;
       if (!m.together(c_.rank, q)) return m.is_relay(c_.rank, q) && is_needed_by(c_.rank, token, m.of[q]);
     }
     return x_->entries(c_.rank, token, q, c_.shape.top_k) != 0;
   }
   bool has_come_back(uint32_t token, uint32_t slot) const {
     if constexpr (SpansMachines<P>) {
-      if (c_.reduced()) return is_returned(c_, P::machines(c_), token, slot);
+      if (c_.reduced()) return is_returned(c_, *c_.machines, token, slot);
     }
     return is_returned(c_, token, slot);
   }
@@ -445,8 +445,8 @@ class Rank {
     call.memory = make_call_memory(limits);
     call.memory.heaps = mapped_.data();
     call.memory.work = work_.base();
-    call.machines = machines_.machines(limits);
-    CHECK(call.machines.count == 1 || SpansMachines<P>);
+    call.spread = machines_.machines(limits);
+    CHECK(call.spread.count == 1 || SpansMachines<P>);
     for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, i, limits_, ledgers);
   }
 
@@ -489,7 +489,7 @@ class Rank {
     call.shape.gate_top_k = x.top_k / x.slices;
     call.shape.return_mode = x.return_mode;
     call.policy.joined = limits_.ranks == 1 && !call.reduced() && call.shape.capacity == 0 && x.top_k <= 2 ? 1 : 0;
-    call.machines.sums = call.machines.count != 1 && call.reduced();
+    call.spread.sums = call.spread.count != 1 && call.reduced();
     call.cut_columns(limits_.columns_per_task);
     call.policy.groups = min_of(x.groups, call.policy.columns[kReturning]);
     for (uint32_t g = 0; g <= call.policy.groups; ++g) {

@@ -91,11 +91,11 @@ void check_completion() {
     c.call_config(1, 0)->hash = c.config.hash;
     const uint32_t packets = 2 * c.blocks_of(0);
     if (packets != 0) CHECK(!relay.complete());
-    *c.machines.packets_passed(c.parity(), 0) = packets;
+    *c.spread.packets_passed(c.parity(), 0) = packets;
     const bool sums = c.reduced() && packets != 0;
     CHECK_EQ(relay.complete(), !sums);
     if (!sums) continue;
-    const RelayPlace from(c, c.machines, 1, 0);
+    const RelayPlace from(c, c.spread, 1, 0);
     for (uint32_t g = 0; g < c.policy.groups; ++g) *from.sum_signal(0, g) = Signal::make(c.epoch, 0);
     Fault fault{.kind = FaultKind::kLocal, .actor = Actor::kOs, .awaited = 1};
     relay.explain(fault);

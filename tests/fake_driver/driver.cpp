@@ -134,7 +134,7 @@ std::string described(const Machines& m, uint32_t ranks) {
   return out.str();
 }
 
-void describe(const sm90::KernelArgs& a, const Machines* machines, const cuda::LaunchConfig& config, bool few) {
+void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool few) {
   const Call& c = a.call;
   std::ostringstream out;
   auto put = [&](const char* name, auto v) { out << "\"" << name << "\": " << uint64_t(v) << ", "; };
@@ -189,7 +189,7 @@ void describe(const sm90::KernelArgs& a, const Machines* machines, const cuda::L
       << ", \"shared_down_scale\": " << described(a.shared_down_scale) << ", \"backward\": " << described(a.backward)
       << ", \"group\": " << described(a.group) << ", \"shared_gate_up\": " << described(a.shared_gate_up)
       << ", \"shared_down\": " << described(a.shared_down) << ", \"options\": " << described(a.options)
-      << ", \"machines\": " << (machines == nullptr ? "null" : described(*machines, c.shape.ranks)) << "}";
+      << ", \"machines\": " << (c.machines == nullptr ? "null" : described(*c.machines, c.shape.ranks)) << "}";
   last_launch = out.str();
 }
 
@@ -478,15 +478,19 @@ CudaResult cuMemcpyDtoHAsync_v2(void* to, DevicePtr from, size_t bytes, cuda::Dr
   std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
   return 0;
 }
-CudaResult cuModuleLoadData(cuda::DriverModule* module, const void*) {
-  *module = reinterpret_cast<cuda::DriverModule>(1);
+// A module is the names of its kernels, each behind a space, and ends with a zero.
+CudaResult cuModuleLoadData(cuda::DriverModule* module, const void* image) {
+  *module = reinterpret_cast<cuda::DriverModule>(new std::string(static_cast<const char*>(image)));
   return unless_capturing();
 }
-CudaResult cuModuleUnload(cuda::DriverModule) {
+CudaResult cuModuleUnload(cuda::DriverModule module) {
+  delete reinterpret_cast<std::string*>(module);
   return 0;
 }
-CudaResult cuModuleGetFunction(cuda::DriverFunction* function, cuda::DriverModule, const char* name) {
-  const std::string wanted = name;
+CudaResult cuModuleGetFunction(cuda::DriverFunction* function, cuda::DriverModule module, const char* name) {
+  constexpr CudaResult kNotFound = 500;
+  const std::string wanted = name, has = *reinterpret_cast<const std::string*>(module) + " ";
+  if (has.find(" " + wanted + " ") == std::string::npos) return kNotFound;
   *function = reinterpret_cast<cuda::DriverFunction>(wanted == "flashmoe_few"     ? kFew
                                                      : wanted == "flashmoe_count" ? kCount
                                                      : wanted == "flashmoe_move"  ? kMove
@@ -518,7 +522,7 @@ CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFuncti
   if (kernel == kCount) return count(args.call, *static_cast<const sm90::CountedRows*>(parameters[1]));
   if (kernel == kMove) return moved(*static_cast<const sm90::MovedRows*>(parameters[1]), config->grid_x);
   if (std::getenv("FAKE_DRIVER_QUICK") != nullptr) return 0;
-  describe(args, *static_cast<const Machines* const*>(parameters[1]), *config, kernel == kFew);
+  describe(args, *config, kernel == kFew);
   if (capture) return 0;
   Call call = args.call;
   call.epoch = ++call.control()->calls.value;

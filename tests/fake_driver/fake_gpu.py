@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing
+from dataclasses import replace
 
 import flashmoe
 import pytest
@@ -40,12 +41,33 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
 
 
+KERNELS = {
+    "moe": ("flashmoe_moe", "flashmoe_clock"),
+    "moe_by_puts": ("flashmoe_moe", "flashmoe_clock"),
+    "moe_kept": ("flashmoe_moe", "flashmoe_count", "flashmoe_move", "flashmoe_clock"),
+    "decode": ("flashmoe_few", "flashmoe_clock"),
+}
+"""Of each source of csrc/cuda/entry/."""
+
+
+def compiler_of(compiled, cubin):
+    """In place of `jit.kernel`: it notes what it is asked for."""
+    return lambda variant: compiled.append(variant) or cubin.with_name(f"{variant.entry}.cubin")
+
+
+def of_both(*args, **options):
+    """What a layer of a rank alone asks for, of any number of tokens and of a few, at the same time."""
+    general = jit.Variant(*args, **options)
+    return {general, replace(general, few=True)}
+
+
 @pytest.fixture
 def cubin(tmp_path):
-    """A compiled kernel's file."""
-    file = tmp_path / "kernel.cubin"
-    file.write_bytes(b"a kernel")
-    return file
+    """A compiled source's file, of several that are in its folder."""
+    for entry, kernels in KERNELS.items():
+        names = "".join(f" {name}" for name in kernels)
+        (tmp_path / f"{entry}.cubin").write_bytes(names.encode() + b"\0")
+    return tmp_path / "moe.cubin"
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +75,7 @@ def device(monkeypatch, tmp_path, cubin):
     """What the host side asks PyTorch and nvcc for, and a driver in its first state."""
     compiled = []
     monkeypatch.setattr(cuda, "current_stream", lambda device: 77)
-    monkeypatch.setattr(jit, "kernel", lambda variant: compiled.append(variant) or cubin)
+    monkeypatch.setattr(jit, "kernel", compiler_of(compiled, cubin))
     monkeypatch.setattr(launch, "_SPAWN", FORKED)
     monkeypatch.setenv("FLASHMOE_PROFILES", str(tmp_path / "profiles.json"))
     yield compiled

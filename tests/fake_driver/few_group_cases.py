@@ -18,7 +18,7 @@ def test_few_tokens_of_several_ranks(cubin, tokens):
     sizes = {name: FEW[name] for name in ("max_tokens", "return_mode")}
     plan = plan_memory(engine="cuda", ranks=3, **{**SIZES, **sizes})
     for seen in put_by(3, {**FEW, "tokens": tokens}, cubin=cubin):
-        assert seen.variants == [jit.Variant("bfloat16", "swiglu", few_group=True)]
+        assert seen.variants == [jit.Variant("bfloat16", "swiglu", few=True, group=True)]
         names = ("few", "geometry", "threads", "cooperative", "tokens", "mapped", "block", "groups")
         assert [seen.launch[name] for name in names] == [1, 1, 384, 1, tokens, 3, 8, [0, 1]]
         assert seen.launch["token_rows"] is None  # its gate takes no tensor map
@@ -28,7 +28,7 @@ def test_few_tokens_of_several_ranks(cubin, tokens):
 def test_of_experts_in_fp8(cubin):
     """The gate reads x as it is, and takes no tensor map; what is sent is quantised."""
     for seen in put_by(3, {**FEW, "weight_dtype": "float8_e4m3fn"}, cubin=cubin):
-        assert seen.variants == [jit.Variant("bfloat16", "swiglu", quantised=True, few_group=True)]
+        assert seen.variants == [jit.Variant("bfloat16", "swiglu", quantised=True, few=True, group=True)]
         names = ("few", "geometry", "threads", "cooperative", "mapped", "token_row_bytes", "return_row_bytes")
         assert [seen.launch[name] for name in names] == [1, 1, 416, 1, 3, H + 16, 2 * H]
         assert seen.launch["x_scale"] == 0
@@ -49,4 +49,4 @@ def test_of_experts_in_fp8(cubin):
 )
 def test_what_the_general_kernel_takes_of_few_tokens(cubin, changes):
     for seen in put_by(3, {**FEW, **changes}, cubin=cubin):
-        assert not seen.variants[0].few_group and (seen.launch["few"], seen.launch["geometry"]) == (0, 1)
+        assert not seen.variants[0].few and (seen.launch["few"], seen.launch["geometry"]) == (0, 1)

@@ -28,7 +28,7 @@ def test_experts_in_mxfp4(device):
     with flashmoe.Context(engine="cuda", **MXFP4_SIZES) as ctx:
         y = flashmoe.moe(ctx, **args)
     assert (y.shape, y.dtype) == ((3, H), torch.bfloat16)
-    assert device == [jit.Variant("bfloat16", "swiglu", mxfp4=True)]
+    assert device == [jit.Variant(mxfp4=True, few=True)] == jit.variants_alone(mxfp4=True)
     seen, row = launched(), H // 2
     assert (seen["few"], seen["geometry"], seen["token_rows"], seen["scales_by_row"]) == (1, 1, None, 0)
     assert seen["threads"] == 416
@@ -49,6 +49,14 @@ def test_experts_in_mxfp4(device):
     }
     assert seen["gate_up_scale"] == [args["gate_up_scale"].data_ptr(), 2 * I * 8, 8, 1, I, I * 8]
     assert seen["down_scale"] == [args["down_scale"].data_ptr(), H * 2, 2, 1, H, H * 2]
+
+
+def test_a_recorded_call_of_the_kernel_for_a_few_tokens_alone(device):
+    """Which has what tells the time, too."""
+    with flashmoe.Context(engine="cuda", **MXFP4_SIZES) as ctx:
+        [trace] = ctx.trace(lambda: flashmoe.moe(ctx, **in_mxfp4()))
+    assert device == [jit.Variant(mxfp4=True, few=True, trace=True)]
+    assert abs(trace.offset_ns + 10**9) < 10**8 and 0 < trace.error_ns < 10**8
 
 
 @pytest.mark.parametrize(

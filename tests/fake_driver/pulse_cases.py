@@ -6,7 +6,7 @@ import time
 
 import flashmoe
 import pytest
-from fake_gpu import SIZES, E, H, I, arguments, driver, on_gpu
+from fake_gpu import SIZES, E, H, I, arguments, compiler_of, driver, on_gpu
 from fake_group import on_ranks, pretend, weights_of
 from flashmoe import jit
 
@@ -14,7 +14,7 @@ from flashmoe import jit
 def calls_of(rank, ranks, name, environment, cubin, timeout):
     """What the driver was told in the first call, of a kernel that takes a second to compile, and in the next."""
     pretend([rank], cubin, environment)
-    jit.kernel = lambda variant: time.sleep(1.0) or cubin
+    jit.kernel = lambda variant: time.sleep(1.0) or compiler_of([], cubin)(variant)
     settings = {**SIZES, "timeout": timeout, "name": name, "rank": rank, "ranks": ranks}
     with flashmoe.Context(engine="cuda", device=rank, **settings) as made:
         given = arguments(10, x=on_gpu(10, H), router=on_gpu(E, H), **weights_of(len(made.local_experts()), H, I))

@@ -7,9 +7,8 @@ import time
 import flashmoe
 import numpy as np
 import pytest
-from fake_gpu import SIZES, E, H, I, K, arguments, launched, on_gpu
+from fake_gpu import SIZES, E, H, I, K, arguments, launched, of_both, on_gpu
 from fake_group import on_ranks, pretend
-from flashmoe import jit
 from flashmoe.placement import local_experts, owners
 from flashmoe.trace import PHASES
 
@@ -39,7 +38,7 @@ def test_report(ctx):
 
 def test_trace(ctx, device):
     flashmoe.moe(ctx, **arguments(), trace=True)
-    assert device == [jit.Variant("bfloat16", "swiglu", trace=True)]
+    assert set(device) == of_both(trace=True) and len(device) == 2
     for _ in range(2):  # the second time over the first one's events
         flashmoe.moe(ctx, **arguments(), trace=True)
         report = ctx.last_call
@@ -58,7 +57,7 @@ def test_recorded_calls(ctx, device):
     a second; calls behind them are not traced, nor is one within which another begins."""
     args = arguments()
     traces = ctx.trace(lambda: [flashmoe.moe(ctx, **args) for _ in range(2)])
-    assert device == [jit.Variant("bfloat16", "swiglu", trace=True)]
+    assert set(device) == of_both(trace=True) and len(device) == 2
     for trace in traces:
         assert (trace.rank, trace.backward, trace.processors, trace.left_out) == (0, False, 132, {})
         assert (trace.start_ns, trace.end_ns, len(trace.events)) == (900, 134_000, 132 * len(PHASES))

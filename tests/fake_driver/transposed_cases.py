@@ -26,6 +26,7 @@ def test_tensor_maps_of_transposed_weights(device, dtype, code, options, columns
         flashmoe.moe(ctx, **args, transposed=True, **options)
     name = str(dtype).removeprefix("torch.")
     assert device == [jit.Variant(name, options["activation"], transposed=True)]
+    assert device == jit.variants_alone(name, options["activation"], transposed=True)
     seen, row = launched(), 2 * (wide + 8)
     assert seen["gate_up"] == {
         "base": gate_up.data_ptr(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import evidence  # which makes the benchmarks' modules importable
 import pytest
@@ -84,16 +85,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         }
         path = Path(folder) / result_path("tests", name, gpus).name
         session.config.pluginmanager.register(evidence.Evidence(evidence.GPU, path, origin))
-    variants = [jit.Variant(dtype, activation) for dtype in DTYPES for activation in spec.ACTIVATIONS]
-    variants += [jit.Variant("float32", activation, exact=True) for activation in spec.ACTIVATIONS]
-    variants += [jit.Variant(dtype, each, transposed=True) for dtype in jit.TRANSPOSED for each in spec.ACTIVATIONS]
-    variants += [
-        jit.Variant(dtype, each, **{encoding: True})
-        for encoding in ("quantised", "mxfp4")
-        for dtype in jit.BESIDE_QUANTISED
-        for each in spec.ACTIVATIONS
+    alone: list[dict[str, Any]] = [{"dtype": dtype} for dtype in DTYPES] + [{"dtype": "float32", "exact": True}]
+    alone += [{"dtype": dtype, "transposed": True} for dtype in jit.TRANSPOSED]
+    alone += [{"dtype": dtype, which: True} for which in ("quantised", "mxfp4") for dtype in jit.BESIDE_QUANTISED]
+    variants = [
+        variant
+        for of in alone
+        for activation in spec.ACTIVATIONS
+        for variant in jit.variants_alone(**of, activation=activation)
     ]
-    variants += [jit.Variant("bfloat16", "swiglu", trace=True)]
+    variants += jit.variants_alone(trace=True)
     trained = [(dtype, each, False) for dtype in jit.TRAINED for each in spec.ACTIVATIONS]
     trained += [("bfloat16", each, True) for each in spec.ACTIVATIONS] + [("float16", "clamped_swiglu", True)]
     variants += [
@@ -136,8 +137,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             for which in ("keeps", "backward")
         ]
         variants += [jit.Variant(dtype, machines=True) for dtype in DTYPES]
-        variants += [jit.Variant(activation=each, few_group=True) for each in ("swiglu", "gelu")]
-        variants += [jit.Variant(*each, quantised=True, few_group=True) for each in FEW_IN_FP8]
+        variants += [jit.Variant(activation=each, few=True, group=True) for each in ("swiglu", "gelu")]
+        variants += [jit.Variant(*each, quantised=True, few=True, group=True) for each in FEW_IN_FP8]
         variants += [jit.Variant(machines=True, quantised=True)]
         variants += [jit.Variant(*each, rdma=True) for each in PUT]
         variants += [jit.Variant(*each, rdma=True, transposed=True) for each in PUT_TRANSPOSED]

@@ -35,11 +35,11 @@ pytestmark = [
 ]
 
 SIZES: dict[str, Any] = {"hidden": 512, "intermediate": 256, "experts": 24, "top_k": 4}
-FEW_IN_GROUP = [each for each in jit.COMMON if each.few_group]
-OTHERS = ("quantised", "mxfp4", "keeps", "backward", "trace", "few_group")
+FEW_IN_GROUP = [each for each in jit.COMMON if each.few and each.group]
+OTHERS = ("quantised", "mxfp4", "keeps", "backward", "trace", "few")
 PLAIN = [each for each in jit.COMMON if not any(getattr(each, name) for name in OTHERS)]
 FEW, MORE = 5, 333
-"""Tokens of a call of the kernel for a few, which is in each file, and of the general one."""
+"""Tokens of a call of the kernel for a few, which layers but transposed ones have, and of the general one."""
 
 
 @pytest.fixture(scope="module", autouse=True)

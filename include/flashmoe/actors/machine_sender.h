@@ -54,7 +54,7 @@ class MachineSender {
  public:
   FLASHMOE_FN MachineSender(const Call& call, Engine& engine, uint32_t relay, uint32_t b)
       : c_(call),
-        m_(P::machines(call)),
+        m_(*call.machines),
         engine_(engine),
         machine_(m_.of[relay]),
         to_(call, m_, relay, call.rank),
@@ -109,7 +109,7 @@ class MachineSender {
 // a block. All lanes, when the block's routing is here.
 template <class P, class Engine>
 FLASHMOE_FN void send_to_machine(const Call& c, Engine& engine, uint32_t q, uint32_t b, uint32_t part, uint32_t parts) {
-  if (!P::machines(c).is_relay(c.rank, q)) return;
+  if (!c.machines->is_relay(c.rank, q)) return;
   const MachineSender<P, Engine> sender(c, engine, q, b);
   engine.begin();
   if (part == 0) sender.send_entries();

@@ -31,7 +31,7 @@ FLASHMOE_FN bool agrees(const Call& c, uint32_t p) {
 template <class P>
 FLASHMOE_FN uint32_t blocks_of_batch(const Call& c, uint32_t p) {
   const uint32_t log2 = CallPayload::log2_block(Signal::payload(*c.call_signal(c.rank, p)));
-  return P::machines(c).batch_blocks(1u << log2, c.memory.token_row_bytes);
+  return c.machines->batch_blocks(1u << log2, c.memory.token_row_bytes);
 }
 
 // Passes on source p's packet of token block b, whose batch is here, to the rank at that place of this machine. All lanes.
@@ -40,7 +40,7 @@ FLASHMOE_FN uint32_t blocks_of_batch(const Call& c, uint32_t p) {
 //                                  rank has them (Call::dispatched_row); they are written when it returns
 template <class P, class Engine>
 FLASHMOE_FN void pass_on(const Call& c, Engine& engine, uint32_t p, uint32_t b, uint32_t place) {
-  const Machines& m = P::machines(c);
+  const Machines& m = *c.machines;
   const RelayPlace from(c, m, c.rank, p);
   const uint32_t q = m.rank_at(m.of[c.rank], place);
   const uint32_t first = c.packet_first_token(p, b), tokens = c.packet_tokens(p, b);
@@ -80,7 +80,7 @@ class PlainRows {
   FLASHMOE_FN void pass_rows(uint32_t q, uint32_t p, uint32_t token, uint32_t rows) const {
     for (uint32_t r = 0; r < rows; ++r) {
       const uint32_t t = P::broadcast(token, r);
-      const uint64_t second = P::machines(c_).second_row;
+      const uint64_t second = c_.machines->second_row;
       copy(c_.dispatched_row(q, p, t), c_.dispatched_row(c_.rank, p, t));
       if (second != 0) copy(c_.dispatched_row(q, p, t) + second, c_.dispatched_row(c_.rank, p, t) + second);
     }
@@ -110,7 +110,7 @@ template <class P>
   requires SpansMachines<P>
 class Relay<P> {
  public:
-  FLASHMOE_FN explicit Relay(const Call& call) : c_(call), m_(P::machines(call)) {
+  FLASHMOE_FN explicit Relay(const Call& call) : c_(call), m_(*call.machines) {
     const uint32_t next = c_.parity() ^ 1;
     for (uint32_t i = P::lane(); i < m_.source_count; i += P::kLanes) *m_.packets_passed(next, i) = 0;
     if (P::lane() == 0) m_.counts[next] = {};
@@ -216,7 +216,7 @@ class Relay<P> {
 template <class P, class Engine>
 class RelayWorker {
  public:
-  FLASHMOE_FN RelayWorker(const Call& call, Engine& engine) : c_(call), m_(P::machines(call)), engine_(engine) {}
+  FLASHMOE_FN RelayWorker(const Call& call, Engine& engine) : c_(call), m_(*call.machines), engine_(engine) {}
 
   // The `first`-th of so many. Sources have as many workers each, and their packets these in turn; so a source that is
   // late holds up no other, unless there are fewer workers than sources. False if the call was aborted.

@@ -126,7 +126,7 @@ class Reducer {
   // Those of the rank itself, one to each rank; behind them those of its machine that it is to sum.
   FLASHMOE_FN uint32_t debts_of_group() const {
     if constexpr (SpansMachines<P>) {
-      const Machines& m = P::machines(c_);
+      const Machines& m = *c_.machines;
       if (m.sums) return c_.shape.ranks + m.source_count;
     }
     return c_.shape.ranks;
@@ -140,7 +140,7 @@ class Reducer {
   // Sources from the rank behind this one on; the own rank last. Behind it, those that this rank is the relay of.
   FLASHMOE_FN uint32_t source(uint32_t debt) const {
     if constexpr (SpansMachines<P>) {
-      if (is_of_machine(debt)) return P::machines(c_).sources[debt % debts_of_group() - c_.shape.ranks];
+      if (is_of_machine(debt)) return c_.machines->sources[debt % debts_of_group() - c_.shape.ranks];
     }
     return (c_.rank + 1 + debt % debts_of_group()) % c_.shape.ranks;
   }
@@ -174,7 +174,7 @@ class Reducer {
 
   // Whether every rank of this machine has left its sums for p's relay.
   FLASHMOE_FN uint32_t has_sums(uint32_t p, uint32_t g) const {
-    const Machines& m = P::machines(c_);
+    const Machines& m = *c_.machines;
     const RelayPlace from(c_, m, c_.rank, p);
     bool all = true;
     for (uint32_t i = 0; i < m.size(m.of[c_.rank]); ++i) {
@@ -271,7 +271,7 @@ class Combiner {
   }
   // Who says that what rank q owes to this one is here.
   FLASHMOE_FN uint32_t returner(uint32_t q) const {
-    if constexpr (SpansMachines<P>) return P::machines(c_).returner(c_.rank, q);
+    if constexpr (SpansMachines<P>) return c_.machines->returner(c_.rank, q);
     return q;
   }
 

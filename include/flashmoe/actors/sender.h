@@ -61,7 +61,7 @@ class Sender {
       const uint32_t q = (c_.rank + 1 + i / of_rank) % c_.shape.ranks, b = i % of_rank / parts, part = i % parts;
       if (!await_routing<P>(c_, b)) return false;
       if constexpr (SpansMachines<P>) {
-        if (!P::machines(c_).together(c_.rank, q)) {
+        if (!c_.machines->together(c_.rank, q)) {
           send_to_machine<P>(c_, engine_, q, b, part, parts);
           continue;
         }

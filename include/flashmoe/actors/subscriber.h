@@ -65,7 +65,7 @@ class Subscriber {
     for (uint32_t q = 0; q < c_.shape.ranks; ++q) {
       if (returned_ < c_.policy.groups && !has_returned(q, returned_)) {
         uint32_t from = q;
-        if constexpr (SpansMachines<P>) from = P::machines(c_).returner(c_.rank, q);
+        if constexpr (SpansMachines<P>) from = c_.machines->returner(c_.rank, q);
         return expected(r, FaultKind::kReturn, from, returned_, c_.return_signal(c_.rank, from, returned_));
       }
     }
@@ -92,7 +92,7 @@ class Subscriber {
   }
 
   FLASHMOE_FN bool has_returned(uint32_t q, uint32_t g) const {
-    if constexpr (SpansMachines<P>) q = P::machines(c_).returner(c_.rank, q);
+    if constexpr (SpansMachines<P>) q = c_.machines->returner(c_.rank, q);
     return Signal::epoch(P::poll(c_.return_signal(c_.rank, q, g), kSystem)) == c_.epoch;
   }
 

@@ -9,15 +9,15 @@ namespace flashmoe::gpu {
 
 // Rows of pre-activations that a token has: one for each choice, of the shared expert for each slice.
 __device__ __forceinline__ uint32_t rows_of_token(const CallShape& shape) {
-  return kSlicedBuild ? shape.routed_top_k() + shape.shared : shape.top_k;
+  return kBuild.sliced ? shape.routed_top_k() + shape.shared : shape.top_k;
 }
 
 // The router's experts and choices, which in builds of passes that train without slices are the call's.
 __device__ __forceinline__ uint32_t gate_experts_of(const CallShape& shape) {
-  return kSlicedBuild ? shape.gate_experts : shape.experts;
+  return kBuild.sliced ? shape.gate_experts : shape.experts;
 }
 __device__ __forceinline__ uint32_t gate_top_k_of(const CallShape& shape) {
-  return kSlicedBuild ? shape.gate_top_k : shape.top_k;
+  return kBuild.sliced ? shape.gate_top_k : shape.top_k;
 }
 
 namespace detail {
@@ -33,7 +33,7 @@ __device__ __forceinline__ float slice_gradient(const KernelArgs& args, uint32_t
     return reinterpret_cast<const float*>(own + uint64_t{token} * args.group.weights_pitch)[k];
   }
   const uint64_t all = uint64_t{shape.tokens} * rows_of_token(shape);
-  const uint64_t row = kSlicedBuild ? uint64_t{token} * rows_of_token(shape) + k : choice;
+  const uint64_t row = kBuild.sliced ? uint64_t{token} * rows_of_token(shape) + k : choice;
   float sum = 0.0f;
 #pragma unroll 8
   for (uint32_t p = 0; p < parts; ++p) sum += b.weight_parts[p * all + row];
@@ -45,7 +45,7 @@ __device__ __forceinline__ float slice_gradient(const KernelArgs& args, uint32_t
 // Of choice k of a token, 0 where it was dropped. A rank alone: the sum of its parts, of which there are so many, once all are
 // stored. Among several ranks: what has come home, once all of dX has returned.
 __device__ __forceinline__ float choice_gradient(const KernelArgs& args, uint32_t token, uint32_t k, uint32_t parts) {
-  if constexpr (!kSlicedBuild) return detail::slice_gradient(args, token, k, parts);
+  if constexpr (!kBuild.sliced) return detail::slice_gradient(args, token, k, parts);
   const uint32_t slices = args.call.shape.slices;
   float sum = 0.0f;
 #pragma unroll 1

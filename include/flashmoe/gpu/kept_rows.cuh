@@ -29,18 +29,18 @@ __device__ __forceinline__ Call ended_call(const KernelArgs& args) {
 
 // The local experts that may have rows of rank p's tokens: a packet of another rank's says nothing of the shared one.
 __device__ __forceinline__ uint32_t experts_for(const Call& c, uint32_t p) {
-  if constexpr (!kSlicedBuild) return c.shape.local_experts;
+  if constexpr (!kBuild.sliced) return c.shape.local_experts;
   return p != c.rank ? c.shape.routed_local_experts() : c.shape.local_experts;
 }
 
 // Rows of pre-activations that a row of an expert has: one for each slice of the shared one.
 __device__ __forceinline__ uint32_t kept_rows_of(const CallShape& shape, uint32_t expert) {
-  return kSlicedBuild && shape.is_shared(expert) ? shape.shared : 1;
+  return kBuild.sliced && shape.is_shared(expert) ? shape.shared : 1;
 }
 
 // How many rows each expert has of rank p's tokens; returns how many rows of pre-activations all have.
 __device__ __forceinline__ uint32_t count_of_experts(const Call& c, uint32_t p, uint32_t blocks, uint32_t* to) {
-  __shared__ uint32_t rows[kMaxExperts + (kSlicedBuild ? 1 : 0)], all;
+  __shared__ uint32_t rows[kMaxExperts + (kBuild.sliced ? 1 : 0)], all;
   const uint32_t el = c.shape.local_experts, theirs = experts_for(c, p);
   for (uint32_t l = threadIdx.x; l < el; l += kMoveThreads) rows[l] = 0;
   if (threadIdx.x == 0) all = 0;
@@ -112,10 +112,10 @@ __device__ __forceinline__ void count_rows(const KernelArgs& args, const Counted
 
 // Experts whose rows are moved: a slice of the shared one is one, behind the others, with that one's tiles.
 __device__ __forceinline__ uint32_t moved_experts(const CallShape& s) {
-  return kSlicedBuild ? s.local_experts + max_of(s.shared, 1u) - 1 : s.local_experts;
+  return kBuild.sliced ? s.local_experts + max_of(s.shared, 1u) - 1 : s.local_experts;
 }
 __device__ __forceinline__ uint32_t expert_of_moved(const CallShape& s, uint32_t moved) {
-  return kSlicedBuild ? min_of(moved, s.local_experts - 1) : moved;
+  return kBuild.sliced ? min_of(moved, s.local_experts - 1) : moved;
 }
 
 // What the counted rows need. All lanes of a warp have it, and of all warps.
@@ -211,7 +211,7 @@ struct TileRows {
     uint32_t of_experts = 0;
     for (uint32_t i = threadIdx.x; i < c.shape.ranks * el; i += kMoveThreads) {
       of_experts += i % el < place.expert ? rows[i] : 0;
-      if (kSlicedBuild && i % el == place.expert) of_experts += place.slice * rows[i];
+      if (kBuild.sliced && i % el == place.expert) of_experts += place.slice * rows[i];
     }
     of_experts = __reduce_add_sync(~0u, of_experts);
     atomicAdd(&next[lane], of_experts);
@@ -256,7 +256,7 @@ __device__ __forceinline__ bool move_tile(const KernelArgs& args, const Call& c,
   const uint32_t tile = c.expert_tiles(place.expert)[place.nth];
   const auto shape = c.tile(tile)->shape;
   rows.find(c.segments(tile), shape.segments);
-  const uint32_t inner = kSlicedBuild ? c.inner_tile(tile, place.nth * kTileRows, place.slice) : tile;
+  const uint32_t inner = kBuild.sliced ? c.inner_tile(tile, place.nth * kTileRows, place.slice) : tile;
   for (uint32_t r = warp; r < shape.rows; r += kMoveWarps) {
     copy_row(to.pre_activations + uint64_t{rows.number[r]} * bytes,
              args.keep.pre_activations + (uint64_t{inner} * kTileRows + r) * bytes, bytes);

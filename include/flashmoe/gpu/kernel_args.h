@@ -174,7 +174,7 @@ struct MovedRows {
   uint32_t blocks;           // the first so many thread blocks move received rows, the others tiles
 };
 
-// What passes that train have besides among several ranks (FLASHMOE_GROUP). Rows of tokens of other ranks' are "received",
+// What passes that train have besides among several ranks. Rows of tokens of other ranks' are "received",
 // once each, however many experts have them; rows of experts are numbered by expert, source and token (CanonicalRow).
 struct GroupArgs {
   static constexpr uint32_t kNone = ~0u;
@@ -197,10 +197,10 @@ struct GroupArgs {
 // What backward passes of layers with some options have besides. (Behind all other arguments: so kernels of layers without
 // are the same.)
 struct BackwardOptions {
-  // With weights on the input (FLASHMOE_ON_INPUT) dZ has the weight as a factor, and `weighted` has not. Where gate_up_bias has
+  // With weights on the input dZ has the weight as a factor, and `weighted` has not. Where gate_up_bias has
   // a gradient, rows of dZ without it lie so many bytes behind; else 0.
   uint64_t plain_behind;
-  // Of a shared expert (FLASHMOE_SLICED), written: as gate_up and down of BackwardArgs, [2Is or Is, H] and [H, Is], or
+  // Of a shared expert, written: as gate_up and down of BackwardArgs, [2Is or Is, H] and [H, Is], or
   // transposed; and [T] float32, the gradients of the products of its gate with x. Null: not wanted.
   uint8_t *shared_gate_up, *shared_down;
   float* shared_logits;
@@ -257,7 +257,7 @@ struct KernelArgs {
   uint32_t scales_by_row;  // 1: each row of weights has a scale
   const float* x_scale;    // [T, ceil(H / 128)], of x in e4m3; else null, and x is quantised
 
-  KeptOutputs keep;       // of kernels that keep (FLASHMOE_KEEP)
+  KeptOutputs keep;       // of kernels that keep
   BackwardArgs backward;  // of backward passes (kBackward)
   GroupArgs group;        // of both, among several ranks
   BackwardOptions options;

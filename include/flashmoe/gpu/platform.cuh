@@ -1,28 +1,13 @@
 // The GPU's Platform: the 32 lanes of a warp; scopes are PTX scopes. See docs/memory_model.md for every edge.
 #pragma once
 
+#include <type_traits>
+
 #include "flashmoe/protocol/call.h"
-
-// 1: the kernel of groups whose ranks reach one another by puts alone.
-#ifndef FLASHMOE_RDMA
-#define FLASHMOE_RDMA 0
-#endif
-#if FLASHMOE_RDMA
-#include "flashmoe/gpu/network.cuh"
-#endif
-
-// 1: the kernel of groups whose ranks are, or are told to be, on several machines.
-#ifndef FLASHMOE_MACHINES
-#define FLASHMOE_MACHINES 0
-#endif
-#if FLASHMOE_MACHINES
-#include "flashmoe/protocol/machines.h"
-#endif
 
 namespace flashmoe::gpu {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
-inline constexpr bool kRdma = FLASHMOE_RDMA != 0;
 
 // One pair of overloads (32 and 64 bits) per instruction; "memory" keeps the compiler from moving plain accesses across.
 #define FLASHMOE_LOAD(name, ptx, tag)                                      \
@@ -56,24 +41,17 @@ inline constexpr bool kRdma = FLASHMOE_RDMA != 0;
   }
 #define FLASHMOE_TAG(type) , type
 
-// A call as a block keeps it, for all that the kernel's actors take to be a Call.
-struct KernelCall {
-  Call call;
-#if FLASHMOE_MACHINES
-  const Machines* machines;  // in device memory: shared memory has no room for them
-#endif
+// How a kernel whose peers are mapped reaches them: by loads and stores. (Others: gpu/network.cuh.)
+struct Mapped {
+  static constexpr bool kPeersMapped = true;
+  static __device__ __forceinline__ void settle() {}
 };
+struct Puts;
 
-struct Platform {
+struct Platform : std::conditional_t<kBuild.rdma, Puts, Mapped> {
   static constexpr uint32_t kLanes = 32;
   static constexpr bool kSleeps = false;
-  static constexpr bool kPeersMapped = !kRdma;
-#if FLASHMOE_MACHINES
-  static constexpr bool kRelaysApart = true;
-  static __device__ __forceinline__ const Machines& machines(const Call& c) {
-    return *reinterpret_cast<const KernelCall&>(c).machines;  // of a standard layout, whose first member c is
-  }
-#endif
+  static constexpr bool kSpansMachines = kBuild.machines, kRelaysApart = true;
 
   static __device__ __forceinline__ uint32_t lane() {
     uint32_t l;
@@ -151,30 +129,13 @@ struct Platform {
   template <class T>
   static __device__ __forceinline__ void acquire(const T* p, SystemScope scope) {
     load_acquire(p, scope);
-#if FLASHMOE_RDMA
-    network::settle();
-#endif
+    settle();
   }
   static __device__ __forceinline__ void release_fence(DeviceScope) { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
   template <class T>
   static __device__ __forceinline__ void post(T* p, T v) {
     store_relaxed(p, v);
   }
-
-#if FLASHMOE_RDMA
-  static __device__ __forceinline__ void put(void* to, const void* from, uint32_t bytes, uint32_t peer) {
-    network::put(to, from, bytes, peer);
-  }
-  static __device__ __forceinline__ void put_signal(void* to, const void* from, uint32_t bytes, uint64_t* signal,
-                                                    uint64_t word, uint32_t peer) {
-    network::put_signal(to, from, bytes, signal, word, peer);
-  }
-  static __device__ __forceinline__ void fence() { network::fence(); }
-  static __device__ __forceinline__ void quiet() { network::quiet(); }
-  static __device__ __forceinline__ void signal(uint64_t* to, uint64_t word, uint32_t peer) {
-    network::signal(to, word, peer);
-  }
-#endif
 
   static __device__ __forceinline__ uint64_t now_ns() {
     uint64_t t;

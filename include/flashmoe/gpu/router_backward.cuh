@@ -81,13 +81,13 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   const bool sigmoid = rule.sigmoid != 0, renormalize = rule.renormalize != 0;
   const uint64_t first_choice = token * gate_top_k_of(shape), first_logit = token * experts;
   const auto kept_id = [&](uint32_t k) {
-    return b.kept.ids[kSlicedBuild ? token * shape.top_k + k * shape.slices : first_choice + k];
+    return b.kept.ids[kBuild.sliced ? token * shape.top_k + k * shape.slices : first_choice + k];
   };
   const bool bad = kept_id(0) == ExpertId::kBad;  // no choice was made by its logits: all their gradients are NaN
   const auto expert = [&](uint32_t k) {
     const int32_t id = bad ? 0 : kept_id(k);
     const auto kept = static_cast<uint32_t>(id >= 0 ? id : ~id);
-    return kSlicedBuild ? kept / shape.slices : kept;
+    return kBuild.sliced ? kept / shape.slices : kept;
   };
   const auto of_weight = [&](uint32_t k) {  // which biases owe a part to
     const double of_experts = choice_gradient(args, static_cast<uint32_t>(token), k, parts);

@@ -6,34 +6,9 @@
 
 #include <cstdint>
 
-// 1: the kernel of layers whose experts are in e4m3.
-#ifndef FLASHMOE_QUANTISED
-#define FLASHMOE_QUANTISED 0
-#endif
-// 1: the kernel of layers whose experts' matrices are in mxfp4, beside rows of a 16-bit type.
-#ifndef FLASHMOE_MXFP4
-#define FLASHMOE_MXFP4 0
-#endif
-// 1: the kernel of a forward pass that keeps what its gradients need.
-#ifndef FLASHMOE_KEEP
-#define FLASHMOE_KEEP 0
-#endif
-// 1: of passes that train, the kernel of layers with a shared expert, or with experts in slices.
-#ifndef FLASHMOE_SLICED
-#define FLASHMOE_SLICED 0
-#endif
-// 1: of passes that train, the kernel of layers with LayerSpec::weights_on_input.
-#ifndef FLASHMOE_ON_INPUT
-#define FLASHMOE_ON_INPUT 0
-#endif
+#include "flashmoe/spec/build.h"
 
 namespace flashmoe::gpu {
-
-inline constexpr bool kQuantisedBuild = FLASHMOE_QUANTISED != 0;
-inline constexpr bool kMxFp4Build = FLASHMOE_MXFP4 != 0;
-inline constexpr bool kKeepBuild = FLASHMOE_KEEP != 0;
-inline constexpr bool kSlicedBuild = FLASHMOE_SLICED != 0;
-inline constexpr bool kOnInputBuild = FLASHMOE_ON_INPUT != 0;
 
 // For 16 bytes of elements: spread() gives them as fp32, accumulate() adds the i-th to sum[i], round() packs sums.
 template <class Dtype>

@@ -107,6 +107,8 @@ inline CallMemory make_call_memory(const Limits& limits) {
   return m;
 }
 
+struct Machines;  // protocol/machines.h
+
 struct Call {
   Epoch epoch = 0;
   uint32_t rank = 0;
@@ -115,6 +117,7 @@ struct Call {
   CallConfig config;  // what the ranks must agree on
   CallPlacement placement;
   CallMemory memory;
+  const Machines* machines = nullptr;  // where ranks may be on several (SpansMachines)
 
   // The sizes of the layer and of its rows. What depends on its return mode, placement and tokens is set beside it.
   void set_layer(const LayerSpec& layer) {

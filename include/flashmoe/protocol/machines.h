@@ -6,10 +6,9 @@
 // and it sends the sum of these home (actors/returner.h). So ranks of a machine share that work, source by source, and
 // all that p and m have to do with one another has one pair of ends.
 //
-// A Platform whose ranks may be on several machines has
-//   static const Machines& machines(const Call&);
-//   static constexpr bool kRelaysApart;   // relays are actors of their own (RelayWorker), else the OS actor passes on
-// which SpreadPlatform makes of any other. For platforms without it nothing here is compiled in.
+// A Platform whose ranks may be on several machines says so (kSpansMachines), and whether relays are actors of their own
+// (kRelaysApart: RelayWorker) or the OS actor passes on. SpreadPlatform makes one of any other. For those that say no, nothing
+// here is compiled in.
 #pragma once
 
 #include "flashmoe/protocol/gradients.h"
@@ -121,19 +120,28 @@ FLASHMOE_HD constexpr uint32_t relay_slots(uint32_t machines, uint32_t most_rank
   return (machines - 1) * ceil_div(most_ranks, fewest_ranks);
 }
 
-// A call of a group that may be spread.
+// A call of a group that may be spread, with its table.
 struct SpreadCall : Call {
-  Machines machines;
+  Machines spread;
+
+  SpreadCall() : SpreadCall(Call{}, Machines{}) {}
+  SpreadCall(const Call& call, const Machines& table) : Call(call), spread(table) { machines = &spread; }
+  SpreadCall(const SpreadCall& other) : SpreadCall(other, other.spread) {}
+  SpreadCall& operator=(const SpreadCall& other) {
+    Call::operator=(other);
+    spread = other.spread;
+    machines = &spread;
+    return *this;
+  }
 };
 
 template <class P, bool kApart = false>
 struct SpreadPlatform : P {
-  static constexpr bool kRelaysApart = kApart;
-  static const Machines& machines(const Call& c) { return static_cast<const SpreadCall&>(c).machines; }
+  static constexpr bool kSpansMachines = true, kRelaysApart = kApart;
 };
 
 template <class P>
-concept SpansMachines = requires(const Call& c) { P::machines(c); };
+concept SpansMachines = P::kSpansMachines;
 
 // ---- What a relay has of source p; `at` is the relay, `place` that of a rank of its machine ----------------------------
 

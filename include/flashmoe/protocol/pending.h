@@ -36,7 +36,7 @@ FLASHMOE_FN void signal_home(const Call& c, uint32_t p, uint32_t g) {
 template <class P>
 FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t g) {
   if constexpr (SpansMachines<P>) {
-    const Machines& m = P::machines(c);
+    const Machines& m = *c.machines;
     if (m.sums && !m.together(p, c.rank)) {
       const RelayPlace to(c, m, m.relay(p, m.of[c.rank]), p);
       P::store_release(to.sum_signal(m.place[c.rank], g), Signal::make(c.epoch, 0), kSystem);

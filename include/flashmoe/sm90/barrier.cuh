@@ -7,13 +7,6 @@
 
 #include "flashmoe/gpu/memory.cuh"
 
-// nvcc -DFLASHMOE_RACECHECK=1: each thread releases what it has read itself, also where a barrier of the warp or of the warpgroup
-// is behind all of their loads and one thread says so, relaxed. The tool takes no arrival for other threads' reads, and nothing
-// relaxed for an order.
-#ifndef FLASHMOE_RACECHECK
-#define FLASHMOE_RACECHECK 0
-#endif
-
 namespace flashmoe::sm90 {
 
 using gpu::shared_address;

@@ -59,12 +59,12 @@ __device__ __forceinline__ void store_columns(uint8_t* all, uint64_t first, cons
 
 // Local experts that may have biases: a shared one has none.
 __device__ __forceinline__ uint32_t biased_experts(const Call& c) {
-  return kSlicedBuild ? c.shape.routed_local_experts() : c.shape.local_experts;
+  return kBuild.sliced ? c.shape.routed_local_experts() : c.shape.local_experts;
 }
 
 // Whether a local expert is a slice behind the first one of its expert, whose down_bias is 0.
 __device__ __forceinline__ bool is_later_slice(const Call& c, uint32_t expert) {
-  if constexpr (!kSlicedBuild) return false;
+  if constexpr (!kBuild.sliced) return false;
   return c.placement.by_owner[c.placement.owner_base[c.rank] + expert] % c.shape.slices != 0;
 }
 
@@ -93,7 +93,7 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
       sum_columns<Dtype>(
           c, expert, sum,
           [&](uint32_t tile, uint32_t r) {
-            const uint64_t behind = kOnInputBuild ? args.options.plain_behind : 0;
+            const uint64_t behind = kBuild.on_input ? args.options.plain_behind : 0;
             return b.z_gradients + (uint64_t{tile} * kTileTokens + r) * bytes + n * 16 + behind;
           },
           [](uint32_t, uint32_t) { return 1.0f; });
@@ -111,7 +111,7 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
               }
               return const_cast<uint8_t*>(args.x) + c.tile_row(tile, r)->token * args.x_row_bytes + at;
             },
-            [&](uint32_t tile, uint32_t r) { return kOnInputBuild ? 1.0f : c.tile_row(tile, r)->weight; });
+            [&](uint32_t tile, uint32_t r) { return kBuild.on_input ? 1.0f : c.tile_row(tile, r)->weight; });
       store_columns<Dtype>(b.down_bias, uint64_t{expert} * c.shape.hidden + (n - of_up) * kColumns, sum, accumulates);
     }
   }

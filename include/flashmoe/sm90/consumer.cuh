@@ -12,7 +12,7 @@ struct Consumer {
 
   template <class Dtype>
   __device__ __forceinline__ Consumer anew(const Pipeline& ring) const {
-    if constexpr (!kQuantised<Dtype> && !kIsBackward && !kKeepBuild) return *this;
+    if constexpr (!kQuantised<Dtype> && !kIsBackward && !kBuild.keeps) return *this;
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return of_group(ring, thread / kWarpgroup);

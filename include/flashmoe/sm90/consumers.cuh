@@ -54,7 +54,7 @@ __device__ __forceinline__ void scale_by_row(const KernelArgs& args, const Call&
 template <bool kGated, bool kBehind = false>
 __device__ __forceinline__ auto keeper(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                        uint32_t first_column) {
-  if constexpr (!kKeepBuild || kBehind)
+  if constexpr (!kBuild.keeps || kBehind)
     return NothingKept{};
   else
     return PreActivations<kGated>{args.keep.pre_activations, slot.tokens, first_column, c.shape.intermediate};
@@ -83,7 +83,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     const uint32_t features = with_product(kind, [&]<uint32_t p>() { return weight_rows<p>(c, kGated); });
     return all == nullptr ? nullptr : all + uint64_t{slot.expert} * features;
   };
-  if constexpr (Shape::kMajorB == Major::kMn || kKeepBuild || (kQuantised<Dtype> && !kGated)) {
+  if constexpr (Shape::kMajorB == Major::kMn || kBuild.keeps || (kQuantised<Dtype> && !kGated)) {
     if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Factor, Stage>(ring, stages_of(slot));
   }
   [[maybe_unused]] FeatureBias bias[Stage::kMs];
@@ -122,15 +122,15 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
     const uint64_t pitch = c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][1];
     uint8_t* const tile = c.intermediate_row(slot.inner, slot.share.first);
     if constexpr (kRows) {
-      if (!kOnInputBuild && args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
+      if (!kBuild.on_input && args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
       with_columns<kGated, Shape::kMajorB>(args.gated, [&]<Columns kOrder>() {
-        if constexpr (kOnInputBuild) {
+        if constexpr (kBuild.on_input) {
           keeper<kGated>(args, c, slot, first_column()).template rows<Dtype, kOrder>(at, acc[0], rows);
           scale_rows(at, acc, slot.weights);
         }
         store_activated_rows<Dtype, kActivation, kOrder>(staging, at, acc, expert_bias(), rows, first_column(),
                                                          c.shape.intermediate, tile, pitch, args.gated, args.clamped,
-                                                         keeper<kGated, kOnInputBuild>(args, c, slot, first_column()));
+                                                         keeper<kGated, kBuild.on_input>(args, c, slot, first_column()));
       });
     } else {
       if (args.weights_on_input != 0) scale_tokens<Stage, Shape::kN>(at, acc, slot.weights);
@@ -184,7 +184,7 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
     if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
       tasks.put_stored(slot.stored);  // else nobody waits for it
     if constexpr (kNumberAgain<Dtype>) n = *static_cast<const volatile uint32_t*>(&slot.stored);
-    if constexpr (kQuantised<Dtype> || kIsBackward || kKeepBuild)
+    if constexpr (kQuantised<Dtype> || kIsBackward || kBuild.keeps)
       asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
     tasks.put_done(n);
   }

@@ -294,7 +294,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
   for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();
-  if constexpr (kKeepBuild) {
+  if constexpr (kBuild.keeps) {
     keep_choices(args.keep, c, b, packets);
     Team::team_sync();  // build_packets() turns ids into choices in place
   }
@@ -309,7 +309,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   }
   if constexpr (kQuantised<Dtype>) quantise_block<Dtype>(args, c, b);
   signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see send.cuh
-  if constexpr (kKeepBuild) keep_routing(args.keep, c, b);
+  if constexpr (kBuild.keeps) keep_routing(args.keep, c, b);
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
   fence_proxy_async_shared();
   Team::team_sync();

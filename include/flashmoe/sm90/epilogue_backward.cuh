@@ -4,7 +4,7 @@
 //   to the tile's rows of dZ   w dA act'(z), gate and up
 //   to its weighted rows       w a
 //   a part of dS               the sum of dA a over the task's columns, in an order that columns alone decide on
-// Where weights scale the products with gate_up (kOnInputBuild), these products u are kept, and z = w u + bias:
+// Where weights scale the products with gate_up (kBuild.on_input), these products u are kept, and z = w u + bias:
 //   to dZ the same, which there is w times the gradient of z; where biases need that gradient, to rows behind dZ also this
 //   to weighted rows a, and a part of dS is the sum of dA act'(z) u
 // A piece is 32 columns. A warp stages its accumulators, fp32, in its own buffer, and takes them from there by rows: 4 columns of
@@ -14,6 +14,7 @@
 
 #include "flashmoe/gpu/differentiate.cuh"
 #include "flashmoe/sm90/epilogue_rows.cuh"
+#include "flashmoe/sm90/tma.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -373,7 +374,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landi
         if (i + 1 < kLaneRows && !Places::kInTurn) next = places.template fetched<kLaneRows - 2>(i + 1, landing);
         float term = 0.0f;
         const auto made = [&] {
-          if constexpr (!kOnInputBuild) {
+          if constexpr (!kBuild.on_input) {
             return differentiate_columns<Dtype, A>(da, z, weight, in_turn(), term, shape);
           } else {
             const uint8_t* const biases = where.biases(column);  // of columns that exist together, or not at all
@@ -388,7 +389,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landi
         if (column < columns) {
           sum[i] += term;
           if (static_cast<int32_t>(i * kLaneRowsApart) < left) {
-            if constexpr (!kOnInputBuild) {
+            if constexpr (!kBuild.on_input) {
               places.store(made, i, where);
             } else {
               const uint64_t behind = where.plain_behind();

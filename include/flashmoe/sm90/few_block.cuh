@@ -8,18 +8,12 @@
 #include "flashmoe/sm90/barrier.cuh"
 #include "flashmoe/sm90/geometry.h"
 
-#ifndef FLASHMOE_FEW_GROUP
-#define FLASHMOE_FEW_GROUP 0
-#endif
 
 namespace flashmoe::sm90 {
 
-inline constexpr uint32_t kFewWarps = few_warps(kQuantisedBuild || kMxFp4Build), kFewThreads = kFewWarps * 32;
+inline constexpr uint32_t kFewWarps = few_warps(kBuild.quantised || kBuild.mxfp4), kFewThreads = kFewWarps * 32;
 // Warps that route, the first ones: a 13th has no part in it, so that bits do not depend on whether there is one.
 inline constexpr uint32_t kFewRouters = 12;
-
-// Whether the kernel is that of a rank of a group (few_group.cuh), and not of one that is alone.
-inline constexpr bool kFewGroup = FLASHMOE_FEW_GROUP != 0;
 
 // The most units of a call, and their experts with the slices of the shared one.
 inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kFewChoices / 16;
@@ -101,24 +95,24 @@ struct FewOutbox {
 //            each consumer
 inline constexpr uint32_t kFewConsumers = 8;  // warps, of 16 features each
 // Beside mxfp4 rows are four times as wide, and pairs of numbers take 64 KiB: more stages have no room.
-inline constexpr uint32_t kFewStages = kMxFp4Build ? 4 : 7;
+inline constexpr uint32_t kFewStages = kBuild.mxfp4 ? 4 : 7;
 inline constexpr uint32_t kFewTasks = 8;  // handed on, and not yet begun by all
 // Warps that load rows. Those that are quantised as they come take more instructions than one warp has time for.
-inline constexpr uint32_t kFewRowLoaders = kQuantisedBuild ? 3 : 1;
+inline constexpr uint32_t kFewRowLoaders = kBuild.quantised ? 3 : 1;
 // Warps that load scales of weights, where these have some of their own.
-inline constexpr uint32_t kFewScaleLoaders = kMxFp4Build ? 2 : 0;
+inline constexpr uint32_t kFewScaleLoaders = kBuild.mxfp4 ? 2 : 0;
 // And the one that tells of what the consumers have stored.
 inline constexpr uint32_t kFewTeller = kFewConsumers + 1 + kFewRowLoaders + kFewScaleLoaders;
 static_assert(kFewTeller < kFewWarps);
 // A k-block of a row in shared memory, which holds e4m3 as fp16 (few_rows_quantised.cuh), and has 16 bits beside weights
 // of 4.
-inline constexpr uint32_t kFewRowPitch = kQuantisedBuild ? 2 * kRowBytes : kMxFp4Build ? 4 * kRowBytes : kRowBytes;
-inline constexpr uint32_t kFewStageRows = kMxFp4Build ? 16 : 32;  // most rows of a unit
+inline constexpr uint32_t kFewRowPitch = kBuild.quantised ? 2 * kRowBytes : kBuild.mxfp4 ? 4 * kRowBytes : kRowBytes;
+inline constexpr uint32_t kFewStageRows = kBuild.mxfp4 ? 16 : 32;  // most rows of a unit
 // Where scales are behind a stage's rows, and its bytes with them: each row's scale times that of the warps' first blocks of
 // weights, and then each one's times that of their second.
 inline constexpr uint32_t kFewScalesAt = kFewStageRows * kFewRowPitch;
 inline constexpr uint32_t kFewRowStageBytes =
-    kFewScalesAt + (kQuantisedBuild ? 2 * kFewStageRows * uint32_t{sizeof(float)} : 0);
+    kFewScalesAt + (kBuild.quantised ? 2 * kFewStageRows * uint32_t{sizeof(float)} : 0);
 // Scales of a row of weights in mxfp4, as they lie in memory: eight bytes, of which the first is `shift` bits behind the
 // beginning of the words.
 struct alignas(16) StageScaleRow {
@@ -128,7 +122,7 @@ struct alignas(16) StageScaleRow {
 // Where they are behind a stage's weights, and its bytes with them.
 inline constexpr uint32_t kFewWeightScalesAt = kBoxFeatures * kRowBytes;
 inline constexpr uint32_t kFewWeightStageBytes =
-    kFewWeightScalesAt + (kMxFp4Build ? kBoxFeatures * uint32_t{sizeof(StageScaleRow)} : 0);
+    kFewWeightScalesAt + (kBuild.mxfp4 ? kBoxFeatures * uint32_t{sizeof(StageScaleRow)} : 0);
 // Of mxfp4, numbers of all bytes of two codes, for each lane (few_products_mxfp4.cuh): a byte's are so many words, half of them
 // unused, behind the byte before's.
 inline constexpr uint32_t kPairBytes = 256, kPairWords = 64;
@@ -143,7 +137,7 @@ struct FewShared {
     struct {  // swizzled: aligned to 1024 bytes
       uint8_t weights[kFewStages][kFewWeightStageBytes];
       uint8_t rows[kFewStages][kFewRowStageBytes];
-      alignas(16) uint32_t pairs[kMxFp4Build ? kPairBytes : 1][kPairWords];
+      alignas(16) uint32_t pairs[kBuild.mxfp4 ? kPairBytes : 1][kPairWords];
     };
     struct {
       uint8_t logit_rows[144 * 1024];
@@ -195,7 +189,7 @@ using Inner = std::conditional_t<kQuantised<Dtype>, Tf32, Dtype>;
 // Chunk c of a stage's row is the c ^ row_swizzle(row)-th: lanes that read together meet in no bank. They read a chunk of
 // eight rows each, by ldmatrix; beside weights in mxfp4 four chunks of two.
 __device__ __forceinline__ uint32_t row_swizzle(uint32_t row) {
-  return kMxFp4Build ? row % 2 * 4 : row % 8;
+  return kBuild.mxfp4 ? row % 2 * 4 : row % 8;
 }
 
 // Liveness where a rank is alone and its blocks wait for one another: there is nobody else whose progress counts.
@@ -213,11 +207,11 @@ struct Block {
 
   // Whether products are summed in parts: as many tokens as have the same bits, whatever they are. In a group these are all:
   // the general kernel's bits (of 16-bit weights), for a row may have come from a rank that runs that.
-  __device__ __forceinline__ bool in_parts() const { return !kFewGroup && c.shape.tokens <= kFewExactTokens; }
+  __device__ __forceinline__ bool in_parts() const { return !kBuild.group && c.shape.tokens <= kFewExactTokens; }
   __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * args.few_choices; }
   // The slices of the shared expert are the last experts.
   __device__ __forceinline__ uint32_t experts() const {
-    return kFewGroup ? c.shape.local_experts : c.shape.routed_experts() + c.shape.shared;
+    return kBuild.group ? c.shape.local_experts : c.shape.routed_experts() + c.shape.shared;
   }
   __device__ __forceinline__ bool is_shared(uint32_t expert) const { return expert >= c.shape.routed_experts(); }
   __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
@@ -230,13 +224,13 @@ struct Block {
   }
   // The row of x that row `row` is made of, and where its result goes.
   __device__ __forceinline__ const uint8_t* x_row(uint32_t row) const {
-    if constexpr (!kFewGroup) return args.x + routing.choice[row] / args.few_choices * uint64_t{args.x_row_bytes};
+    if constexpr (!kBuild.group) return args.x + routing.choice[row] / args.few_choices * uint64_t{args.x_row_bytes};
     const SentRow sent = SentRow::unpack(routing.ids[row]);
     if (sent.source == c.rank) return args.x + sent.token * uint64_t{args.x_row_bytes};
     return c.dispatched_row(c.rank, sent.source, sent.token);
   }
   __device__ __forceinline__ uint8_t* result_row(uint32_t row) const {
-    if constexpr (!kFewGroup) return c.few_row(row);
+    if constexpr (!kBuild.group) return c.few_row(row);
     const SentRow sent = SentRow::unpack(routing.ids[row]);
     return c.return_row(sent.source, sent.token, sent.k);
   }

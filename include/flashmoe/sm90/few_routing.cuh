@@ -92,7 +92,7 @@ inline constexpr uint32_t kLogitTokens = 16;  // of a warp
 // Sums of a logit, of every so many-th step each. One has the general kernel's bits, and makes each step wait for the one before,
 // some 33 clocks: 8 us of H = 7168. Where the experts' products have bits of their own, in a group's calls of FP8, there are
 // several, whatever the number of tokens, and larger parts come at a time.
-inline constexpr bool kOwnLogits = kFewGroup && kQuantisedBuild;
+inline constexpr bool kOwnLogits = kBuild.group && kBuild.quantised;
 inline constexpr uint32_t kLogitSums = kOwnLogits ? 4 : 1;
 // What a block computes at a time of more tokens' logits: those of eight experts for some tokens, a warp for each 16. Their
 // rows come to shared memory in parts, swizzled like a stage's, some of which are on their way while one is multiplied.
@@ -189,7 +189,7 @@ __device__ __forceinline__ void compute_logits(const Block& b) {
   }
   if constexpr (Dtype::kBytes == 2) {  // of fp32 there are no more tokens
     // Of so many tokens that there is about one job for each block; but for those that send rows meanwhile, the last ones.
-    const uint32_t busy = kFewGroup ? min_of(b.c.blocks(), gridDim.x - 1) : 0;
+    const uint32_t busy = kBuild.group ? min_of(b.c.blocks(), gridDim.x - 1) : 0;
     const uint32_t each =
         kLogitTokens * min_of(kFewRouters, ceil_div(eights * ceil_div(all, kLogitTokens), gridDim.x - busy));
     for (uint32_t i = blockIdx.x; i < eights * ceil_div(all, each); i += gridDim.x) {
@@ -213,7 +213,7 @@ __device__ __forceinline__ Tokens own_tokens(const Block& b) {
 }
 // Whether the choice of others' tokens is theirs.
 __device__ __forceinline__ bool shares_choices(const Block& b) {
-  if constexpr (kFewGroup) return true;  // in packets
+  if constexpr (kBuild.group) return true;  // in packets
   return b.c.shape.tokens > kMostChosenByAll && (b.args.topk_ids == nullptr || b.args.shared_gate != nullptr);
 }
 __device__ __forceinline__ Tokens tokens_to_decide(const Block& b) {
@@ -253,7 +253,7 @@ __device__ __forceinline__ void choose(const Block& b, const Tokens& tokens) {
   for (uint32_t i = b.warp(); i < tokens.count && b.s.failed == 0; i += kFewRouters) {
     const uint32_t t = tokens[i];
     collect_logits(b, t, logits);
-    if (b.args.router_logits != nullptr && (kFewGroup || t % gridDim.x == blockIdx.x)) {
+    if (b.args.router_logits != nullptr && (kBuild.group || t % gridDim.x == blockIdx.x)) {
       write_logits(rule, b.args.router_logits + uint64_t{t} * experts, logits, experts, P::lane(), P::kLanes);
       P::sync();
     }

@@ -157,7 +157,7 @@ class StageRowLoader {
     auto inner_at = [&](uint32_t row) { return row * (b.c.shape.intermediate * Inner<Dtype>::kBytes / 16); };
     if (task.product != 0) {
       load_from<Inner<Dtype>>(next, slot, RowsBehind{b.inner_row<Dtype>(0)}, inner_at);
-    } else if constexpr (kFewGroup) {
+    } else if constexpr (kBuild.group) {
       const SentRows sent(b.c);
       load_from<E4M3>(next, slot, sent,
                       [&](uint32_t row) { return sent.place_of(b.c, SentRow::unpack(b.routing.ids[row])); });
@@ -178,7 +178,7 @@ class StageRowLoader {
   // The given scale of a row's k-block.
   template <class Rows>
   __device__ __forceinline__ float given_scale(const Rows& from, uint32_t place, uint32_t row, uint32_t k_block) const {
-    if constexpr (kFewGroup) return reinterpret_cast<const float*>(from.at(place) + scales_offset(columns))[k_block];
+    if constexpr (kBuild.group) return reinterpret_cast<const float*>(from.at(place) + scales_offset(columns))[k_block];
     return b.args.x_scale[uint64_t{token_of(row)} * scale_blocks(columns) + k_block];
   }
 

@@ -54,7 +54,7 @@ struct Tasks {
     return product == 0 ? ceil_div(b.c.shape.intermediate, kFeatures) : ceil_div(b.c.shape.hidden, kBoxFeatures);
   }
   __device__ __forceinline__ uint32_t parts(uint32_t product) const {
-    return product == 0 || kFewGroup ? 1 : b.args.few_parts;
+    return product == 0 || kBuild.group ? 1 : b.args.few_parts;
   }
   __device__ __forceinline__ uint32_t count() const { return b.routing.units * (tiles(0) + tiles(1) * parts(1)); }
   __device__ __forceinline__ Task task(uint32_t i) const {
@@ -94,7 +94,7 @@ __device__ __forceinline__ uint32_t barrier_of(const uint64_t (&barriers)[kCount
 }
 
 // Arrivals of a warp that has read what a barrier is to let others overwrite.
-inline constexpr uint32_t kWarpReleases = FLASHMOE_RACECHECK != 0 ? P::kLanes : 1;
+inline constexpr uint32_t kWarpReleases = kBuild.racecheck ? P::kLanes : 1;
 
 // A warp has read what is behind the barrier.
 __device__ __forceinline__ void release(uint32_t barrier) {

@@ -113,7 +113,7 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
   const uint32_t group = consumer.anew<Dtype>(ring).group;
   if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
   Accumulators<Shape> acc;
-  const uint32_t stages = (kSlicedBuild ? slot.slices : 1) * Stage::stages(slot.k_bytes);
+  const uint32_t stages = (kBuild.sliced ? slot.slices : 1) * Stage::stages(slot.k_bytes);
   multiply_and_hold<Dtype, Shape>(ring, group, stages, is_one_of<kGathering>(kind), acc);
   trace.begin(1);
   const auto [group_after, staging] = consumer.anew<Dtype>(ring);
@@ -128,7 +128,7 @@ __device__ __forceinline__ void compute_gradients(const KernelArgs& args, const 
     release_stage<Dtype, Stage>(ring.empty(ring.last()));
   } else {
     release_stage<Dtype, Stage>(ring.empty(last));
-    if constexpr (kSlicedBuild) {  // what the shared expert's gate owes to its tokens' dX
+    if constexpr (kBuild.sliced) {  // what the shared expert's gate owes to its tokens' dX
       if (args.shared_gate != nullptr && c.shape.is_shared(slot.expert)) {
         add_outer<Dtype>(staging, at, acc, reinterpret_cast<const float*>(slot.tokens), args.shared_gate,
                          where.first_column(), c.shape.hidden);

@@ -42,13 +42,9 @@
 #include "flashmoe/sm90/consumers.cuh"
 #include "flashmoe/sm90/dispatch.cuh"
 #include "flashmoe/sm90/loaders.cuh"
-#include "flashmoe/sm90/send.cuh"
-#if FLASHMOE_MACHINES
 #include "flashmoe/sm90/passing_on.cuh"
-#endif
-#if FLASHMOE_RDMA
 #include "flashmoe/sm90/puts.cuh"
-#endif
+#include "flashmoe/sm90/send.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -74,11 +70,11 @@ inline constexpr uint32_t kConsumerRegisters =
 template <class Dtype>
 __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
   const auto* from = reinterpret_cast<const uint32_t*>(&args.call);
-  auto* to = reinterpret_cast<uint32_t*>(&s.kernel.call);
+  auto* to = reinterpret_cast<uint32_t*>(&s.call);
   for (uint32_t i = threadIdx.x; i < sizeof(Call) / 4; i += kThreads) to[i] = from[i];
   __syncthreads();
   if (threadIdx.x == 0) {
-    s.kernel.call.epoch = Platform::load_relaxed(&args.call.control()->calls.value) + 1;
+    s.call.epoch = Platform::load_relaxed(&args.call.control()->calls.value) + 1;
     s.returns.combines = 0;
     s.returns.reduce.init();
     s.returns.combine.init();
@@ -92,7 +88,7 @@ __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
     fence_barrier_init();
   }
   cluster_sync();
-  return s.kernel.call.epoch != 0;  // see leave()
+  return s.call.epoch != 0;  // see leave()
 }
 
 // All threads of the blocks that send; `memory`: the stages.
@@ -116,6 +112,21 @@ __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c,
   __syncthreads();  // and now the senders are
   trace.end(Phase::kSend, blockIdx.x, 0, 1);
   trace.begin();  // the wait for the first task, which for other blocks begins where dispatch ends
+}
+
+// The last warp of a block behind those with formers, of which it is the n-th of so many.
+template <class Dtype, class Trace>
+__device__ __forceinline__ void run_behind_formers(const KernelArgs& args, const Call& c, Shared& s, uint32_t n,
+                                                   uint32_t of, const Trace& trace) {
+  if constexpr (kTrainsInGroup) {
+    if (n < c.policy.keepers) keep_received(args, c, s.former_sources, n);
+  } else if constexpr (SpansMachines<Platform>) {
+    RelayEngine<Trace> engine(c, trace);
+    RelayWorker<Platform, RelayEngine<Trace>>(c, engine).run(n, of);
+  } else if constexpr (!Platform::kPeersMapped) {
+    PutEngine<Dtype, Trace> engine(args, c, trace);
+    PutSender<Platform, PutEngine<Dtype, Trace>>(c, engine).run(n, of, blockIdx.x);
+  }
 }
 
 // One warp of the last warpgroup.
@@ -142,26 +153,14 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
     if constexpr (kTrainsInGroup) {
       if (formers + 1 == gridDim.x && c.policy.keepers != 0) keep_received(args, c, s.former_sources, blockIdx.x - 1);
     }
-#if FLASHMOE_GROUP
-  } else if (const uint32_t n = blockIdx.x - 1 - formers; n < c.policy.keepers) {
-    keep_received(args, c, s.former_sources, n);
-#endif
-#if FLASHMOE_MACHINES
   } else {
-    RelayEngine<Trace> engine(c, trace);
-    RelayWorker<Platform, RelayEngine<Trace>>(c, engine).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers);
-#elif FLASHMOE_RDMA
-  } else {
-    PutEngine<Dtype, Trace> engine(args, c, trace);
-    PutSender<Platform, PutEngine<Dtype, Trace>>(c, engine).run(blockIdx.x - 1 - formers, gridDim.x - 1 - formers,
-                                                                blockIdx.x);
-#endif
+    run_behind_formers<Dtype>(args, c, s, blockIdx.x - 1 - formers, gridDim.x - 1 - formers, trace);
   }
 }
 
 template <class Dtype, Activation kActivation, bool kTransposed, bool kTrace>
 __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uint8_t* memory) {
-  const Call& c = s.kernel.call;
+  const Call& c = s.call;
   const Tracer<kTrace, kThreads> trace{args, s.trace_events, s.trace_starts};
   trace.begin();
   uint32_t thread = threadIdx.x, warp = thread / 32;
@@ -173,7 +172,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     }
   }
   const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
-  if constexpr (!kRdma && (!kIsBackward || kTrainsInGroup)) send_rows<Dtype>(args, c, s, ring_memory, each_warp);
+  if constexpr (!kBuild.rdma && (!kIsBackward || kTrainsInGroup)) send_rows<Dtype>(args, c, s, ring_memory, each_warp);
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();
@@ -207,17 +206,17 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   if constexpr (kTrainsInGroup && kIsBackward) collect_weight_gradients(args, c);
   each_warp.end(Phase::kReturn, blockIdx.x, 0, 1);
   __syncwarp();  // lanes leave a wait one by one
-  if constexpr (kTransposed || kKeepBuild ||
+  if constexpr (kTransposed || kBuild.keeps ||
                 kQuantised<
                     Dtype>) {  // read again: else, with few shapes, ptxas keeps it all along the roles, and spills
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     warp = thread / 32;
   }
-#if FLASHMOE_RDMA
-  // By the first sender: every rank has one, and by now it is through with all that may fail.
-  if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x))
-    tell_fault<Platform>(c);
-#endif
+  if constexpr (!Platform::kPeersMapped) {
+    // By the first sender: every rank has one, and by now it is through with all that may fail.
+    if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x))
+      tell_fault<Platform>(c);
+  }
   cluster_sync();  // neither block may leave while the other arrives at its barriers
   if (thread == 0) {
     trace.finish();

@@ -207,7 +207,7 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
         s = 0;
         ++slice;
         ++features.expert;
-        if constexpr (kSlicedBuild && kIsBackward) {
+        if constexpr (kBuild.sliced && kIsBackward) {
           if (slice == from.round) slice = 0, column = from.up, features.expert -= from.round, features.c2 = 1;
         }
         row = from.row(slice);
@@ -234,7 +234,7 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
           if constexpr (kScaled) {
             tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), k, first % kTileTokens, first / kTileTokens);
           } else {
-            tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), kSlicedBuild && kIsBackward ? k + column : k,
+            tma_load(to + i * kRowBox * kRowBytes, from.map, at.full(), kBuild.sliced && kIsBackward ? k + column : k,
                      first);
           }
         }

@@ -57,7 +57,7 @@ __device__ __forceinline__ void look_up_slices(const KernelArgs& args, const Cal
   } else {
     slot.slices = c.shape.shared;
     slot.later = c.inner_tile(slot.tile, first_token, 1);
-    if constexpr (kSlicedBuild && kIsBackward) {
+    if constexpr (kBuild.sliced && kIsBackward) {
       const uint32_t halves = z_halves(args);
       slot.slices *= halves, slot.k_bytes /= halves;
     }
@@ -115,12 +115,12 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
   const uint32_t tile = TileIndex::tile(task.index);
   const Tile::Shape shape = c.tile(tile)->shape;
   [[maybe_unused]] uint32_t first_row =
-      numbered_from(args, c, tile, shape.expert + (kSlicedBuild ? TileIndex::slice(task.index) : 0));
+      numbered_from(args, c, tile, shape.expert + (kBuild.sliced ? TileIndex::slice(task.index) : 0));
   constexpr uint32_t kEach = kTileTokens / P::kLanes;
   Row row[kEach];
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) row[i] = *c.tile_row(tile, P::lane() + i * P::kLanes);
-  if constexpr (kTrainsInGroup && kSlicedBuild && !kIsBackward) {
+  if constexpr (kTrainsInGroup && kBuild.sliced && !kIsBackward) {
     first_row = c.inner_tile(tile, P::broadcast(row[0].token, 0), TileIndex::slice(task.index)) * kTileTokens;
   }
   const Share share =
@@ -133,7 +133,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
       slot.offsets[r] = offset_of<Dtype>(args, c, row[i]);
       if constexpr (kTrainsInGroup) {
         slot.tokens[r] = kIsBackward ? within(args.group, first_row + share.first + r) : first_row + share.first + r;
-      } else if constexpr (kKeepBuild || kIsBackward) {
+      } else if constexpr (kBuild.keeps || kIsBackward) {
         slot.tokens[r] = kept_row(c, row[i], TileIndex::slice(task.index));
       }
       if (kTrainsInGroup && kIsBackward && task.column == 0) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
       slot.to[r] = result_of(args, c, row[i]);
       slot.weights[r] = kIsBackward || args.weights_on_input != 0 ? 1.0f : row[i].weight;
       slot.tokens[r] = row[i].token;
-      if constexpr (kSlicedBuild && kIsBackward) {
+      if constexpr (kBuild.sliced && kIsBackward) {
         if (c.shape.is_shared(shape.expert)) {
           slot.tokens[r] = look_up_gate(args, c, task, tile, share.first + r, row[i]);
         }

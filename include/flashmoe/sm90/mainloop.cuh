@@ -82,7 +82,7 @@ __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, bool half
       if (cover <= 64) return f.template operator()<FewByFeatures<Wide>>();
     }
     f.template operator()<TokensByFeatures<Wide, Major::kK>>();
-  } else if constexpr (kTransposed || kIsBackward || kKeepBuild) {
+  } else if constexpr (kTransposed || kIsBackward || kBuild.keeps) {
     constexpr Major kMajor = kTransposed ? Major::kMn : Major::kK;
     if (wide) return f.template operator()<TokensByFeatures<Wide, kMajor>>();
     return f.template operator()<TokensByFeatures<Narrow, kMajor>>();
@@ -165,7 +165,7 @@ __device__ __forceinline__ void multiply_stage_exactly(const typename Shape::Sta
   const uint32_t thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const uint32_t row = group * Shape::kNextA + thread / 32 * 16 + lane / 4;
   const uint32_t column = group * Shape::kNextB + lane % 4 * 2;
-  constexpr uint32_t kAhead = kKeepBuild ? 2 : 4;  // what is kept takes registers, too
+  constexpr uint32_t kAhead = kBuild.keeps ? 2 : 4;  // what is kept takes registers, too
 #pragma unroll 1
   for (uint32_t i = 0; i < Stage::kBlocks * (kRowBytes / 16); ++i) {
     const uint32_t block = i / (kRowBytes / 16), chunk = i % (kRowBytes / 16);

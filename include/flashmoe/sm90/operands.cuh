@@ -42,7 +42,7 @@ __device__ __forceinline__ uint32_t columns_left(const Call& c, const TaskSlot& 
 // e4m3: those behind would change the scales of the columns before them. Nor in passes that train: it is one more shape.)
 template <class Dtype, bool kGated>
 __device__ __forceinline__ bool is_half(const Call& c, const TaskSlot& slot) {
-  if constexpr (kQuantised<Dtype> || kKeepBuild || kIsBackward) return false;
+  if constexpr (kQuantised<Dtype> || kBuild.keeps || kIsBackward) return false;
   return 2 * columns_left<kGated>(c, slot) <= columns_of<kGated>(slot.kind);
 }
 

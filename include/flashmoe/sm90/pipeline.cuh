@@ -134,14 +134,14 @@ template <>
 inline constexpr bool kLoadedByWarps<E4M3> = true;
 // Whether warps release a stage one by one.
 template <class Dtype>
-inline constexpr bool kReleasedByWarps = kLoadedByWarps<Dtype> && FLASHMOE_RACECHECK == 0;
+inline constexpr bool kReleasedByWarps = kLoadedByWarps<Dtype> && !kBuild.racecheck;
 
 // Arrivals of a consumer warpgroup at an empty barrier: one, where the tensor cores read for all of its threads.
 // Without them each thread arrives for what it has read itself, as above.
 template <class Dtype>
 inline constexpr uint32_t kReleases =
     kReleasedByWarps<Dtype>                                                    ? kWarpgroup / 32
-    : Dtype::kTensorCores && !kLoadedByWarps<Dtype> && FLASHMOE_RACECHECK == 0 ? 1
+    : Dtype::kTensorCores && !kLoadedByWarps<Dtype> && !kBuild.racecheck ? 1
                                                                                : kWarpgroup;
 
 // By all threads of a consumer warpgroup, when they do not read the stage any more.

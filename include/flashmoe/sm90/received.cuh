@@ -94,10 +94,10 @@ __device__ __forceinline__ void send_weight_gradients(const KernelArgs& args, co
   using P = Platform;
   const GroupArgs& g = args.group;
   if (!share.wide && cluster_rank() != 0) return;         // both blocks have all rows
-  if (kSlicedBuild && c.shape.is_shared(expert)) return;  // whose weight is no choice's
+  if (kBuild.sliced && c.shape.is_shared(expert)) return;  // whose weight is no choice's
   const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
   const uint32_t first = first_row_of(g, c, tile, expert), step = c.policy.columns[kReturning];
-  const bool biased = !kOnInputBuild && args.down_bias != nullptr;  // whose results have no weight
+  const bool biased = !kBuild.on_input && args.down_bias != nullptr;  // whose results have no weight
   // With a bias all lanes take a row, else a row each.
   const uint32_t rows_at_once = biased ? 1 : P::kLanes, own = biased ? 0 : P::lane();
 #pragma unroll 1

@@ -53,7 +53,7 @@ inline constexpr uint32_t kPause = 250;
 // L2 a task, would be slower than the consumers are with small tasks. There are slots for as many small tasks as the
 // clerk takes ahead.
 struct TaskRing {
-  static constexpr uint32_t kSlots = kQuantisedBuild ? 4 : 5;  // the memory of one is that of Scales
+  static constexpr uint32_t kSlots = kBuild.quantised ? 4 : 5;  // the memory of one is that of Scales
   static constexpr uint32_t kLeader = 0, kFollower = 1;
   // Every lane of the consumers and loaders arrives, for what it has read of the slot itself: racecheck takes no
   // arrival for other lanes' reads. So none is overtaken by the ring, not even a loader without a part in the loads.
@@ -133,7 +133,7 @@ template <>
 struct Scales<false> {};
 
 struct Shared {
-  KernelCall kernel;  // its call is the kernel's, with the epoch that device memory counts
+  Call call;  // the kernel's, with the epoch that device memory counts
   uint64_t gate_barriers[2 * kMostGateStages], stage_barriers[2 * kStages];
   uint64_t send_barriers[kWarps][RowCopies::kBarriers];
   TaskRing ring;
@@ -148,7 +148,7 @@ struct Shared {
   Scheduler<Platform>::Memory scheduler;
   Status seen[kMaxRanks];
   TraceStarts trace_starts;
-  [[no_unique_address]] Scales<kQuantisedBuild> scales;
+  [[no_unique_address]] Scales<kBuild.quantised> scales;
 };
 
 static_assert(kWarps * RowCopies::kBytes <= kStages * kStageBytes);

@@ -9,10 +9,8 @@
 namespace flashmoe::sm90 {
 
 // The GPU's engine of a Returner: a block is a processor, its warps are the workers.
-template <class Dtype, class Trace, bool kBrief = false>
+template <class Dtype, class Trace, bool kBrief = false, class P = Platform>
 class SumEngine {
-  using P = Platform;
-
  public:
   using Piece = std::conditional_t<SpansMachines<P>, MachinePiece, SumPiece>;
 
@@ -45,22 +43,21 @@ class SumEngine {
       const uint32_t rows = *c_.packet_counts(c_.rank, p, piece.token);
       piece.used = rows == 32 ? 0xffffffffu : (1u << rows) - 1;
     }
-#if FLASHMOE_MACHINES
-    const Machines& m = P::machines(c_);
-    if (m.sums && !m.together(p, c_.rank)) {
-      const uint32_t column = piece.from - piece.token * (span.token_bytes / 16);
-      piece.wide = MachinePiece::kSum;
-      piece.out = sums_of(m.relay(p, m.of[c_.rank]), p, m.place[c_.rank], g);
-      piece.to = piece.token * sum_chunks() + column * kWiden;
+    if constexpr (SpansMachines<P>) {
+      const Machines& m = *c_.machines;
+      if (m.sums && !m.together(p, c_.rank)) {
+        const uint32_t column = piece.from - piece.token * (span.token_bytes / 16);
+        piece.wide = MachinePiece::kSum;
+        piece.out = sums_of(m.relay(p, m.of[c_.rank]), p, m.place[c_.rank], g);
+        piece.to = piece.token * sum_chunks() + column * kWiden;
+      }
     }
-#endif
     return piece;
   }
-#if FLASHMOE_MACHINES
   // Of the sums that the ranks of this machine have left here, of source p's tokens.
   __device__ __forceinline__ Piece machine_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each,
                                                  uint32_t all) const {
-    const Machines& m = P::machines(c_);
+    const Machines& m = *c_.machines;
     const SumSpan span = reduce_span(p, g);
     Piece piece(span, n, each, all);
     const RelayPlace from(c_, m, c_.rank, p);
@@ -77,16 +74,15 @@ class SumEngine {
     if (P::lane() == 0) P::add(&m.counts[c_.parity()].sums_sent, tokens);
     return piece;
   }
-#endif
   __device__ __forceinline__ Piece combine_piece(uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
     Piece piece(combine_span(g), n, each, all);
     if (piece.exists) piece.used = used_slots(piece.token);
     return piece;
   }
   __device__ __forceinline__ void sum(const Piece& piece) const {
-#if FLASHMOE_MACHINES
-    if (piece.wide != MachinePiece::kNone) return WideSums<Dtype>(piece).run();
-#endif
+    if constexpr (SpansMachines<P>) {
+      if (piece.wide != MachinePiece::kNone) return WideSums<Dtype>(piece).run();
+    }
     ItemSums<Dtype, kBrief>(piece).run();
   }
 
@@ -136,21 +132,19 @@ class SumEngine {
             .writes_all = true};
   }
 
-#if FLASHMOE_MACHINES
   // Bytes of a sum in fp32, for each of y's type.
   static constexpr uint32_t kWiden = 4 / Dtype::kBytes;
 
   // The sums of p's tokens that the rank at a place leaves with its relay: the first token's, at this lane's first chunk.
   __device__ __forceinline__ uint8_t* sums_of(uint32_t relay, uint32_t p, uint32_t place, uint32_t g) const {
-    const RelayPlace at(c_, P::machines(c_), relay, p);
+    const RelayPlace at(c_, *c_.machines, relay, p);
     return reinterpret_cast<uint8_t*>(at.sum(place, 0) + c_.policy.group_first[g] * kReturnColumns) +
            P::lane() * (16 * kWiden);
   }
   // From one token's to the next one's, in units of 16 bytes.
   __device__ __forceinline__ uint32_t sum_chunks() const {
-    return static_cast<uint32_t>(P::machines(c_).layout.stride[static_cast<uint32_t>(RelayField::kSums)][2] / 16);
+    return static_cast<uint32_t>(c_.machines->layout.stride[static_cast<uint32_t>(RelayField::kSums)][2] / 16);
   }
-#endif
 
   // Bit s: slot s of the token's return rows holds something.
   __device__ __forceinline__ uint32_t used_slots(uint32_t token) const {
@@ -165,9 +159,9 @@ class SumEngine {
   }
 
   __device__ __forceinline__ bool holds(uint32_t token, uint32_t slot) const {
-#if FLASHMOE_MACHINES
-    if (c_.reduced()) return is_returned(c_, P::machines(c_), token, slot);
-#endif
+    if constexpr (SpansMachines<P>) {
+      if (c_.reduced()) return is_returned(c_, *c_.machines, token, slot);
+    }
     return is_returned(c_, token, slot);
   }
 

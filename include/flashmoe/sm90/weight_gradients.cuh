@@ -32,14 +32,14 @@ inline constexpr uint32_t kRowsOfStage = span_side(Dtype::kBytes);
 // expert's matrices are to them it has in parts of larger ones: of down_proj I columns, of gate_up_proj 2I or I rows, or where
 // all gates lie before all ups I and I.
 __device__ __forceinline__ uint32_t weight_groups(const CallShape& s) {
-  return kSlicedBuild ? s.routed_local_experts() + s.shared : s.local_experts;
+  return kBuild.sliced ? s.routed_local_experts() + s.shared : s.local_experts;
 }
 __device__ __forceinline__ bool is_of_shared(const CallShape& s, uint32_t index) {
-  return kSlicedBuild && index >= s.routed_local_experts();
+  return kBuild.sliced && index >= s.routed_local_experts();
 }
 // The local expert that has the rows.
 __device__ __forceinline__ uint32_t local_expert_of(const Call& c, uint32_t index) {
-  return kSlicedBuild ? min_of(index, c.shape.local_experts - 1) : index;
+  return kBuild.sliced ? min_of(index, c.shape.local_experts - 1) : index;
 }
 // Into how many parts a slice's rows of gate_up_proj, and columns of dZ, fall.
 __device__ __forceinline__ uint32_t z_halves(const KernelArgs& args) {
@@ -134,15 +134,15 @@ struct WeightTask {
 __device__ __forceinline__ Task task_behind_stop(const KernelArgs& args, uint32_t n) {
   const CallShape& s = args.call.shape;
   const uint32_t each = WeightTasks::of(args).all();
-  const uint32_t of_routed = each * (kSlicedBuild ? s.routed_local_experts() : s.local_experts);
-  const uint32_t of_slice = kSlicedBuild ? WeightTasks::of_slice(args).all() : 1;
-  const uint32_t of_experts = kSlicedBuild ? of_routed + of_slice * s.shared : of_routed;
+  const uint32_t of_routed = each * (kBuild.sliced ? s.routed_local_experts() : s.local_experts);
+  const uint32_t of_slice = kBuild.sliced ? WeightTasks::of_slice(args).all() : 1;
+  const uint32_t of_experts = kBuild.sliced ? of_routed + of_slice * s.shared : of_routed;
   const RouterTasks router = RouterTasks::of(args);
   const uint32_t before = of_experts - of_experts / 4;
   if (n >= before && n - before < router.weights) return {TaskKind::kBehindStop, n - before, weight_groups(s)};
   if (n >= before) n -= router.weights;
   if (n < of_routed) return {TaskKind::kBehindStop, n % each, n / each};
-  if (kSlicedBuild && n < of_experts) {
+  if (kBuild.sliced && n < of_experts) {
     n -= of_routed;
     return {TaskKind::kBehindStop, n % of_slice, s.routed_local_experts() + n / of_slice};
   }

@@ -11,7 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "flashmoe/spec/enums.h"
+#include "flashmoe/spec/build.h"
 
 namespace flashmoe {
 
@@ -126,14 +126,7 @@ inline constexpr auto kBackward = [] {
 }();
 
 // A build has one program: sizes of memory follow from it.
-#ifndef FLASHMOE_BACKWARD
-#define FLASHMOE_BACKWARD 0
-#endif
-#if FLASHMOE_BACKWARD
-inline constexpr auto& kProgram = kBackward;
-#else
-inline constexpr auto& kProgram = kForward;
-#endif
+inline constexpr auto& kProgram = kBuild.backward ? kBackward : kForward;
 
 // ---- What is asked of the program, all of it at compile time --------------------------------------------------------
 
@@ -212,10 +205,7 @@ inline constexpr bool kIsBackward = kDifferentiating != 0;
 
 // Whether the build is of passes that train among several ranks (on a GPU): rows of other ranks' tokens are then copied as
 // they come (actors/keeper.h), and a backward pass forms tiles in canonical order (protocol/arrivals.h).
-#ifndef FLASHMOE_GROUP
-#define FLASHMOE_GROUP 0
-#endif
-inline constexpr bool kTrainsInGroup = FLASHMOE_GROUP != 0;
+inline constexpr bool kTrainsInGroup = kBuild.trains() && kBuild.group;
 inline constexpr bool kInTurn = kTrainsInGroup && kIsBackward;
 
 consteval bool is_sound() {

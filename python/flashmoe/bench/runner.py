@@ -124,10 +124,14 @@ def kernels_of(suite: Suite, point: Point) -> list[jit.Variant]:
     shape = program("harness").SHAPES.get(sizes.get("shape"))
     of = {"dtype": sizes.get("dtype", "bfloat16"), "exact": sizes.get("exact", False)}
     of["activation"] = shape[4] if shape else sizes.get("activation", "swiglu")
-    return [
-        jit.Variant(**of, **each, group=point.ranks > 1 and not {"keeps", "backward"}.isdisjoint(each))
-        for each in suite.variants
-    ]
+    found = []
+    for each in suite.variants:
+        trains = not {"keeps", "backward"}.isdisjoint(each)
+        if point.ranks == 1 and not trains:
+            found += jit.variants_alone(**of, **each)
+        else:
+            found.append(jit.Variant(**of, **each, group=trains and point.ranks > 1))
+    return found
 
 
 def in_order(suites: list[Suite], machine: Machine, ranks: Iterable[int] = ()) -> list[tuple[Suite, Point]]:

@@ -29,7 +29,9 @@ class Bench:
     """The ranks of a group, a GPU each, which stay from one measurement to the next. A context manager."""
 
     def __init__(self, setting: Setting, activation: str) -> None:
-        jit.compile_kernel(jit.Variant(setting.dtype, activation))  # before ranks wait for one another
+        kernel = setting.dtype, activation
+        for each in jit.variants_alone(*kernel) if setting.ranks == 1 else [jit.Variant(*kernel)]:
+            jit.compile_kernel(each)  # before ranks wait for one another
         self._setting, self._activation = setting, activation
         self._pool = RankPool(setting.ranks)
 

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from ..errors import InvalidArgument
-from ..jit import TRANSPOSED, Compiled, Variant, compile_kernel
+from ..jit import TRANSPOSED, Compiled, Variant, compile_kernel, variants_alone
 from ..spec import ACTIVATIONS, DTYPES
 from . import options
 from .console import console
@@ -25,8 +25,9 @@ def command(
 ) -> int:
     """Compile CUDA kernels into the cache, so that no call has to wait for it.
 
-    Needs nvcc but no GPU. The first call of a dtype and activation compiles its kernel where this has not been done;
-    the cache is $FLASHMOE_CACHE, $XDG_CACHE_HOME/flashmoe or ~/.cache/flashmoe.
+    Needs nvcc but no GPU. The first call of a dtype and activation compiles its two kernels, for any number of tokens
+    and for a few, where this has not been done; the cache is $FLASHMOE_CACHE, $XDG_CACHE_HOME/flashmoe or
+    ~/.cache/flashmoe.
     """
     for name, value, known in (("dtype", dtype, DTYPES), ("activation", activation, ACTIVATIONS)):
         if value not in known:
@@ -38,14 +39,14 @@ def command(
     wanted = product(DTYPES, ACTIVATIONS) if all_ else [(dtype, activation)]
     rows: list[tuple[Variant, Compiled]] = []
     for each_dtype, each_activation in wanted:
-        variant = Variant(
+        variants = variants_alone(
             each_dtype,
             each_activation,
-            trace,
+            trace=trace,
             exact=exact and each_dtype == "float32",
             transposed=transposed and each_dtype in TRANSPOSED,
         )
-        rows.append((variant, compile_kernel(variant)))
+        rows += [(variant, compile_kernel(variant)) for variant in variants]
     _show(rows)
     return 0
 

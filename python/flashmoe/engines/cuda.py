@@ -428,29 +428,34 @@ class CudaEngine(Engine):
         if not _in_one_map(args.operands):
             return None
         library, described = _ffi.library(), layer.to_map()
-        variant = jit.Variant(
-            layer.y_type,
-            layer.activation,
-            trace=bool(trace),
-            exact=layer.exact and layer.x_type == "float32",
-            rdma=self.rdma,
-            transposed=layer.transposed,
-            quantised=layer.quantised,
-            mxfp4=layer.weight_type == MXFP4,
-            keeps=pass_ == _FORWARD,
-            backward=pass_ == _BACKWARD,
-            group=pass_ != _INFERENCE and self.room.ranks != 1,
-            on_input=pass_ != _INFERENCE and layer.weights_on_input,
-            sliced=pass_ != _INFERENCE and (layer.shared != 0 or layer.slices != 1),
-            machines=self.spread,
-            few_group=pass_ == _INFERENCE and library.cuda_few_in_group(self.checked_handle(), described),
-        )
+        handle = self.checked_handle()
+        general, few, group = library.cuda_kernels_of(handle, described, pass_)
+        build: dict[str, Any] = {
+            "dtype": layer.y_type,
+            "activation": layer.activation,
+            "trace": bool(trace),
+            "exact": layer.exact and layer.x_type == "float32",
+            "rdma": self.rdma,
+            "transposed": layer.transposed,
+            "quantised": layer.quantised,
+            "mxfp4": layer.weight_type == MXFP4,
+            "keeps": pass_ == _FORWARD,
+            "backward": pass_ == _BACKWARD,
+            "group": bool(group),
+            "on_input": pass_ != _INFERENCE and layer.weights_on_input,
+            "sliced": pass_ != _INFERENCE and (layer.shared != 0 or layer.slices != 1),
+            "machines": self.spread,
+        }
+        needed = [is_few for is_few, needs in ((False, general), (True, few)) if needs]
+        found = self._kernels([jit.Variant(**build, few=is_few) for is_few in needed])
+        cubins = dict(zip(needed, map(str, found), strict=True))
         number = library.cuda_add_layer(
-            self.checked_handle(),
+            handle,
             described,
             placements.flat(args.placement),
             addresses,
-            str(self._kernel(variant)),
+            cubins.get(False, ""),
+            cubins.get(True, ""),
             bool(trace),
             pass_,
             pass_ != _INFERENCE and redispatches(self.room, options),
@@ -464,12 +469,12 @@ class CudaEngine(Engine):
 
         return Prepared(number, layer, owners, experts, ELEMENT_BYTES[layer.x_type], getattr(torch, layer.y_type))
 
-    def _kernel(self, variant: jit.Variant) -> Path:
-        """Where the kernel is, compiled if need be, for which the other ranks wait: as long as a compiler may take."""
+    def _kernels(self, variants: list[jit.Variant]) -> list[Path]:
+        """Where they are, compiled if need be, for which the other ranks wait: as long as a compiler may take."""
         if self.room.ranks == 1 or self.rdma:  # whose progress others do not see
-            return jit.kernel(variant)
+            return jit.kernels(variants)
         with beating(partial(_ffi.library().cuda_beat, self.checked_handle()), self._timeout_ns):
-            return jit.kernel(variant)
+            return jit.kernels(variants)
 
     def _rows(self, x: Any, layer: Prepared) -> tuple[int, int]:
         """Address of x's first row, and bytes from one to the next. Its type, width and device are checked."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FlashMoEError
-from ...jit import FLAGS, Variant, compile_kernel, find_nvcc, source_root
+from ...jit import FLAGS, Variant, compile_kernel, entry_of, find_nvcc, source_root
 from .. import counters
 from ..plan import Machine, Point, Suite
 from ..run import Run
@@ -55,12 +55,10 @@ def lines() -> int:
 
 def compiled(dtype: str, cubin: Path) -> tuple[str, float]:
     """What ptxas says of the kernel for SwiGLU, and the seconds that it took."""
-    root = source_root()
-    command = [str(find_nvcc()), *Variant(dtype).flags, "-Xptxas", "-v", f"-I{root / 'include'}", f"-I{root / 'csrc'}"]
+    root, variant = source_root(), Variant(dtype)
+    command = [str(find_nvcc()), *variant.flags, "-Xptxas", "-v", f"-I{root / 'include'}", f"-I{root / 'csrc'}"]
     start = time.monotonic()
-    done = subprocess.run(
-        [*command, str(root / "csrc" / "cuda" / "entry" / "moe.cu"), "-o", str(cubin)], capture_output=True, text=True
-    )
+    done = subprocess.run([*command, str(entry_of(root, variant)), "-o", str(cubin)], capture_output=True, text=True)
     if done.returncode != 0:
         raise FlashMoEError(f"nvcc: {done.stderr.strip().splitlines()[-1] if done.stderr else done.returncode}")
     return done.stderr, time.monotonic() - start

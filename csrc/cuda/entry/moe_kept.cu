@@ -1,0 +1,19 @@
+// The forward pass that keeps, among several ranks, and the two kernels behind it that count its rows and move them to what is
+// kept.
+#include "moe.cu"
+
+#include "flashmoe/gpu/kept_rows.cuh"
+
+static_assert(flashmoe::kBuild.keeps && flashmoe::kBuild.group);
+
+extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kMoveThreads)
+    flashmoe_count(const __grid_constant__ flashmoe::sm90::KernelArgs args,
+                   const __grid_constant__ flashmoe::gpu::CountedRows to) {
+  flashmoe::gpu::count_rows(args, to);
+}
+
+extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kMoveThreads)
+    flashmoe_move(const __grid_constant__ flashmoe::sm90::KernelArgs args,
+                  const __grid_constant__ flashmoe::gpu::MovedRows to) {
+  flashmoe::gpu::move_rows<flashmoe::sm90::Dtype>(args, to);
+}
