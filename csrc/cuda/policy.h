@@ -26,14 +26,14 @@ bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate);
 // gate's shared memory has room for.
 uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);
 
-// Whether the kernel of a few tokens takes the call (sm90/few.cuh), which computes the forward and nothing else, goes over
+// Whether the kernel of a few tokens takes the call (sm90/decode/alone.cuh), which computes the forward and nothing else, goes over
 // weights along K, and has room for 2048 choices, those of the shared expert's slices too. Its time is that of reading the
 // weights up to about 16 rows an expert. element_bytes: of y.
 bool is_few(const CallShape& shape, uint32_t element_bytes, bool transposed);
 // The most tokens of which it does, whatever the call's number is.
 uint32_t few_most(const CallShape& shape, uint32_t element_bytes, bool transposed);
 // Whether all calls of a layer in a context of so many ranks go through the kernel of a few tokens for a rank of a group
-// (sm90/few_group.cuh). No call's number of tokens says so, of which each rank has its own, but what all ranks have agreed on:
+// (sm90/decode/group.cuh). No call's number of tokens says so, of which each rank has its own, but what all ranks have agreed on:
 // with it a context is one of few tokens, or not.
 bool few_in_group(const Limits& limits, const LayerSpec& spec);
 // Of a call of few tokens, in how many parts GEMM1 sums the intermediate columns: the same for any number of tokens up to

@@ -63,7 +63,7 @@ typename Cluster<P>::Slot Cluster<P>::look_up(const Task& task) const {
   return s;
 }
 
-// The leading block's clerk (sm90/clerk.cuh, lead_tasks).
+// The leading block's clerk (sm90/roles/clerk.cuh, lead_tasks).
 template <class P>
 void Cluster<P>::lead() {
   World& world = World::of_lane();
@@ -135,7 +135,7 @@ Time Cluster<P>::send_results(Slot& s) {
   return sent;
 }
 
-// The other block's clerk (sm90/clerk.cuh, follow_tasks).
+// The other block's clerk (sm90/roles/clerk.cuh, follow_tasks).
 template <class P>
 void Cluster<P>::retire_tasks() {
   for (uint64_t n = 0;; ++n) {
@@ -150,7 +150,7 @@ void Cluster<P>::retire_tasks() {
   }
 }
 
-// The loader warp of a block that tasks on intermediate rows leave free (sm90/loaders.cuh, load_tasks). Where ranks are on several
+// The loader warp of a block that tasks on intermediate rows leave free (sm90/roles/loaders.cuh, load_tasks). Where ranks are on several
 // machines it has no registers left for sums.
 template <class P>
 void Cluster<P>::load(uint32_t b) {

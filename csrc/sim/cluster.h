@@ -1,6 +1,6 @@
 // Two thread blocks of a GPU that compute each task together: their clerks, loaders and consumers.
 //
-// Clerks, loaders and consumers are CUDA (sm90/clerk.cuh, loaders.cuh, consumers.cuh), written with its barriers and copy
+// Clerks, loaders and consumers are CUDA (sm90/roles/clerk.cuh, loaders.cuh, consumers.cuh), written with its barriers and copy
 // engines, and what they do between two actions of the protocol is this file's: when a clerk takes its next task, how long
 // its products take. The actions are the protocol's: tickets, waits, retirement, returns and late rows.
 //
@@ -26,9 +26,9 @@ class Cluster {
  private:
   // Of warps that join rows, as many at a time as on a GPU.
   using Joining = MappedPlatform<8>;
-  static constexpr uint32_t kSlots = 5;   // sm90/ring.cuh
-  static constexpr uint32_t kAhead = 10;  // sm90/clerk.cuh: stages that are left to begin when a task is taken
-  static constexpr uint32_t kStages = 4;  // sm90/pipeline.cuh: stages that loaders are ahead of consumers
+  static constexpr uint32_t kSlots = 5;   // sm90/roles/ring.cuh
+  static constexpr uint32_t kAhead = 10;  // sm90/roles/clerk.cuh: stages that are left to begin when a task is taken
+  static constexpr uint32_t kStages = 4;  // sm90/machine/pipeline.cuh: stages that loaders are ahead of consumers
 
   struct Slot {
     Task task;

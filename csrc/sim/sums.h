@@ -149,7 +149,7 @@ class SumEngine {
 // The engine of a Joiner.
 class JoinEngine {
  public:
-  static constexpr uint32_t kJoinedAtOnce = 6;  // sm90/join.cuh
+  static constexpr uint32_t kJoinedAtOnce = 6;  // sm90/roles/join.cuh
 
   // least: what a warp takes for its rows at least.
   JoinEngine(MemoryPort& memory, Time least) : memory_(memory), least_(least) {}

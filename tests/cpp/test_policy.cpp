@@ -142,7 +142,7 @@ void check_token_blocks() {
   for (const auto& e : expected) CHECK_EQ(cuda::token_block(e.tokens, e.experts, e.top_k, e.processors), e.block);
 }
 
-// Rows of few tokens with experts in FP8 lie in fp32 where tiles of rows in e4m3 have their place (sm90/few_block.cuh).
+// Rows of few tokens with experts in FP8 lie in fp32 where tiles of rows in e4m3 have their place (sm90/decode/block.cuh).
 void check_few_rows_fit() {
   uint32_t checked = 0;
   for (const uint32_t experts : {1u, 2u, 3u, 8u, 60u, 128u, 1024u}) {

@@ -1,4 +1,4 @@
-"""Calls of a few tokens, which a kernel of their own computes (include/flashmoe/sm90/few.cuh)."""
+"""Calls of a few tokens, which a kernel of their own computes (include/flashmoe/sm90/decode/alone.cuh)."""
 
 from __future__ import annotations
 

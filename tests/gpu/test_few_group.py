@@ -1,4 +1,4 @@
-"""Contexts of few tokens among several ranks, whose calls a kernel of their own computes (sm90/few_group.cuh)."""
+"""Contexts of few tokens among several ranks, whose calls a kernel of their own computes (sm90/decode/group.cuh)."""
 
 from __future__ import annotations
 

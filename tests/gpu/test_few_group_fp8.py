@@ -1,5 +1,5 @@
 """Contexts of few tokens among several ranks whose experts are in FP8, which a kernel of their own computes
-(sm90/few_group.cuh). Rows are the reference's, within the derived bound, and a token's are the same in all calls."""
+(sm90/decode/group.cuh). Rows are the reference's, within the derived bound, and a token's are the same in all calls."""
 
 from __future__ import annotations
 

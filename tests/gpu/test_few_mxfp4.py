@@ -1,4 +1,4 @@
-"""Calls of a few tokens with experts in MXFP4 (include/flashmoe/sm90/few.cuh); of more there is no kernel."""
+"""Calls of a few tokens with experts in MXFP4 (include/flashmoe/sm90/decode/alone.cuh); of more there is no kernel."""
 
 from __future__ import annotations
 

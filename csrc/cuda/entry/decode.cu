@@ -1,5 +1,5 @@
 // The kernel for a few tokens, one instance of it (spec/build.h), compiled on first use by python/flashmoe/jit.py.
-#include "flashmoe/sm90/few_group.cuh"
+#include "flashmoe/sm90/decode/group.cuh"
 #include "flashmoe/sm90/instance.cuh"
 
 #include "clock.cuh"

@@ -7,7 +7,8 @@
 static_assert(!flashmoe::kBuild.few);
 
 extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
-    __launch_bounds__(flashmoe::sm90::kThreads, 1) flashmoe_moe(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
+    __launch_bounds__(flashmoe::sm90::kThreads, 1)
+        flashmoe_moe(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
   using namespace flashmoe;
   extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
   auto& shared = *reinterpret_cast<sm90::Shared*>(memory + sm90::kSharedOffset);

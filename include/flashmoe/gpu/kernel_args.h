@@ -8,7 +8,7 @@ namespace flashmoe::gpu {
 
 inline constexpr uint32_t kMaxRanks = 32;  // of a group of GPUs: blocks have tables of them
 
-inline constexpr uint32_t kNoTile = ~0u;  // index of a task that is only rehearsed (sm90/look_up.cuh)
+inline constexpr uint32_t kNoTile = ~0u;  // index of a task that is only rehearsed (sm90/roles/look_up.cuh)
 
 // The fused kernel's block.
 inline constexpr uint32_t kWarps = 12;
@@ -130,7 +130,7 @@ struct BackwardArgs {
   uint8_t* gate_up_bias;  // likewise, of the biases
   uint8_t* down_bias;
   uint32_t accumulates;  // 1: these four are float32, and added to
-  // Of a router (gpu/router_backward.cuh, sm90/router_gradients.cuh), whose matrix is KernelArgs::router.
+  // Of a router (gpu/router_backward.cuh, sm90/gradients/router.cuh), whose matrix is KernelArgs::router.
   const float* logits;            // [T, E], as they were scored
   const float* of_logits;         // [T, E]: gradients of theirs that the caller has besides; may be null
   const double* weights_by_bias;  // [T, top_k]: what down_bias adds to the combine weights' gradients; may be null
@@ -245,11 +245,11 @@ struct KernelArgs {
   RouterRule rule;
   ClampedShape clamped;
   GatedRows gated, shared_gated;  // of gate_up and of shared_gate_up
-  uint32_t few_choices;           // of a token in sm90/few.cuh: its K experts, and the slices of the shared one
-  uint32_t few_parts;             // of the intermediate columns, that are tasks of their own in sm90/few.cuh
-  uint32_t weights_on_input;      // 1: a row's weight scales its products with gate_up, and not its result
-  HostFault* host_fault;          // in mapped host memory: written when the call failed, or a row of it is an error
-  uint8_t* trace;                 // [blocks] of kTraceBytesPerBlock; null: not traced
+  uint32_t few_choices;       // of a token in sm90/decode/alone.cuh: its K experts, and the slices of the shared one
+  uint32_t few_parts;         // of the intermediate columns, that are tasks of their own in sm90/decode/alone.cuh
+  uint32_t weights_on_input;  // 1: a row's weight scales its products with gate_up, and not its result
+  HostFault* host_fault;      // in mapped host memory: written when the call failed, or a row of it is an error
+  uint8_t* trace;             // [blocks] of kTraceBytesPerBlock; null: not traced
 
   // Of experts in e4m3. Their intermediate rows, each tile's by itself: 3D {I, 256, tiles}, box {128, 32, 1}.
   // In mxfp4: the matrices are bytes, of which a row has H / 2 or I / 2, and a box 128.

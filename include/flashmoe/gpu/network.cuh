@@ -44,49 +44,46 @@ namespace flashmoe::gpu {
 struct Puts {
   static constexpr bool kPeersMapped = false;
 
-// Sends `bytes` to the place `to` of a peer's heap. The source must not change before quiet(). All lanes of a warp, whose
-// earlier writes are sent.
-static __device__ __forceinline__ void put(void* to, const void* from, uint32_t bytes, uint32_t peer) {
+  // Sends `bytes` to the place `to` of a peer's heap. The source must not change before quiet(). All lanes of a warp, whose
+  // earlier writes are sent.
+  static __device__ __forceinline__ void put(void* to, const void* from, uint32_t bytes, uint32_t peer) {
 #if NVSHMEM_VENDOR_MINOR_VERSION < 8
-  nvshmemx_putmem_nbi_warp(to, from, bytes, static_cast<int>(peer));
+    nvshmemx_putmem_nbi_warp(to, from, bytes, static_cast<int>(peer));
 #else  // the public one looks for a region that batches puts, which is never open here, by a function that is not inlined
-  nvshmemi_put_nbi<char, NVSHMEMI_THREADGROUP_WARP>(static_cast<char*>(to), static_cast<const char*>(from), bytes,
-                                                    static_cast<int>(peer));
+    nvshmemi_put_nbi<char, NVSHMEMI_THREADGROUP_WARP>(static_cast<char*>(to), static_cast<const char*>(from), bytes,
+                                                      static_cast<int>(peer));
 #endif
-}
+  }
 
-// put(), then the signal. Earlier puts are ordered before both by fence(). All lanes.
-static __device__ __forceinline__ void put_signal(void* to, const void* from, uint32_t bytes, uint64_t* signal, uint64_t word,
-                                           uint32_t peer) {
-  nvshmemx_putmem_signal_nbi_warp(to, from, bytes, signal, word, NVSHMEM_SIGNAL_SET, static_cast<int>(peer));
-}
+  // put(), then the signal. Earlier puts are ordered before both by fence(). All lanes.
+  static __device__ __forceinline__ void put_signal(void* to, const void* from, uint32_t bytes, uint64_t* signal,
+                                                    uint64_t word, uint32_t peer) {
+    nvshmemx_putmem_signal_nbi_warp(to, from, bytes, signal, word, NVSHMEM_SIGNAL_SET, static_cast<int>(peer));
+  }
 
-// Orders the warp's earlier puts before its later ones to the same peer. All lanes; one of them issued the puts to peers that
-// are not mapped, and it is that one's fence.
-static __device__ __forceinline__ void fence() {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) nvshmem_fence();
-  __syncwarp();
-}
+  // Orders the warp's earlier puts before its later ones to the same peer. All lanes; one of them issued the puts to peers that
+  // are not mapped, and it is that one's fence.
+  static __device__ __forceinline__ void fence() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) nvshmem_fence();
+    __syncwarp();
+  }
 
-// Returns when the warp's earlier puts have arrived. All lanes.
-static __device__ __forceinline__ void quiet() {
-  __syncwarp();
-  nvshmemi_quiet<NVSHMEMI_THREADGROUP_WARP>();
-}
+  // Returns when the warp's earlier puts have arrived. All lanes.
+  static __device__ __forceinline__ void quiet() {
+    __syncwarp();
+    nvshmemi_quiet<NVSHMEMI_THREADGROUP_WARP>();
+  }
 
-// Sets a word of a peer, after puts of any warp that has been through quiet() and of which this lane knows. One lane.
-static __device__ __forceinline__ void signal(uint64_t* to, uint64_t word, uint32_t peer) {
-  __threadfence_system();
-  nvshmemx_signal_op(to, word, NVSHMEM_SIGNAL_SET, static_cast<int>(peer));
-}
+  // Sets a word of a peer, after puts of any warp that has been through quiet() and of which this lane knows. One lane.
+  static __device__ __forceinline__ void signal(uint64_t* to, uint64_t word, uint32_t peer) {
+    __threadfence_system();
+    nvshmemx_signal_op(to, word, NVSHMEM_SIGNAL_SET, static_cast<int>(peer));
+  }
 
-// After a peer's signal was seen here: makes what was put before it visible, where a transport needs help with that. (As
-// nvshmem_signal_wait_until does once its wait is over.) Any lane.
-static __device__ __forceinline__ void settle() {
-  nvshmemi_transfer_syncapi_update_mem();
-}
-
+  // After a peer's signal was seen here: makes what was put before it visible, where a transport needs help with that. (As
+  // nvshmem_signal_wait_until does once its wait is over.) Any lane.
+  static __device__ __forceinline__ void settle() { nvshmemi_transfer_syncapi_update_mem(); }
 };
 
 }  // namespace flashmoe::gpu

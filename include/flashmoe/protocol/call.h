@@ -262,7 +262,7 @@ struct Call {
   FLASHMOE_HD uint64_t* logit(uint32_t token, uint32_t expert) const {
     return workspace<uint64_t>(WorkField::kLogits, token, expert);
   }
-  // Of a call of few tokens (sm90/few.cuh).
+  // Of a call of few tokens (sm90/decode/alone.cuh).
   FLASHMOE_HD FewChoice* few_chosen(uint32_t token, uint32_t k) const {
     return reinterpret_cast<FewChoice*>(logit(token, align_up(shape.routed_experts(), 2u))) + k;
   }

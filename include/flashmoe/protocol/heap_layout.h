@@ -15,7 +15,7 @@ namespace flashmoe {
 
 inline constexpr uint32_t kMinTokenBlock = 8;
 inline constexpr uint32_t kMaxTokenBlock = 128;
-// At most so many tokens, on a rank that is alone, go through a kernel of their own (GPU: sm90/few.cuh).
+// At most so many tokens, on a rank that is alone, go through a kernel of their own (GPU: sm90/decode/alone.cuh).
 inline constexpr uint32_t kFewTokens = 256;
 // The most choices that they have there, those of the shared expert's slices too.
 inline constexpr uint32_t kFewChoices = 2048;
@@ -106,7 +106,7 @@ struct Limits {
     return ranks * rows_of_rank() + uint64_t{max_tokens} * shared_experts(shared);
   }
   // Whether a rank of a group has room, in a thread block, for all that ever comes to it in a call: then calls may go through
-  // a kernel of their own, whatever the others' numbers of tokens (sm90/few_group.cuh). The same on all ranks.
+  // a kernel of their own, whatever the others' numbers of tokens (sm90/decode/group.cuh). The same on all ranks.
   FLASHMOE_HD constexpr bool few_in_group() const {
     const uint64_t packets = uint64_t{ranks} * max_blocks();
     return ranks > 1 && rdma == 0 && max_tokens <= kFewTokens &&

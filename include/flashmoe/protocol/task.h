@@ -7,7 +7,7 @@
 namespace flashmoe {
 
 // A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
-//   index   the tile (TileIndex); or, behind the stop of a backward pass, a group of weights (sm90/weight_gradients.cuh)
+//   index   the tile (TileIndex); or, behind the stop of a backward pass, a group of weights (sm90/gradients/weights.cuh)
 //   column  the block of columns
 // In the ready list the word says what has become ready: tile `index` for a product (column: see
 // ReadyTile); or, of kind kFormed, that `column` more local experts have all their tiles, which are `index` in all.

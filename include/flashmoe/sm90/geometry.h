@@ -106,7 +106,7 @@ FLASHMOE_HD constexpr uint32_t least_blocks(uint32_t ranks, uint32_t local_exper
   return ceil_div(service, kClusterBlocks) * kClusterBlocks;
 }
 
-// The kernel of a few tokens (sm90/few.cuh).
+// The kernel of a few tokens (sm90/decode/alone.cuh).
 FLASHMOE_HD constexpr uint32_t few_warps(bool scales) {  // of a thread block; scales: whether weights have some
   return scales ? 13 : 12;
 }

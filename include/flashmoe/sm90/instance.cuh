@@ -26,7 +26,8 @@ struct DtypeOf<DType::kFloat16> {
 };
 
 using Plain = DtypeOf<kBuild.dtype>::Type;
-using Dtype = std::conditional_t<kBuild.quantised, Quantised<Plain>, std::conditional_t<kBuild.mxfp4, MxFp4<Plain>, Plain>>;
+using Dtype =
+    std::conditional_t<kBuild.quantised, Quantised<Plain>, std::conditional_t<kBuild.mxfp4, MxFp4<Plain>, Plain>>;
 inline constexpr Activation kActivation = kBuild.activation;
 // Of matrices as they are multiplied: a backward pass contracts over the other axis.
 inline constexpr bool kTransposed = kBuild.transposed != kIsBackward;

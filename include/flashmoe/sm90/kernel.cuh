@@ -11,22 +11,22 @@
 //     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
 //                         sender (actors/put_sender.h), or where several ranks train keeper (actors/keeper.h), or where
 //                         ranks are on several machines relay (actors/relay.h)
-//   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/send.cuh).
+//   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/roles/send.cuh).
 //   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
 //   (actors/returner.h, joiner.h), so that at the end all warps do. (In a backward pass with a router the last warp of each
-//   block, and behind the experts' tasks the consumers: router_gradients.cuh.)
+//   block, and behind the experts' tasks the consumers: gradients/router.cuh.)
 //   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
 //   instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
 //
 // Pipelines, with the arrivals that a phase of their barriers takes
-//   stages  4 x 48 KiB: full 1 + 64 and both copy engines' bytes, empty 2 x 2                       (pipeline.cuh)
+//   stages  4 x 48 KiB: full 1 + 64 and both copy engines' bytes, empty 2 x 2                       (machine/pipeline.cuh)
 //   gate    the same memory, before the roles, in 4 to 8 stages: full 1 + 64 and the copy engine's bytes, empty 2
 //           (without tensor cores each thread arrives at an empty barrier: x 128, here and above; of fragments each warp: x 4)
 //   rows    the same memory, between gate and roles, of blocks that send: 16 KiB a warp, two buffers in turn, each full
-//           4 and the copy engine's bytes; the lane that stored from a buffer waits before it loads into it (send.cuh)
-//   scales  beside the stages, where rows are quantised (stage_scales.cuh); each warp arrives at an empty barrier: x 4
+//           4 and the copy engine's bytes; the lane that stored from a buffer waits before it loads into it (roles/send.cuh)
+//   scales  beside the stages, where rows are quantised (machine/stage_scales.cuh); each warp arrives at an empty barrier: x 4
 //   tasks   5 slots, 4 where rows are quantised: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers,
-//           loaders), in the follower one more (leading clerk), stored 256 (consumers), free 1 (following clerk)  (ring.cuh)
+//           loaders), in the follower one more (leading clerk), stored 256 (consumers), free 1 (following clerk)  (roles/ring.cuh)
 //   named barriers: 0 block, 1 and 2 one consumer warpgroup each, 3 the 11 dispatching warps, 4 loaders,
 //     5 both consumer warpgroups, where they have halves of quantised rows
 //
@@ -37,14 +37,14 @@
 #pragma once
 
 #include "flashmoe/gpu/leave.cuh"
-#include "flashmoe/sm90/bias_gradients.cuh"
-#include "flashmoe/sm90/clerk.cuh"
-#include "flashmoe/sm90/consumers.cuh"
-#include "flashmoe/sm90/dispatch.cuh"
-#include "flashmoe/sm90/loaders.cuh"
-#include "flashmoe/sm90/passing_on.cuh"
-#include "flashmoe/sm90/puts.cuh"
-#include "flashmoe/sm90/send.cuh"
+#include "flashmoe/sm90/gradients/biases.cuh"
+#include "flashmoe/sm90/roles/clerk.cuh"
+#include "flashmoe/sm90/roles/consumers.cuh"
+#include "flashmoe/sm90/roles/dispatch.cuh"
+#include "flashmoe/sm90/roles/loaders.cuh"
+#include "flashmoe/sm90/roles/passing_on.cuh"
+#include "flashmoe/sm90/roles/puts.cuh"
+#include "flashmoe/sm90/roles/send.cuh"
 
 namespace flashmoe::sm90 {
 

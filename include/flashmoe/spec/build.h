@@ -25,20 +25,20 @@ namespace flashmoe {
 //   racecheck    each thread releases what it has read itself, also where a barrier of the warp or of the warpgroup is behind
 //                all of their loads and one thread says so, relaxed. The tool takes no arrival for other threads' reads, and
 //                nothing relaxed for an order
-#define FLASHMOE_BUILD_OPTIONS(ROW)     \
-  ROW(trace, FLASHMOE_TRACE)            \
-  ROW(exact, FLASHMOE_EXACT)            \
-  ROW(rdma, FLASHMOE_RDMA)              \
-  ROW(transposed, FLASHMOE_TRANSPOSED)  \
-  ROW(quantised, FLASHMOE_QUANTISED)    \
-  ROW(mxfp4, FLASHMOE_MXFP4)            \
-  ROW(keeps, FLASHMOE_KEEPS)            \
-  ROW(backward, FLASHMOE_BACKWARD)      \
-  ROW(group, FLASHMOE_GROUP)            \
-  ROW(on_input, FLASHMOE_ON_INPUT)      \
-  ROW(sliced, FLASHMOE_SLICED)          \
-  ROW(machines, FLASHMOE_MACHINES)      \
-  ROW(few, FLASHMOE_FEW)                \
+#define FLASHMOE_BUILD_OPTIONS(ROW)    \
+  ROW(trace, FLASHMOE_TRACE)           \
+  ROW(exact, FLASHMOE_EXACT)           \
+  ROW(rdma, FLASHMOE_RDMA)             \
+  ROW(transposed, FLASHMOE_TRANSPOSED) \
+  ROW(quantised, FLASHMOE_QUANTISED)   \
+  ROW(mxfp4, FLASHMOE_MXFP4)           \
+  ROW(keeps, FLASHMOE_KEEPS)           \
+  ROW(backward, FLASHMOE_BACKWARD)     \
+  ROW(group, FLASHMOE_GROUP)           \
+  ROW(on_input, FLASHMOE_ON_INPUT)     \
+  ROW(sliced, FLASHMOE_SLICED)         \
+  ROW(machines, FLASHMOE_MACHINES)     \
+  ROW(few, FLASHMOE_FEW)               \
   ROW(racecheck, FLASHMOE_RACECHECK)
 
 #ifndef FLASHMOE_DTYPE

@@ -49,7 +49,7 @@ namespace flashmoe {
 //   kEpilogue   part of its product, from accumulators to memory
 //   kForm       a former, until all packets have become tiles
 //   kSend       a block's sending of rows to other ranks, shares of which are kDispatch
-//   kRehearse   a task without rows (sm90/look_up.cuh)
+//   kRehearse   a task without rows (sm90/roles/look_up.cuh)
 //   kGradients  a backward pass's products over rows of experts
 //   kReturn     what follows a warp's role: sums, and waits for what they need
 #define FLASHMOE_PHASES(ROW)   \

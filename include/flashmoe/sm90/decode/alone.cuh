@@ -1,0 +1,131 @@
+// The layer of a few tokens (kFewTokens at most) on a rank that is alone: one cooperative launch, one block per SM, 12 warps
+// a block, or 13 where weights have scales.
+//
+// Such a call takes the time to read its experts' weights once, plus every round trip to memory before and between.
+// Through the actors of sm90/kernel.cuh these are a chain of some twenty, for tiles of a few rows that are handed out by
+// one scheduler. Here each block works out for itself which experts have which rows, and takes tasks by itself; weights are
+// on their way from the moment the experts are known to the end, 112 KiB a multiprocessor, whatever their rows wait for.
+//
+//   gate    eight experts and some tokens are a job of a block, whose warps have parts of H (sm90/decode/routing.cuh)
+//   choose  every block for itself, or, where tokens are many, each for some tokens; and all pass them on
+//   then, by a block's warps (sm90/decode/tasks.cuh, sm90/decode/gemms.cuh):
+//   0-7     consumers: GEMM0's tasks, then GEMM1's; intermediate and weighted rows to device memory
+//   8       takes tasks, and loads their weights (one thread)
+//   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored. In FP8 9 to 11, which quantise them
+//           (decode/rows_quantised.cuh)
+//   10, 11  in mxfp4: load the scales of the weights (decode/scales_mxfp4.cuh); consumers meet in named barrier 1, once
+//   10      or 12 where weights have scales: tells all blocks of rows that the consumers have stored (one thread)
+//   and when all blocks have met, all warps sum the rows of each token. No return, no combine.
+//
+// Bits: a token's row is the same in every call of up to kFewExactTokens tokens, whatever the others are: products are summed
+// in several sums side by side, and of few rows' long ones parts are tasks of their own. In calls of more tokens they are
+// summed along K in steps of 16 as in the general kernel, and have its bits; but for quantised weights, see docs/fp8.md and
+// docs/mxfp4.md.
+//
+// Waits: for logits, choices, a unit's rows and at the meeting, all bounded (wait_until). The protocol's queues and signals
+// are left alone.
+#pragma once
+
+#include "flashmoe/gpu/leave.cuh"
+#include "flashmoe/sm90/decode/gemms.cuh"
+#include "flashmoe/sm90/decode/routing.cuh"
+#include "flashmoe/sm90/decode/rows_quantised.cuh"
+#include "flashmoe/sm90/decode/scales_mxfp4.cuh"
+
+namespace flashmoe::sm90 {
+namespace few {
+
+// Whether the block has some of what is done when all have met.
+template <class Dtype>
+__device__ __forceinline__ bool is_among_last(const Block& b) {
+  const uint32_t tokens = b.c.shape.tokens, sums = b.c.shape.hidden * Dtype::kBytes / 16 * tokens;
+  return blockIdx.x * P::kLanes < sums || blockIdx.x < tokens || blockIdx.x * kFewThreads < b.routing.units;
+}
+
+// All blocks meet: what they stored before, those that are among the last may load after. The others do not wait. False if
+// the call is over.
+__device__ __forceinline__ bool meet(const Block& b, bool waits) {
+  __syncthreads();
+  if (b.warp() == 0) {
+    uint64_t* const met = &b.c.control()->met.value;
+    if (P::lane() == 0) P::add_release(met, uint64_t{1});
+    auto all_here = [&] {
+      return P::ballot(P::load_acquire(met, kDevice) != gridDim.x) == 0 ? Step::kDone : Step::kIdle;
+    };
+    if (waits) wait_for_blocks(b, all_here);
+  }
+  return all_well(b);
+}
+
+// The block's warps, each in its role, until there are no more tasks.
+template <class Dtype, Activation kActivation, class Trace>
+__device__ __forceinline__ void run_tasks(const Block& b, const Trace& trace) {
+  constexpr bool kGated = is_gated(kActivation);
+  if (b.warp() < kFewConsumers) {
+    if constexpr (kMxFp4<Dtype>) PairTable::fill<typename Factors<Dtype>::Type>(b);
+    consume_tasks<Dtype, kActivation>(b, trace);
+  } else if (b.warp() == kFewConsumers) {
+    if (P::lane() == 0) load_weights<Dtype, kGated>(b);
+  } else if (b.warp() == kFewTeller) {
+    if (P::lane() == 0) tell_of_stored(b);
+  } else if constexpr (kQuantised<Dtype>) {
+    load_quantised_rows<Dtype, kGated>(b, b.warp() - kFewConsumers - 1);
+  } else if (b.warp() == kFewConsumers + 1) {
+    load_rows<Dtype, kGated>(b);
+  } else if constexpr (kMxFp4<Dtype>) {
+    load_scales<Dtype, kGated>(b, b.warp() - kFewConsumers - 2);
+  }
+}
+
+template <class Dtype, Activation kActivation, class Trace>
+__device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
+  run_tasks<Dtype, kActivation>(b, trace);
+  trace.begin(1);
+  const bool ok = meet(b, is_among_last<Dtype>(b));
+  if (!ok) return;
+  trace.begin();
+  sum_rows<Dtype>(b);
+  report_routing(b);
+  // Nobody reads them any more.
+  for (uint32_t u = blockIdx.x * kFewThreads + threadIdx.x; u < b.routing.units; u += gridDim.x * kFewThreads) {
+    *b.c.few_done(u) = 0;
+  }
+  trace.end(Phase::kCombine, blockIdx.x, 0);
+  trace.end(Phase::kReturn, blockIdx.x, 0, 1);
+}
+
+}  // namespace few
+
+template <class Dtype, Activation kActivation, bool kTrace>
+__device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
+  const few::Block b{args, args.call, s, s.routing, Platform::load_relaxed(&args.call.control()->calls.value) + 1};
+  const Tracer<kTrace, kFewThreads> trace{args, s.trace_events, s.trace_starts};
+  if (threadIdx.x == 0) {
+    s.failed = s.wrong = 0;
+    s.trace_events = 0;
+    prefetch_map(&args.gate_up);
+    prefetch_map(&args.down);
+  }
+  __syncthreads();
+  trace.begin();
+  if (args.topk_ids == nullptr) few::compute_logits<typename Scores<Dtype>::Type>(b);
+  trace.end(Phase::kGate, blockIdx.x, 0);
+  // An earlier call failed, see leave(). Not before: the answer comes while the logits are computed.
+  if (b.epoch == 0) return;
+  // By a thread that has the least to do, while logits come: the next to need it is behind the routing's meetings.
+  if (threadIdx.x == kFewThreads - 1) few::init_pipeline(s.pipeline);
+  const bool ok = few::route<Dtype>(b);
+  trace.end(Phase::kDispatch, blockIdx.x, 0);
+  if (ok) few::run_gemms<Dtype, kActivation>(b, trace);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  trace.finish();
+  if (s.failed != 0 && s.fault.kind != FaultKind::kNone) {
+    s.call = b.c;
+    s.call.epoch = b.epoch;
+    post_fault<Platform>(s.call, s.fault);
+  }
+  leave<true>(args, b.c, b.epoch);
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,290 @@
+// The consumers of the kernel for a few tokens (sm90/decode/alone.cuh): products, activations, weighted rows, and sums over k.
+#pragma once
+
+#include "flashmoe/gpu/activate.cuh"
+#include "flashmoe/protocol/packet.h"
+#include "flashmoe/sm90/decode/products_mxfp4.cuh"
+#include "flashmoe/sm90/decode/products_quantised.cuh"
+#include "flashmoe/sm90/decode/scales.cuh"
+#include "flashmoe/sm90/decode/tasks.cuh"
+
+namespace flashmoe::sm90::few {
+
+// Two neighbouring columns of a row.
+template <class Dtype>
+struct alignas(2 * Dtype::kBytes) Pair {
+  typename Dtype::Element low, high;
+};
+
+// kStages stages at once: while one's operands are on their way from shared memory, another's are multiplied, by
+// add(weights, rows), of which the second is where the stage's are.
+template <class Dtype, uint32_t kStages, class Add>
+__device__ __forceinline__ void multiply_stages(const Block& b, StageSlot& at, Add&& add) {
+  FewPipeline& p = b.s.pipeline;
+  const uint32_t feature = b.warp() * kBlocks * kProductRows;
+  StageWeights<Dtype> weights[kStages];
+  uint32_t from[kStages];
+  StageSlot next = at;
+#pragma unroll
+  for (uint32_t s = 0; s < kStages; ++s, next.advance()) {
+    wait(barrier_of(p.weights_full, next), next.parity);
+    weights[s].load(shared_address(b.s.weights[next.at]), feature);
+    wait(barrier_of(p.rows_full, next), next.parity);
+    from[s] = shared_address(b.s.rows[next.at]);
+  }
+#pragma unroll
+  for (uint32_t s = 0; s < kStages; ++s) add(weights[s], from[s]);
+  P::sync();
+#pragma unroll
+  for (uint32_t s = 0; s < kStages; ++s, at.advance()) {
+    release(barrier_of(p.empty, at));
+  }
+}
+
+template <uint32_t kNumber>
+using Count = std::integral_constant<uint32_t, kNumber>;
+
+// A task's stages, so many at a time as Count says.
+template <class Dtype>
+__device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, StageSlot& at,
+                                         Sums<Dtype>& sums) {
+  auto all_stages = [&]<uint32_t kAtOnce>(Count<kAtOnce>, auto&& add) {
+#pragma unroll 1
+    for (; stages >= kAtOnce; stages -= kAtOnce) multiply_stages<Dtype, kAtOnce>(b, at, add);
+    if (kAtOnce > 1 && stages != 0) multiply_stages<Dtype, 1>(b, at, add);
+  };
+  if constexpr (kMxFp4<Dtype>) {
+    const PairTable pairs{b};
+    with_arrangement<Dtype>(rows, b.in_parts(), [&](auto arrangement) {
+      // A stage has four times as much K: two at once take 1 to 4 % longer.
+      all_stages(Count<1>{}, [&](const auto& w, uint32_t from) { w.multiply(from, pairs, arrangement, sums); });
+    });
+  } else if constexpr (kQuantised<Dtype>) {
+    with_arrangement<Dtype>(rows, false, [&](auto arrangement) {
+      // Of many rows two stages have no registers.
+      using AtOnce = Count<(decltype(arrangement)::kEights <= 2 ? 2 : 1)>;
+      all_stages(AtOnce{}, [&](const auto& w, uint32_t from) { w.multiply(from, arrangement, sums); });
+    });
+  } else {
+    all_stages(Count<2>{}, [&](const auto& w, uint32_t from) { w.multiply(from, rows, b.in_parts(), sums); });
+  }
+  if constexpr (Dtype::kBytes == 2 && !kQuantised<Dtype>) {
+    if (b.in_parts()) sums.join();
+  }
+}
+
+// What is added to a lane's sums of a task: to two neighbouring columns in both blocks.
+template <class Dtype, bool kGated>
+struct TaskBiases {
+  float of[kBlocks][2];
+
+  __device__ __forceinline__ void load(const Block& b, const Task& task, uint32_t expert, uint32_t column) {
+    const bool halves = kGated && task.product == 0;
+    const uint32_t columns = task.product == 0 ? b.c.shape.intermediate : b.c.shape.hidden;
+    const void* const all = task.product == 0 ? b.args.gate_up_bias : b.args.down_bias;
+    const GatedRows gated = b.is_shared(expert) ? b.args.shared_gated : b.args.gated;
+    const uint32_t first = expert * columns * (halves ? 2 : 1);
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (uint32_t j = 0; j < 2; ++j) {
+        const uint32_t at = column + j + (halves ? 0 : i * kProductRows);
+        of[i][j] = bias_at<Dtype>(all, first + (halves ? at * gated.step + i * gated.up : at), at < columns);
+      }
+    }
+  }
+};
+
+// ---- GEMM0: intermediate rows ---------------------------------------------------------------------------------------
+
+// A block's two sums of a row: gates and ups are different blocks, else blocks are of different columns.
+template <class Dtype, Activation kActivation, class Biases>
+__device__ __forceinline__ void store_intermediate(const Block& b, const Biases& biases, uint32_t column, uint32_t row,
+                                                   const float (&sums)[kBlocks][2]) {
+  const float scale = b.args.weights_on_input != 0 ? b.routing.weights[b.routing.choice[row]] : 1.0f;
+  using To = Inner<Dtype>;
+  auto* const to = reinterpret_cast<typename To::Element*>(b.inner_row<Dtype>(row));
+  auto biased = [&](uint32_t i, uint32_t j) { return __fmul_rn(sums[i][j], scale) + biases.of[i][j]; };
+  if constexpr (is_gated(kActivation)) {
+    if (column >= b.c.shape.intermediate) return;
+    float low = biased(0, 0), high = biased(0, 1);
+    const float low_up = biased(1, 0), high_up = biased(1, 1);
+    activate_pair<Dtype, kActivation>(low, high, b.args.clamped);
+    *reinterpret_cast<Pair<To>*>(to + column) = {To::narrow(low * shaped_up<kActivation>(low_up, b.args.clamped)),
+                                                 To::narrow(high * shaped_up<kActivation>(high_up, b.args.clamped))};
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
+      if (column >= b.c.shape.intermediate) return;
+      float low = biased(i, 0), high = biased(i, 1);
+      activate_pair<Dtype, kActivation>(low, high, b.args.clamped);
+      *reinterpret_cast<Pair<To>*>(to + column) = {To::narrow(low), To::narrow(high)};
+    }
+  }
+}
+
+// A warp has stored its columns of the task in this slot.
+__device__ __forceinline__ void announce_stored(const Block& b, const HandedSlot& slot) {
+  P::sync();
+  if (P::lane() == 0) arrive(barrier_of(b.s.pipeline.stored, slot));
+}
+
+// One thread: tells all blocks of each task of GEMM0 that is stored. A release waits until the L2 has all that was, 1.5 us where
+// memory is busy; who multiplies would keep its stages for so long.
+__device__ __forceinline__ void tell_of_stored(const Block& b) {
+  FewPipeline& p = b.s.pipeline;
+  for (HandedSlot slot;; slot.advance()) {
+    const Handed handed = handed_task(b, slot);
+    if (!handed.exists()) return;
+    // GEMM0's come first: so of all rounds of a slot that have these none is without.
+    if (const Task task = handed.task(); task.product == 0) {
+      wait(barrier_of(p.stored, slot), slot.parity);
+      P::add_release(b.c.few_done(task.unit), 1u);
+    }
+    arrive(barrier_of(p.task_empty, slot));
+  }
+}
+
+// ---- GEMM1: weighted rows -------------------------------------------------------------------------------------------
+
+template <class Dtype, class Biases>
+__device__ __forceinline__ void store_weighted(const Block& b, const Biases& biases, uint32_t column, uint32_t row,
+                                               const float (&sums)[kBlocks][2]) {
+  const float weight = b.args.weights_on_input != 0 ? 1.0f : b.routing.weights[b.routing.choice[row]];
+  auto* const to = reinterpret_cast<typename Dtype::Element*>(b.result_row(row));
+#pragma unroll
+  for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
+    if (column >= b.c.shape.hidden) return;
+    const float low = sums[i][0] + biases.of[i][0], high = sums[i][1] + biases.of[i][1];
+    *reinterpret_cast<Pair<Dtype>*>(to + column) = {Dtype::narrow(low * weight), Dtype::narrow(high * weight)};
+  }
+}
+
+// Sums of a part of the intermediate columns, as they are.
+__device__ __forceinline__ void store_part(const Block& b, uint32_t part, uint32_t column, uint32_t row,
+                                           const float (&sums)[kBlocks][2]) {
+  float* const to = b.c.few_part(part, b.routing.rows, row);
+#pragma unroll
+  for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
+    if (column < b.c.shape.hidden) *reinterpret_cast<float2*>(to + column) = {sums[i][0], sums[i][1]};
+  }
+}
+
+// The consumer warps, each its features of every task.
+template <class Dtype, Activation kActivation, class Trace>
+__device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
+  constexpr bool kGated = is_gated(kActivation);
+  using TheTasks = Tasks<Dtype, kGated>;
+  using TaskRowScales = std::conditional_t<kQuantised<Dtype>, RowScales<kGated>, NoRowScales>;
+  const TheTasks tasks{b};
+  HandedSlot handed;
+  StageSlot at;
+  trace.begin();
+  while (true) {
+    const HandedSlot slot = handed;
+    const Handed next = next_task(b, handed);
+    trace.end(Phase::kWait, blockIdx.x, 0);
+    if (!next.exists()) return;
+    const Task task = next.task();
+    const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
+    const uint32_t rows = b.routing.unit_rows[task.unit];
+    Sums<Dtype> sums;
+    const uint32_t features = task.product == 0 ? TheTasks::kFeatures : kBoxFeatures;
+    const uint32_t column = task.tile * features + b.warp() * (features / kFewConsumers) + sums.first_row();
+    const TaskRowScales scales{b, task, column};
+    // An expert's biases are as far away as its weights, so they come meanwhile. (Beside FP8 there are no registers for them.)
+    TaskBiases<Dtype, kGated> biases;
+    if constexpr (!kQuantised<Dtype>) biases.load(b, task, expert, column);
+    multiply<Dtype>(b, rows, next.stages().count, at, sums);
+    if constexpr (kQuantised<Dtype>) biases.load(b, task, expert, column);
+    sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
+      scales.scale(sum, [&](const auto& scaled) {
+        if (task.product == 0) {
+          store_intermediate<Dtype, kActivation>(b, biases, column, first + t, scaled);
+        } else if (tasks.parts(1) > 1) {
+          store_part(b, task.part, column, first + t, scaled);
+        } else {
+          store_weighted<Dtype>(b, biases, column, first + t, scaled);
+        }
+      });
+    });
+    if (task.product == 0) announce_stored(b, slot);
+    trace.end_product(task.product == 0 ? Product<kFirst>::kPhase : Product<kReturning>::kPhase, task.unit, task.tile,
+                      expert);
+  }
+}
+
+// ---- the sums over k ------------------------------------------------------------------------------------------------
+
+// Adds a token's row of this choice to 16 bytes of the output row, from its parts: what store_weighted does, in its order.
+template <class Dtype>
+__device__ __forceinline__ void add_parts(const Block& b, uint32_t choice, uint32_t chunk,
+                                          float (&sum)[16 / Dtype::kBytes]) {
+  constexpr uint32_t kElements = 16 / Dtype::kBytes;
+  const uint32_t row = b.routing.row[choice];
+  if (row == kDropped) return;
+  float of_row[kElements] = {};
+#pragma unroll 4
+  for (uint32_t part = 0; part < b.args.few_parts; ++part) {
+    const auto* const from = reinterpret_cast<const uint8_t*>(b.c.few_part(part, b.routing.rows, row));
+#pragma unroll
+    for (uint32_t j = 0; j < kElements / 4; ++j) {
+      const uint4 piece = load_once(from + (chunk * (kElements / 4) + j) * 16);
+      of_row[4 * j] += __uint_as_float(piece.x);
+      of_row[4 * j + 1] += __uint_as_float(piece.y);
+      of_row[4 * j + 2] += __uint_as_float(piece.z);
+      of_row[4 * j + 3] += __uint_as_float(piece.w);
+    }
+  }
+  const float weight = b.args.weights_on_input != 0 ? 1.0f : b.routing.weights[choice];
+  const uint32_t bias = static_cast<uint32_t>(b.routing.ids[choice]) * b.c.shape.hidden + chunk * kElements;
+#pragma unroll
+  for (uint32_t k = 0; k < kElements; ++k) {
+    sum[k] += Dtype::widen(Dtype::narrow((of_row[k] + bias_at<Dtype>(b.args.down_bias, bias + k, true)) * weight));
+  }
+}
+
+template <class Dtype>
+__device__ __forceinline__ void add_rows(const Block& b, uint32_t token, uint32_t chunk,
+                                         float (&sum)[16 / Dtype::kBytes]) {
+  constexpr uint32_t kAtOnce = 8;
+  const uint32_t n = b.args.few_choices;
+  const uint64_t pitch = b.c.few_row(1) - b.c.few_row(0);
+  const uint8_t* const rows = b.c.few_row(0) + chunk * 16;
+#pragma unroll 1
+  for (uint32_t p = token * n; p < (token + 1) * n; p += kAtOnce) {
+    uint4 pieces[kAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) {
+      const uint32_t row = p + k < (token + 1) * n ? b.routing.row[p + k] : kDropped;
+      pieces[k] = uint4{};
+      if (row != kDropped) pieces[k] = load_once(rows + row * pitch);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) Dtype::accumulate(sum, pieces[k]);
+  }
+}
+
+// All warps of all blocks, when all rows are stored: 16 bytes of an output row are a lane's job.
+template <class Dtype>
+__device__ __forceinline__ void sum_rows(const Block& b) {
+  constexpr uint32_t kElements = 16 / Dtype::kBytes;
+  const uint32_t chunks = b.c.shape.hidden / kElements, n = b.args.few_choices;
+  const uint32_t first = (blockIdx.x + gridDim.x * b.warp()) * P::kLanes + P::lane();
+  for (uint32_t i = first; i < chunks * b.c.shape.tokens; i += gridDim.x * kFewThreads) {
+    const uint32_t token = i / chunks, chunk = i % chunks;
+    float sum[kElements] = {};
+    if (b.routing.ids[token * n] == ExpertId::kBad) {
+      reinterpret_cast<uint4*>(b.args.out)[i] = filled_chunk<Dtype>(true);
+      continue;
+    }
+    if (b.args.few_parts == 1) {
+      add_rows<Dtype>(b, token, chunk, sum);
+    } else {
+      for (uint32_t p = token * n; p < (token + 1) * n; ++p) add_parts<Dtype>(b, p, chunk, sum);
+    }
+    reinterpret_cast<uint4*>(b.args.out)[i] = Dtype::round(sum);
+  }
+}
+
+}  // namespace flashmoe::sm90::few

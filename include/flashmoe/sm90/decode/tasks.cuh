@@ -1,0 +1,240 @@
+// The tasks of a call of few tokens, and the two warps of a block that load them.
+#pragma once
+
+#include "flashmoe/sm90/decode/block.cuh"
+#include "flashmoe/sm90/machine/tma.cuh"
+
+namespace flashmoe::sm90::few {
+
+// A task is 128 rows of a unit's weights, all along K: of GEMM0 64 gate rows and their up rows if there is a gate, of GEMM1
+// 128 columns of the output. GEMM0's tasks come first, so that a unit's are done, or nearly, when its rows of GEMM1 are
+// loaded. A block has one task from the start, and takes the next ones as it goes: memory serves some multiprocessors up to
+// a third faster than others.
+struct Task {
+  uint32_t product, unit, tile;
+  uint32_t part;  // of K
+
+  __device__ __forceinline__ uint32_t pack() const { return product << 31 | unit << 20 | part << 16 | tile; }
+  static __device__ __forceinline__ Task unpack(uint32_t word) {
+    return {word >> 31, word >> 20 & 0x7ffu, word & 0xffffu, word >> 16 & 0xfu};
+  }
+};
+inline constexpr uint32_t kNoTask = ~0u;
+static_assert(kFewUnits < 0x7ff && kMostFewParts <= 0xf);  // tiles: of 2^20 columns at most, 64 or more each
+
+// A task's k-blocks. (A row of 2^20 columns has 2^14.)
+struct Stages {
+  uint32_t first, count;
+};
+
+// What the warp that loads weights hands on: it alone divides.
+struct Handed {
+  uint32_t word, range;
+
+  __device__ __forceinline__ Handed(const Task& task, const Stages& stages)
+      : word(task.pack()), range(stages.first << 16 | stages.count) {}
+  explicit __device__ __forceinline__ Handed(uint64_t packed)
+      : word(static_cast<uint32_t>(packed)), range(static_cast<uint32_t>(packed >> 32)) {}
+  __device__ __forceinline__ uint64_t pack() const { return uint64_t{range} << 32 | word; }
+  __device__ __forceinline__ bool exists() const { return word != kNoTask; }
+  __device__ __forceinline__ Task task() const { return Task::unpack(word); }
+  __device__ __forceinline__ Stages stages() const { return {range >> 16, range & 0xffffu}; }
+};
+
+template <class Dtype, bool kGated>
+struct Tasks {
+  static constexpr uint32_t kFeatures = kBoxFeatures / (kGated ? 2 : 1);    // intermediate columns of a task
+  static constexpr uint32_t kElementBytes = Factors<Dtype>::Type::kBytes;   // of what is multiplied
+  static constexpr uint32_t kMapBytes = kMxFp4<Dtype> ? 1 : kElementBytes;  // of weights, as the copy engine knows them
+  static constexpr uint32_t kStageChunks = (kMxFp4<Dtype> ? 4 : 1) * kRowBytes / 16;  // of rows: of K a stage
+
+  const Block& b;
+
+  __device__ __forceinline__ uint32_t tiles(uint32_t product) const {
+    return product == 0 ? ceil_div(b.c.shape.intermediate, kFeatures) : ceil_div(b.c.shape.hidden, kBoxFeatures);
+  }
+  __device__ __forceinline__ uint32_t parts(uint32_t product) const {
+    return product == 0 || kBuild.group ? 1 : b.args.few_parts;
+  }
+  __device__ __forceinline__ uint32_t count() const { return b.routing.units * (tiles(0) + tiles(1) * parts(1)); }
+  __device__ __forceinline__ Task task(uint32_t i) const {
+    const uint32_t first = b.routing.units * tiles(0), product = i < first ? 0 : 1;
+    const uint32_t at = product == 0 ? i : i - first, n = tiles(product), of_unit = n * parts(product);
+    return {product, at / of_unit, at % n, at % of_unit / n};
+  }
+  // 16-byte chunks of a row along K, and stages.
+  __device__ __forceinline__ uint32_t chunks(uint32_t product) const {
+    return (product == 0 ? b.c.shape.hidden : b.c.shape.intermediate) * kElementBytes / 16;
+  }
+  __device__ __forceinline__ Stages stages(const Task& task) const {
+    const uint32_t all = ceil_div(chunks(task.product), kStageChunks), n = parts(task.product);
+    if (n == 1) return {0, all};
+    const uint32_t first = begin_of_part(all, task.part, n);
+    return {first, begin_of_part(all, task.part + 1, n) - first};
+  }
+  // Arrivals at a unit's word when all of its intermediate rows are stored.
+  __device__ __forceinline__ uint32_t arrivals() const { return tiles(0); }
+};
+
+// A place in a ring of so many slots.
+template <uint32_t kCount>
+struct Slot {
+  uint32_t at = 0, parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    at = at + 1 == kCount ? 0 : at + 1;
+    parity ^= at == 0;
+  }
+};
+using StageSlot = Slot<kFewStages>;
+using HandedSlot = Slot<kFewTasks>;
+template <uint32_t kCount>
+__device__ __forceinline__ uint32_t barrier_of(const uint64_t (&barriers)[kCount], const Slot<kCount>& slot) {
+  return shared_address(barriers + slot.at);
+}
+
+// Arrivals of a warp that has read what a barrier is to let others overwrite.
+inline constexpr uint32_t kWarpReleases = kBuild.racecheck ? P::kLanes : 1;
+
+// A warp has read what is behind the barrier.
+__device__ __forceinline__ void release(uint32_t barrier) {
+  if (kWarpReleases != 1 || P::lane() == 0) arrive(barrier);
+}
+
+// One thread, some synchronization of the block before its first task.
+__device__ __forceinline__ void init_pipeline(FewPipeline& p) {
+  for (uint32_t i = 0; i < kFewStages; ++i) {
+    barrier_init(shared_address(&p.weights_full[i]), 1 + kFewScaleLoaders * P::kLanes);
+    barrier_init(shared_address(&p.rows_full[i]), P::kLanes);
+    barrier_init(shared_address(&p.empty[i]), kFewConsumers * kWarpReleases);
+  }
+  for (uint32_t i = 0; i < kFewTasks; ++i) {
+    barrier_init(shared_address(&p.task_full[i]), 1);
+    barrier_init(shared_address(&p.stored[i]), kFewConsumers);
+    barrier_init(shared_address(&p.task_empty[i]),
+                 (kFewConsumers + kFewRowLoaders + kFewScaleLoaders) * kWarpReleases + 1);
+  }
+  fence_barrier_init();
+}
+
+// The task in this slot, once it is handed on.
+__device__ __forceinline__ Handed handed_task(const Block& b, const HandedSlot& slot) {
+  wait(barrier_of(b.s.pipeline.task_full, slot), slot.parity);
+  return Handed(*const_cast<volatile uint64_t*>(&b.s.pipeline.task[slot.at]));
+}
+// The next task that is handed on, none behind the last; leaves its slot. One warp.
+__device__ __forceinline__ Handed next_task(const Block& b, HandedSlot& slot) {
+  const Handed handed = handed_task(b, slot);
+  P::sync();
+  release(barrier_of(b.s.pipeline.task_empty, slot));
+  slot.advance();
+  return handed;
+}
+
+// ---- weights --------------------------------------------------------------------------------------------------------
+
+// Stages [begin, end) of the task's.
+template <class TheTasks>
+__device__ __forceinline__ void load_task_weights(const Block& b, const Task& task, const Stages& stages,
+                                                  uint32_t begin, uint32_t end, StageSlot& stage) {
+  FewPipeline& p = b.s.pipeline;
+  const uint32_t expert = b.routing.unit_expert[task.unit];
+  const bool shared = b.is_shared(expert);
+  const KernelArgs& a = b.args;
+  const TensorMap* const map =
+      task.product == 0 ? (shared ? &a.shared_gate_up : &a.gate_up) : (shared ? &a.shared_down : &a.down);
+  const uint32_t matrix = shared ? expert - b.c.shape.routed_experts() : expert;
+  const uint32_t group = task.tile * (task.product == 0 ? TheTasks::kFeatures : kBoxFeatures) / kProductRows;
+  for (uint32_t i = begin; i < end; ++i, stage.advance()) {
+    const uint32_t full = barrier_of(p.weights_full, stage);
+    wait(barrier_of(p.empty, stage), stage.parity ^ 1);
+    arrive_expect_tx(full, kBoxFeatures * kRowBytes);
+    tma_load(shared_address(b.s.weights[stage.at]), map, full, (stages.first + i) * kRowBytes / TheTasks::kMapBytes, 0,
+             0, group, matrix, kEvictFirst);
+  }
+}
+
+// One thread: takes tasks, hands them on and loads their weights, as far ahead as there are stages. It asks for the next task
+// before it loads the last stages, which the answer takes as long as to load; not before, since a block that has not loaded its
+// task should leave the next to another.
+template <class Dtype, bool kGated>
+__device__ __forceinline__ void load_weights(const Block& b) {
+  using TheTasks = Tasks<Dtype, kGated>;
+  constexpr uint32_t kLast = 4;  // stages
+  const TheTasks tasks{b};
+  FewPipeline& p = b.s.pipeline;
+  HandedSlot handed;
+  StageSlot stage;
+  for (uint32_t i = blockIdx.x;; handed.advance()) {
+    const bool exists = i < tasks.count();
+    const Task task = tasks.task(i);
+    const Stages stages = tasks.stages(task);
+    wait(barrier_of(p.task_empty, handed), handed.parity ^ 1);
+    p.task[handed.at] = exists ? Handed(task, stages).pack() : kNoTask;
+    arrive(barrier_of(p.task_full, handed));
+    if (!exists) return;
+    const uint32_t before = stages.count - min_of(stages.count, kLast);
+    load_task_weights<TheTasks>(b, task, stages, 0, before, stage);
+    i = gridDim.x + static_cast<uint32_t>(P::fetch_add(&b.c.control()->few_tasks.value, uint64_t{1}));
+    load_task_weights<TheTasks>(b, task, stages, before, stages.count, stage);
+  }
+}
+
+// ---- rows -----------------------------------------------------------------------------------------------------------
+
+// Until the unit's intermediate rows are stored. If the call is over, goes on: what is loaded then is of no account, and the
+// consumers wait for it.
+__device__ __forceinline__ void wait_for_unit(const Block& b, uint32_t unit, uint32_t arrivals) {
+  if (P::ballot(b.s.failed != 0) != 0) return;
+  const uint32_t* const done = b.c.few_done(unit);
+  wait_for_blocks(
+      b, [&] { return P::ballot(P::load_acquire(done, kDevice) != arrivals) == 0 ? Step::kDone : Step::kIdle; });
+}
+
+// One warp: the rows of every task, each as soon as it is there. A lane has every eighth chunk of every fourth row.
+template <class Dtype, bool kGated>
+__device__ __forceinline__ void load_rows(const Block& b) {
+  using TheTasks = Tasks<Dtype, kGated>;
+  constexpr uint32_t kRowsApart = 4, kMost = kUnitRows<Dtype> / kRowsApart, kEights = TheTasks::kStageChunks / 8;
+  const TheTasks tasks{b};
+  FewPipeline& p = b.s.pipeline;
+  const uint32_t first = P::lane() / 8, chunk = P::lane() % 8;
+  const uint64_t pitch = b.c.intermediate_row(0, 1) - b.c.intermediate_row(0, 0);
+  HandedSlot handed;
+  StageSlot stage;
+  while (true) {
+    const Handed next = next_task(b, handed);
+    if (!next.exists()) return;
+    const Task task = next.task();
+    const uint32_t row = b.routing.unit_first[task.unit], rows = b.routing.unit_rows[task.unit];
+    if (task.product != 0) wait_for_unit(b, task.unit, tasks.arrivals());
+    const uint8_t* from[kMost];
+#pragma unroll
+    for (uint32_t i = 0; i < kMost; ++i) {
+      const uint32_t r = row + min_of(first + i * kRowsApart, rows - 1);
+      from[i] = task.product != 0 ? b.c.intermediate_row(0, 0) + r * pitch : b.x_row(r);
+    }
+    const Stages stages = next.stages();
+    for (uint32_t s = 0; s < stages.count; ++s, stage.advance()) {
+      const uint32_t at = (stages.first + s) * TheTasks::kStageChunks + chunk;
+      uint32_t valid[kEights];
+#pragma unroll
+      for (uint32_t c = 0; c < kEights; ++c) valid[c] = at + 8 * c < tasks.chunks(task.product) ? 16 : 0;
+      const uint32_t to = shared_address(b.s.rows[stage.at]) + first * kFewRowPitch;
+      wait(barrier_of(p.empty, stage), stage.parity ^ 1);
+#pragma unroll
+      for (uint32_t c = 0; c < kEights; ++c) {
+#pragma unroll
+        for (uint32_t i = 0; i < kMost; ++i) {
+          if (i * kRowsApart >= rows) break;
+          const uint32_t swizzled = 8 * c + (chunk ^ row_swizzle(first + i * kRowsApart));
+          cp_async16_or_zero(to + i * kRowsApart * kFewRowPitch + swizzled * 16,
+                             from[i] + (valid[c] != 0 ? (at + 8 * c) * 16 : 0), valid[c]);
+        }
+      }
+      cp_async_arrive_noinc(barrier_of(p.rows_full, stage));
+    }
+  }
+}
+
+}  // namespace flashmoe::sm90::few

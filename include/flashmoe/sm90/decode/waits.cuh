@@ -1,0 +1,102 @@
+// How a thread block of the kernel for a few tokens waits for other ranks of its group (sm90/decode/group.cuh).
+//
+// Block 0's waits are the rank's OS actor: they keep its heartbeat, watch the others', and name who does not come.
+#pragma once
+
+#include "flashmoe/actors/os.h"
+#include "flashmoe/sm90/decode/block.cuh"
+
+namespace flashmoe::sm90::few {
+
+// Whose progress counts in a wait: in block 0's the peers', in the others' the OS actor's.
+class RanksLiveness {
+ public:
+  __device__ __forceinline__ explicit RanksLiveness(const Block& b) : os_{b.c}, group_(b.c, b.s.seen) {}
+  __device__ __forceinline__ void sample() { blockIdx.x == 0 ? group_.sample() : os_.sample(); }
+  __device__ __forceinline__ bool moved() const { return blockIdx.x == 0 ? group_.moved() : os_.moved(); }
+  __device__ __forceinline__ uint32_t culprit(uint32_t awaited) const { return group_.culprit(awaited); }
+
+ private:
+  OsLiveness<P> os_;
+  GroupLiveness<P> group_;
+};
+
+// What the OS actor does with each of its steps. One warp of block 0.
+class OsSteps {
+ public:
+  __device__ __forceinline__ explicit OsSteps(const Call& c) : c_(c), own_(c.status(c.rank)) {
+    if (blockIdx.x != 0) return;
+    heartbeat_ = own_->heartbeat;  // nobody else writes them
+    progress_ = own_->progress;
+  }
+  __device__ __forceinline__ void count(Step s) {
+    if (P::lane() == 0) {
+      P::store_relaxed(&own_->heartbeat, ++heartbeat_, kSystem);
+      if (s != Step::kIdle) P::store_relaxed(&own_->progress, ++progress_, kSystem);
+    }
+    // Not each time: it is a round trip, which what the wait is for would wait for.
+    if (s == Step::kIdle && ++idle_ % 16 == 0) peer_faulted<P>(c_);
+  }
+
+ private:
+  const Call& c_;
+  Status* own_;
+  uint64_t heartbeat_ = 0, progress_ = 0;
+  uint32_t idle_ = 0;
+};
+
+// What a lane awaits, null if nothing, and how a fault names it.
+struct AwaitedSignal {
+  const uint64_t* signal;
+  FaultKind kind;
+  uint32_t from, index;
+};
+
+// Warp 0: until the signals of all lanes that await one have the call's epoch; leaves each lane the payload of its own. A
+// lane whose signal is here asks believes(); if that says no, the signal counts as not here. False, to all lanes, if the call is
+// over. What a lane's signal releases all may read behind their next meeting.
+template <class Believes>
+__device__ __forceinline__ bool await_signals(const Block& b, const AwaitedSignal& awaited, uint32_t& payload,
+                                              Believes&& believes) {
+  constexpr uint32_t kUnwatched = 64;  // steps before wait_until() looks at the clock
+  const Call& c = b.c;
+  RanksLiveness live(b);
+  OsSteps os(c);
+  bool here = awaited.signal == nullptr;
+  uint32_t steps = 0;
+  auto step = [&] {
+    bool news = false;
+    if (!here) {
+      // The poll acquires: to load once more what has come would be another round trip.
+      const uint64_t word = P::load_acquire(awaited.signal, kSystem);
+      payload = Signal::payload(word);
+      news = here = Signal::epoch(word) == b.epoch && believes();
+    }
+    const Step s = P::ballot(!here) == 0 ? Step::kDone : P::ballot(news) != 0 ? Step::kProgress : Step::kIdle;
+    if (blockIdx.x == 0) os.count(s);
+    // Progress has wait_until() look at the clock at the next step, which is early enough once it has looked at all.
+    return ++steps < kUnwatched && s == Step::kProgress ? Step::kIdle : s;
+  };
+  const WaitEnd end = wait_until<P>(c, step, live, 1);
+  if (end == WaitEnd::kDone) return true;
+  const bool names = end == WaitEnd::kExpired && blockIdx.x == 0;
+  const uint32_t first = lowest_bit<P>(P::ballot(!here));
+  if (names && P::lane() == first) {
+    post_fault<P>(c, {.kind = awaited.kind,
+                      .actor = Actor::kOs,
+                      .awaited = awaited.from,
+                      .culprit = live.culprit(awaited.from),
+                      .index = awaited.index,
+                      .expected = b.epoch,
+                      .seen = Signal::epoch(P::load_relaxed(awaited.signal))});
+  }
+  if (P::lane() == 0) {
+    fail(b, {.kind = end == WaitEnd::kExpired && !names ? FaultKind::kLocal : FaultKind::kNone});
+  }
+  return false;
+}
+__device__ __forceinline__ bool await_signals(const Block& b, const AwaitedSignal& awaited, uint32_t& payload) {
+  return await_signals(b, awaited, payload, [] { return true; });
+}
+
+}  // namespace flashmoe::sm90::few

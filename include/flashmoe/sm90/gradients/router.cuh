@@ -1,0 +1,226 @@
+// Products with the gradients of a router's logits, of clusters for which the queue holds no more tasks:
+//
+//   router  [E, H]  dlogits^T x       a task has 256 experts by 256 columns of H, and contracts over all tokens
+//   dX      [T, H]  dlogits router    a task has 256 tokens by 256 columns of H; added to what Combine has stored
+//
+// They are tasks by tickets as those over an expert's rows (gradients/weights.cuh), and multiplied and stored by the same code.
+// Both operands come by the copy engine. dX's are as the last of the program's products, of rows that lie token by token.
+//
+// Logits are differentiated under the experts' tasks, by the last warp of each block, which has no other role left: once all of
+// dX's rows are here, and so all parts of dS. It goes on to combine its block's pieces, which takes longer than these tasks; so
+// behind them each cluster's consumers do the rest. Tasks that need either wait for all blocks': so there are no others who
+// combine.
+#pragma once
+
+#include "flashmoe/gpu/router_backward.cuh"
+#include "flashmoe/sm90/gradients/returned.cuh"
+#include "flashmoe/sm90/gradients/weights.cuh"
+#include "flashmoe/sm90/roles/consumer.cuh"
+#include "flashmoe/sm90/roles/ring.cuh"
+
+namespace flashmoe::sm90 {
+
+// Parts that a combine weight's gradient has.
+__device__ __forceinline__ uint32_t weight_parts_of(const Call& c) {
+  return ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
+}
+
+// Warps of a block that combine.
+inline constexpr uint32_t kCombiners = kConsumers * kWarpgroup / 32 + 1;
+// In Control::routed.
+inline constexpr uint64_t kOneCombined = uint64_t{1} << 32;
+
+// Behind a warp's combining. (Without a router nobody waits for it.)
+__device__ __forceinline__ void count_combined(const Call& c) {
+  using P = Platform;
+  P::sync();  // lanes leave a wait one by one; and all lanes' stores before the count
+  if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, kOneCombined);
+}
+
+// Differentiates the logits of the block's tokens, once all of dX's rows are here; false if they never are. One warp.
+template <class Dtype>
+__device__ __forceinline__ bool route_back(const KernelArgs& args, const Call& c) {
+  using P = Platform;
+  if (!wait_for_returns(c)) return false;
+  const uint32_t parts = weight_parts_of(c), lanes = lanes_of_token(c.shape), at_once = P::kLanes / lanes;
+#pragma unroll 1
+  for (uint32_t first = blockIdx.x * at_once; first < c.shape.tokens; first += gridDim.x * at_once) {
+    differentiate_logits<Dtype>(args, first, lanes, parts);
+  }
+  P::sync();  // all lanes' stores before the count
+  if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
+  return true;
+}
+
+// Without a router, reduces and combines. With one, the last warp reduces what other ranks wait for, then differentiates logits,
+// and then combines.
+template <class Dtype, class Returner>
+__device__ __forceinline__ void combine_and_route(const KernelArgs& args, const Call& c, Returner& returner) {
+  const auto routes = [&] { return args.backward.logit_gradients != nullptr; };
+  uint32_t thread;  // volatile, so that it is not kept along the roles
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  if (routes() && thread / 32 != kWarps - 1) return;
+  if constexpr (kTrainsInGroup) {
+#pragma unroll 1
+    for (bool routed = !routes();; routed = true) {  // a second copy of the code would spill
+      returner.run(c, routed);
+      if (routed) break;
+      if (!route_back<Dtype>(args, c)) return;
+    }
+  } else {
+    if (routes() && !route_back<Dtype>(args, c)) return;
+    returner.run(c);
+  }
+  count_combined(c);
+}
+
+// The leading clerk: the task, once all blocks have done what it needs; the stop if they never do. One warp.
+template <class Meanwhile>
+__device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task, Meanwhile&& meanwhile) {
+  using P = Platform;
+  const bool adds = is_of_router_dx(c, task.index);  // to what is combined, by warps that had differentiated before
+  const uint64_t all = gridDim.x + (adds ? gridDim.x * kCombiners * kOneCombined : 0);
+  const WaitEnd end = wait_until<P>(
+      c,
+      [&] {
+        uint64_t counted = 0;
+        if (P::lane() == 0) counted = P::load_acquire(&c.control()->routed.value, kDevice);
+        counted = P::broadcast(counted, 0);
+        if ((adds ? counted : counted % kOneCombined) == all) return Step::kDone;
+        return meanwhile() ? Step::kProgress : Step::kIdle;
+      },
+      OsLiveness<P>{c});
+  P::sync();  // what lane 0 acquired, every lane may read
+  if (end == WaitEnd::kDone) return task;
+  if (end == WaitEnd::kExpired && P::lane() == 0) {
+    post_fault<P>(c, {.kind = FaultKind::kLocal, .actor = Actor::kProcessor, .awaited = c.rank, .culprit = c.rank});
+  }
+  return {TaskKind::kStop, 0, 0};
+}
+
+// The leading clerk: what a cluster does behind the stop of the queue. One warp.
+class TasksBehindStop {
+ public:
+  __device__ __forceinline__ explicit TasksBehindStop(const KernelArgs& args)
+      : combines_(args.backward.logit_gradients != nullptr) {}
+
+  template <class Meanwhile>
+  __device__ __forceinline__ Task next(const KernelArgs& args, const Call& c, Meanwhile&& meanwhile) {
+    Task task = held_.kind != TaskKind::kNone ? held_ : take_weight_task(args, c);
+    held_.kind = TaskKind::kNone;
+    const bool of_experts = task.kind == TaskKind::kBehindStop && !is_of_router_dx(c, task.index);
+    if (combines_ && !of_experts) {
+      combines_ = false;
+      held_ = task;
+      return {TaskKind::kBehindStop, 0, kCombines};
+    }
+    if (task.kind == TaskKind::kBehindStop && is_of_router(c, task.index)) task = wait_for_logits(c, task, meanwhile);
+    return task;
+  }
+
+ private:
+  bool combines_;  // has not yet
+  Task held_{TaskKind::kNone, 0, 0};
+};
+
+// Clerk: this block's share of a task of dX. One warp.
+template <class Dtype>
+__device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const Call& c, const Task& task,
+                                                  TaskSlot& slot) {
+  using P = Platform;
+  const uint32_t tile = task.index - weight_groups(c.shape) - 1, first = cluster_rank() * Wide::kTokens;
+  const uint32_t left = c.shape.tokens - tile * kTileTokens;
+  const uint32_t rows = left > first ? min_of(left - first, Wide::kTokens) : 0;
+#pragma unroll 1
+  for (uint32_t r = P::lane(); r < Wide::kTokens; r += P::kLanes) {
+    const uint64_t token = tile * kTileTokens + first + r;
+    slot.to[r] = reinterpret_cast<uint64_t>(args.out + token * c.memory.return_row_bytes);
+    slot.weights[r] = 1.0f;
+  }
+  if (P::lane() != 0) return;
+  slot.index = task.index;
+  slot.tile = tile;
+  slot.expert = weight_groups(c.shape);
+  slot.column = task.column;
+  slot.slices = 1;
+  slot.k_bytes = gate_experts_of(c.shape) * Dtype::kBytes;
+  slot.share = {.wide = true, .first = first, .rows = rows, .cover = Wide::kTokens};
+}
+
+// Loaders: all stages of a task of dX, and of the router's own gradient. Of these the first warp loads all.
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_router_dx(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
+                                               Count&& count) {
+  const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
+  const FeatureSpans features{&args.router, box * kBoxFeatures, false, 0, false};
+  const BoxRows rows{&args.tokens, slot.tile * kTileTokens + slot.share.first, slot.share.rows};
+  intermediate_load<Dtype>(ring, true, features, rows, NoScales{}, slot.k_bytes, count);
+}
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_router_weights(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
+                                                    Count&& count) {
+  const uint32_t blocks = ceil_div(args.call.shape.hidden, kTaskFeatures), stages = Wide::stages(slot.k_bytes);
+  if (threadIdx.x == kFirstLoader) {
+    const uint32_t first_row = (slot.column % blocks * kClusterBlocks + cluster_rank()) * kBoxFeatures;
+    const uint32_t first_column = slot.column / blocks * kTaskFeatures + cluster_rank() * kBoxFeatures;
+    const FeatureSpans experts{&args.backward.logit_columns, first_column, false, 0, false};
+    Pipeline at = ring;
+    fence_proxy_async_global();  // gradients of logits were stored through the generic proxy
+#pragma unroll 1
+    for (uint32_t s = 0; s < stages; ++s, at.advance()) {
+      wait(at.empty(), at.parity);
+      arrive(at.full(), kLoaders);
+      arrive_expect_tx(at.full(), Wide::kFeatureBytes + kBoxBytes);
+      experts.template load<Dtype, Wide>(at, s * kRowsOfStage<Dtype> * Dtype::kBytes);
+      count();
+#pragma unroll
+      for (uint32_t span = 0; span < kBoxBytes / span_bytes(Dtype::kBytes); ++span) {
+        tma_load(at.data() + Wide::tokens(0) + span * span_bytes(Dtype::kBytes), &args.backward.x_columns, at.full(),
+                 first_row + span * span_side(Dtype::kBytes), s * kRowsOfStage<Dtype>, 0, 0, 0, kKeepNormally);
+      }
+    }
+  }
+  __syncwarp();
+  ring.advance(stages);
+}
+
+// A consumer warpgroup's part of a task of dX.
+template <class Dtype>
+__device__ __forceinline__ void compute_router_dx(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring) {
+  using Shape = TokensByFeatures<Wide, Major::kMn>;
+  const auto consumer = Consumer::of_group(ring, threadIdx.x / kWarpgroup);
+  Accumulators<Shape> acc;
+  multiply<Dtype, Shape>(ring, consumer.group, Wide::stages(slot.k_bytes), false, acc);
+  store_returned_rows<Dtype, true>(consumer.staging, Lane::of_thread(consumer.group), acc, nullptr, slot.share.rows,
+                                   slot.column * kTaskFeatures, args.call.shape.hidden, slot.weights, slot.to);
+}
+
+// A consumer warpgroup: task n, which combines, and those of dX behind it. Not among the tasks before: what combining keeps in
+// registers leaves none for these.
+template <class Dtype, class Trace, class WarpTrace>
+__device__ __forceinline__ void combine_and_add(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
+                                                uint32_t n, const Trace& trace, const WarpTrace& each_warp) {
+  trace.end(Phase::kWait, s.ring.at(n).tile, 0);
+  SumEngine<Dtype, WarpTrace> sums(c, args.out, each_warp);
+  Returner<Platform, SumEngine<Dtype, WarpTrace>, CursorOfWarp> returner(c, sums, s.returns);
+  each_warp.begin(1);
+  returner.run(c);
+  each_warp.end(Phase::kReturn, blockIdx.x, 0, 1);
+  count_combined(c);
+  trace.begin();
+  s.ring.put_done(n);
+#pragma unroll 1
+  for (++n;; ++n) {
+    const TaskSlot& slot = s.ring.wait_full(n);
+    if (slot.kind == TaskKind::kStop) {
+      trace.end(Phase::kWait, 0, 0);
+      return;
+    }
+    trace.end(Phase::kWait, slot.tile, slot.column);
+    compute_router_dx<Dtype>(args, slot, ring);
+    trace.end_product(phase_of_product(slot.kind), slot.tile, slot.column, kNoTile);
+    s.ring.put_done(n);
+  }
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,168 @@
+// Consumer warpgroups: tasks of a backward pass.
+#pragma once
+
+#include "flashmoe/sm90/gradients/epilogue.cuh"
+#include "flashmoe/sm90/gradients/router.cuh"
+#include "flashmoe/sm90/gradients/weights.cuh"
+#include "flashmoe/sm90/machine/mainloop.cuh"
+#include "flashmoe/sm90/roles/consumer.cuh"
+#include "flashmoe/sm90/roles/look_up.cuh"
+
+namespace flashmoe::sm90 {
+
+// Where a task that differentiates has its rows and columns (store_gradients).
+template <class Dtype, bool kGated>
+struct GradientPlace {
+  const KernelArgs& args;
+  const Call& c;
+  const TaskSlot& slot;
+
+  __device__ __forceinline__ uint32_t first_column() const {
+    return slot.column * kTaskFeatures + by_block(kTaskFeatures / kClusterBlocks);
+  }
+  __device__ __forceinline__ uint32_t rows() const { return slot.share.rows; }
+  __device__ __forceinline__ uint32_t columns() const {
+    const uint32_t first = first_column();
+    return first < c.shape.intermediate ? c.shape.intermediate - first : 0;
+  }
+  // Rows from rows() to here are to be zeros: a tile's, by one block.
+  __device__ __forceinline__ uint32_t padded() const {
+    const uint32_t end = slot.share.first + slot.share.rows;
+    [[maybe_unused]] const uint32_t anew = kByFragments<Dtype> ? cluster_rank_anew() : 0;  // see by_block()
+    const uint32_t last_block = kClusterBlocks - 1;
+    const bool last = !slot.share.wide || (kByFragments<Dtype> ? anew : cluster_rank()) == last_block;
+    return last ? align_up(end, kRowsOfStage<Dtype>) - slot.share.first : 0;
+  }
+  __device__ __forceinline__ float weight(uint32_t r) const { return slot.weights[r]; }
+  // Where z's rows lie, from the first column on; how many bytes apart; the number of a row's, and of one that does not exist any.
+  __device__ __forceinline__ const uint8_t* z() const {
+    return args.backward.kept.pre_activations + first_column() * ((kGated ? 2 : 1) * Dtype::kBytes);
+  }
+  __device__ __forceinline__ uint32_t z_bytes() const { return kept_row_bytes<Dtype>(args); }
+  __device__ __forceinline__ uint32_t kept_row(uint32_t r) const { return r < rows() ? slot.tokens[r] : 0; }
+  // dZ lies gate beside up, or gates before ups.
+  __device__ __forceinline__ bool in_turn() const { return args.gated.step != 1; }
+  __device__ __forceinline__ uint32_t to_up() const { return args.gated.up; }
+  __device__ __forceinline__ uint32_t gradient_bytes() const { return args.backward.z_columns * Dtype::kBytes; }
+  __device__ __forceinline__ uint8_t* gradients(uint32_t r, uint32_t element) const {
+    return args.backward.z_gradients + row(r) * gradient_bytes() +
+           (first_column() * args.gated.step + element) * Dtype::kBytes;
+  }
+  // From arguments alone: what the block has in shared memory is waited for, each row anew.
+  __device__ __forceinline__ uint32_t weighted_bytes() const {
+    return args.backward.z_columns * (kGated ? Dtype::kBytes / 2 : Dtype::kBytes);
+  }
+  __device__ __forceinline__ uint8_t* weighted(uint32_t r, uint32_t column) const {
+    return args.backward.weighted + row(r) * weighted_bytes() + (first_column() + column) * Dtype::kBytes;
+  }
+  // Where weights scale products: the biases from a column on, null where there are none, or no such column; of these the
+  // i-th column's gate or up; and how far behind dZ its rows without the weight are, 0: nobody needs them.
+  __device__ __forceinline__ const uint8_t* biases(uint32_t column) const {
+    const uint32_t n = first_column() + column;
+    if (args.gate_up_bias == nullptr || n >= c.shape.intermediate) return nullptr;
+    const uint64_t first = uint64_t{slot.expert} * args.backward.z_columns + n * args.gated.step;
+    return static_cast<const uint8_t*>(args.gate_up_bias) + first * Dtype::kBytes;
+  }
+  __device__ __forceinline__ float bias(const uint8_t* biases, uint32_t i, bool up) const {
+    return bias_at<Dtype>(biases, i * args.gated.step + (up ? args.gated.up : 0), true);
+  }
+  __device__ __forceinline__ uint64_t plain_behind() const { return args.options.plain_behind; }
+  // A row of a wide task has one part of dS, and zero in place of the other block's.
+  __device__ __forceinline__ void store_part(uint32_t r, float sum) const {
+    const uint64_t all =
+        kTrainsInGroup ? args.group.rows : uint64_t{c.shape.tokens} * (c.shape.routed_top_k() + c.shape.shared);
+    float* const parts = args.backward.weight_parts + all * slot.column * kClusterBlocks + slot.tokens[r];
+    parts[by_block(all)] = sum;
+    if (slot.share.wide) parts[all] = 0.0f;
+  }
+
+ private:
+  // Where the cluster's blocks share a task's columns: so many for each block before this one. What fragments take leaves no
+  // register to keep the block's number; and it is read whether wanted or not, else it is kept from an earlier task.
+  template <class T>
+  __device__ __forceinline__ T by_block(T each) const {
+    if constexpr (!kByFragments<Dtype>) return slot.share.wide ? 0 : cluster_rank() * each;
+    const T before = cluster_rank_anew() * each;
+    return slot.share.wide ? 0 : before;
+  }
+  __device__ __forceinline__ uint64_t row(uint32_t r) const {
+    return uint64_t{slot.inner} * kTileTokens + slot.share.first + r;
+  }
+};
+
+// A combine weight's gradient, the sum of its parts, by all warps that have seen the stop: not the last one of a block.
+__device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const Call& c) {
+  constexpr uint32_t kSummers = (kWarps - 1) * 32;
+  uint32_t thread;  // volatile, so that it is not kept along the roles
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  if (thread >= kSummers || args.backward.weights == nullptr) return;
+  const uint32_t parts = weight_parts_of(c);
+  const uint32_t top_k = gate_top_k_of(c.shape), all = c.shape.tokens * top_k;
+#pragma unroll 1
+  for (uint32_t i = blockIdx.x * kSummers + thread; i < all; i += gridDim.x * kSummers) {
+    args.backward.weights[i] = choice_gradient(args, i / top_k, i % top_k, parts);
+  }
+}
+
+// A consumer warpgroup's part of one task of a backward pass, in one of its shapes.
+template <class Dtype, Activation kActivation, class Shape, class Trace>
+__device__ __forceinline__ void compute_gradients(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                  Pipeline& ring, const Consumer& consumer, const Trace& trace) {
+  using Stage = typename Shape::Stage;
+  TaskKind kind = slot.kind;  // kept, where there is room: else it is read again after the mainloop
+  const uint32_t group = consumer.anew<Dtype>(ring).group;
+  if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
+  Accumulators<Shape> acc;
+  const uint32_t stages = (kBuild.sliced ? slot.slices : 1) * Stage::stages(slot.k_bytes);
+  multiply_and_hold<Dtype, Shape>(ring, group, stages, is_one_of<kGathering>(kind), acc);
+  trace.begin(1);
+  const auto [group_after, staging] = consumer.anew<Dtype>(ring);
+  const Lane at = Lane::of_thread(group_after);
+  const GradientPlace<Dtype, is_gated(kActivation)> where{args, c, slot};
+  const uint32_t last = ring.last();
+  if constexpr (kByFragments<Dtype>) kind = *static_cast<const volatile TaskKind*>(&slot.kind);
+  if (is_one_of<kDifferentiating>(kind)) {
+    // The loaders have three stages to go on with meanwhile, which they fill long before this ends.
+    const uint32_t landing = ring.data(last) + Shape::a(0) + group_after * Shape::kNextA * kRowBytes;
+    store_gradients<Dtype, kActivation>(staging, landing, acc, where, args.clamped);
+    release_stage<Dtype, Stage>(ring.empty(ring.last()));
+  } else {
+    release_stage<Dtype, Stage>(ring.empty(last));
+    if constexpr (kBuild.sliced) {  // what the shared expert's gate owes to its tokens' dX
+      if (args.shared_gate != nullptr && c.shape.is_shared(slot.expert)) {
+        add_outer<Dtype>(staging, at, acc, reinterpret_cast<const float*>(slot.tokens), args.shared_gate,
+                         where.first_column(), c.shape.hidden);
+      }
+    }
+    store_returned_rows<Dtype>(staging, at, acc, nullptr, where.rows(), where.first_column(), c.shape.hidden,
+                               slot.weights, slot.to);
+  }
+  trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
+}
+
+// A consumer warpgroup's part of one task behind the stop.
+template <class Dtype, bool kTransposedLayer>
+__device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
+                                                  const Consumer& consumer) {
+  const uint32_t stages = Wide::stages(slot.k_bytes);
+  const bool accumulates = args.backward.accumulates != 0;
+  if (stages == 0) {
+    if (accumulates) return;
+    const WeightOutput to = WeightOutput::of<Dtype, kTransposedLayer>(args, slot.expert, slot.column);
+    return store_no_gradients<Dtype>(to, Lane::of_thread(consumer.anew<Dtype>(ring).group));
+  }
+  float acc[1][128];
+  if constexpr (kByFragments<Dtype>) {
+    using Shape = TokensByFeatures<Wide, Major::kMn>;  // whose places operands have
+    const uint32_t in_warpgroup = consumer.anew<Dtype>(ring).group;
+    release_stage<Dtype, Wide>(multiply_fragments_and_hold<Dtype, Shape, Major::kMn>(ring, in_warpgroup, stages, acc));
+  } else {
+    multiply_rows<Dtype>(ring, consumer.anew<Dtype>(ring).group, stages, acc[0]);
+  }
+  const auto [group, staging] = consumer.anew<Dtype>(ring);
+  const WeightOutput to = WeightOutput::of<Dtype, kTransposedLayer>(args, slot.expert, slot.column);
+  if (accumulates) return add_weight_gradients(Lane::of_thread(group), acc, to);
+  store_weight_gradients<Dtype>(staging, Lane::of_thread(group), acc, to);
+}
+
+}  // namespace flashmoe::sm90

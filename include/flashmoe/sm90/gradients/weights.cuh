@@ -1,0 +1,391 @@
+// Products over an expert's rows, the gradients of its weights, of clusters for which the queue holds no more tasks:
+//
+//   down_proj     [H, I]   dY^T (w a)
+//   gate_up_proj  [2I, H]  dZ^T x      (transposed layers: [I, H] and [H, 2I])
+//
+// and behind them the products of a router (gradients/router.cuh).
+//
+// Stops stand behind all tasks of the queue, dX's among them, which a tile's dA makes ready: so all rows of dZ and of w a are
+// stored by then, and whoever has taken a stop may read them. Tasks are taken by tickets. One is of an expert, 256 rows of
+// H, each block has 128 of them and a warpgroup 64, and 256 columns of I or 2I.
+//
+// A stage, in the places of a Wide one, has 64 rows of the expert. Both operands are MN-major, in spans of 64 columns; of fp32,
+// which threads multiply by fragments, it has 32 rows, in twice as many spans of 32 columns:
+//   dY or x    at 32 KiB  2 spans of 64 columns of H, one for each warpgroup, gathered; zeros beyond the expert's rows
+//   w a or dZ  at 0       4 spans of 64 columns; each block loads two for both, rows of tiles by the copy engine. Beyond the
+//                         expert's rows these are zeros (gradients/epilogue.cuh)
+// The order of a sum is that of an expert's tiles, and all of these but its last one are full.
+#pragma once
+
+#include "flashmoe/gpu/choice_gradient.cuh"
+#include "flashmoe/sm90/gradients/epilogue.cuh"
+#include "flashmoe/sm90/gradients/mainloop_rows.cuh"
+#include "flashmoe/sm90/machine/load.cuh"
+
+namespace flashmoe::sm90 {
+
+// Rows of an expert, or tokens, that a stage has.
+template <class Dtype>
+inline constexpr uint32_t kRowsOfStage = span_side(Dtype::kBytes);
+
+// To these products a slice of the shared expert is an expert, behind the others, whose rows lie where its slice's do. What an
+// expert's matrices are to them it has in parts of larger ones: of down_proj I columns, of gate_up_proj 2I or I rows, or where
+// all gates lie before all ups I and I.
+__device__ __forceinline__ uint32_t weight_groups(const CallShape& s) {
+  return kBuild.sliced ? s.routed_local_experts() + s.shared : s.local_experts;
+}
+__device__ __forceinline__ bool is_of_shared(const CallShape& s, uint32_t index) {
+  return kBuild.sliced && index >= s.routed_local_experts();
+}
+// The local expert that has the rows.
+__device__ __forceinline__ uint32_t local_expert_of(const Call& c, uint32_t index) {
+  return kBuild.sliced ? min_of(index, c.shape.local_experts - 1) : index;
+}
+// Into how many parts a slice's rows of gate_up_proj, and columns of dZ, fall.
+__device__ __forceinline__ uint32_t z_halves(const KernelArgs& args) {
+  return args.backward.z_columns != args.call.shape.intermediate && args.gated.step == 1 ? 2 : 1;
+}
+
+// The tasks of an expert: `down` of down_proj's gradient, and behind them `gate_up`.
+struct WeightTasks {
+  uint32_t down, gate_up;
+
+  static __device__ __forceinline__ WeightTasks of(const KernelArgs& args) {
+    const CallShape& s = args.call.shape;
+    const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
+    return {args.backward.down == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
+            args.backward.gate_up == nullptr ? 0 : blocks * ceil_div(args.backward.z_columns, kTaskFeatures)};
+  }
+  // Of a slice of the shared expert: no task has columns of two parts.
+  static __device__ __forceinline__ WeightTasks of_slice(const KernelArgs& args) {
+    const CallShape& s = args.call.shape;
+    const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures), halves = z_halves(args);
+    const uint32_t of_half = ceil_div(args.backward.z_columns / halves, kTaskFeatures);
+    return {args.options.shared_down == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
+            args.options.shared_gate_up == nullptr ? 0 : blocks * of_half * halves};
+  }
+  __device__ __forceinline__ uint32_t all() const { return down + gate_up; }
+};
+
+// The tasks of a router, behind those of experts: of its own gradient, and of what it owes to dX (gradients/router.cuh).
+struct RouterTasks {
+  uint32_t weights, x;
+
+  static __device__ __forceinline__ RouterTasks of(const KernelArgs& args) {
+    const CallShape& s = args.call.shape;
+    const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
+    if (args.backward.logit_gradients == nullptr) return {0, 0};
+    return {args.backward.router == nullptr ? 0 : blocks * ceil_div(gate_experts_of(s), kTaskFeatures),
+            blocks * ceil_div(s.tokens, kTileTokens)};
+  }
+};
+// The index of a task that each cluster has once, between the experts' tasks and dX's: its consumers combine.
+inline constexpr uint32_t kCombines = kNoTile - 1;
+// The others' index is that of an expert behind the last one; of dX's, and behind it that of a tile of tokens.
+__device__ __forceinline__ bool is_of_router(const Call& c, uint32_t index) {
+  return index >= weight_groups(c.shape);
+}
+__device__ __forceinline__ bool is_of_router_dx(const Call& c, uint32_t index) {
+  return index > weight_groups(c.shape) && index != kCombines;
+}
+
+// What one of them multiplies: Task::column says which it is of its expert's.
+struct WeightTask {
+  bool of_down;
+  uint32_t first_row, first_column;  // of H and of the other axis, as dZ or `weighted` have it
+  uint32_t columns;                  // where that ends
+  uint32_t skipped = 0, more = 0;    // of a part of a matrix: columns of that before column 0, and how many more it has
+
+  static __device__ __forceinline__ WeightTask of(const KernelArgs& args, uint32_t expert, uint32_t n) {
+    if (is_of_shared(args.call.shape, expert)) {
+      return of_slice(args, expert - args.call.shape.routed_local_experts(), n);
+    }
+    const WeightTasks tasks = WeightTasks::of(args);
+    const CallShape& s = args.call.shape;
+    const bool of_down = n < tasks.down;
+    const uint32_t m = of_down ? n : n - tasks.down, blocks = ceil_div(s.hidden, kTaskFeatures);
+    return {of_down, m % blocks * kTaskFeatures, m / blocks * kTaskFeatures,
+            of_down ? s.intermediate : args.backward.z_columns};
+  }
+  static __device__ __forceinline__ WeightTask of_slice(const KernelArgs& args, uint32_t slice, uint32_t n) {
+    const CallShape& s = args.call.shape;
+    const uint32_t down = WeightTasks::of_slice(args).down, blocks = ceil_div(s.hidden, kTaskFeatures);
+    const bool of_down = n < down;
+    const uint32_t m = of_down ? n : n - down, halves = of_down ? 1 : z_halves(args);
+    const uint32_t each = (of_down ? s.intermediate : args.backward.z_columns) / halves;
+    const uint32_t of_half = ceil_div(each, kTaskFeatures), half = m / blocks / of_half;
+    return {of_down,
+            m % blocks * kTaskFeatures,
+            half * each + m / blocks % of_half * kTaskFeatures,
+            (half + 1) * each,
+            (half * s.shared + slice - half) * each,
+            (s.shared * halves - half - 1) * each};
+  }
+  static __device__ __forceinline__ WeightTask of_router(const KernelArgs& args, uint32_t n) {
+    const CallShape& s = args.call.shape;
+    const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
+    return {false, n % blocks * kTaskFeatures, n / blocks * kTaskFeatures, gate_experts_of(s)};
+  }
+};
+
+// The task of the n-th ticket, or the stop. The router's own gradient, whose few tasks are long, begins behind three quarters of
+// the experts', so that logits are differentiated by then, and other tasks are left to go on beside it; dX's tasks, which are
+// short, come last.
+__device__ __forceinline__ Task task_behind_stop(const KernelArgs& args, uint32_t n) {
+  const CallShape& s = args.call.shape;
+  const uint32_t each = WeightTasks::of(args).all();
+  const uint32_t of_routed = each * (kBuild.sliced ? s.routed_local_experts() : s.local_experts);
+  const uint32_t of_slice = kBuild.sliced ? WeightTasks::of_slice(args).all() : 1;
+  const uint32_t of_experts = kBuild.sliced ? of_routed + of_slice * s.shared : of_routed;
+  const RouterTasks router = RouterTasks::of(args);
+  const uint32_t before = of_experts - of_experts / 4;
+  if (n >= before && n - before < router.weights) return {TaskKind::kBehindStop, n - before, weight_groups(s)};
+  if (n >= before) n -= router.weights;
+  if (n < of_routed) return {TaskKind::kBehindStop, n % each, n / each};
+  if (kBuild.sliced && n < of_experts) {
+    n -= of_routed;
+    return {TaskKind::kBehindStop, n % of_slice, s.routed_local_experts() + n / of_slice};
+  }
+  n -= of_experts;
+  if (n >= router.x) return {TaskKind::kStop, 0, 0};
+  const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
+  return {TaskKind::kBehindStop, n % blocks, weight_groups(s) + 1 + n / blocks};
+}
+
+// The next task of the ticket, or the stop. One warp.
+__device__ __forceinline__ Task take_weight_task(const KernelArgs& args, const Call& c) {
+  using P = Platform;
+  uint64_t ticket = 0;
+  // Where the call has failed, tiles may not be what they should: no task is taken.
+  const bool failed = P::ballot(P::load_relaxed(&c.control()->abort.value) != 0) != 0;
+  if (P::lane() == 0 && !failed) ticket = P::fetch_add(&c.control()->few_tasks.value, uint64_t{1});
+  const auto n = static_cast<uint32_t>(P::broadcast(ticket, 0));
+  return failed ? Task{TaskKind::kStop, 0, 0} : task_behind_stop(args, n);
+}
+
+// Rows of tokens that products over an expert's rows gather, at the block's first column: own ones, and among several ranks
+// (GroupArgs) those received, both in units of 16 bytes from row to row, and what says where a tile's rows are.
+struct GatheredRows {
+  const uint8_t* own;
+  uint32_t own_units;
+  const uint8_t* received;
+  uint32_t received_units;
+  const uint32_t* codes;
+
+  // Of a row's number, or code: where it is, as an offset of TokenRows.
+  __device__ __forceinline__ uint32_t offset(uint32_t code) const {
+    if constexpr (!kTrainsInGroup) return code * own_units;
+    const uint32_t remote = code & TokenRows::kRemote;
+    return (code - remote) * (remote != 0 ? received_units : own_units) | remote;
+  }
+  __device__ __forceinline__ const uint8_t* row(uint64_t offset) const {
+    if constexpr (!kTrainsInGroup) return own + offset * 16;
+    return ((offset & TokenRows::kRemote) != 0 ? received : own) + (offset & ~uint64_t{TokenRows::kRemote}) * 16;
+  }
+};
+
+// How many rows an expert has. One lane.
+__device__ __forceinline__ uint32_t rows_of_expert(const Call& c, uint32_t expert) {
+  const uint32_t tiles = *c.expert_tile_count(expert);
+  if (tiles == 0) return 0;
+  return (tiles - 1) * kTileTokens + c.tile(c.expert_tiles(expert)[tiles - 1])->shape.rows;
+}
+
+namespace detail {
+
+// The rows that a loader warp gathers, a tile at a time: of each 64, a stage's or two stages', a lane has the number of one of
+// its warp's 32, which lanes that need it get by a shuffle. All are loaded while the tile before is on its way: a number that
+// is moved or multiplied sooner is waited for, and its round trip to the L2 takes about as long as a stage's products.
+struct LoaderRows {
+  static constexpr uint32_t kSteps = kTileTokens / kStageRows;
+
+  uint32_t token[kSteps];
+
+  // row: the lane's, of the first 64.
+  __device__ __forceinline__ void look_up(const Call& c, const GatheredRows& rows, uint32_t tile, uint32_t row) {
+    const Row* const from = c.tile_row(tile, row);
+#pragma unroll
+    for (uint32_t s = 0; s < kSteps; ++s) {  // of rows beyond the tile's, anything
+      token[s] = kTrainsInGroup ? rows.codes[tile * kTileTokens + row + s * kStageRows] : from[s * kStageRows].token;
+    }
+  }
+  __device__ __forceinline__ void next_step() {
+#pragma unroll
+    for (uint32_t s = 1; s < kSteps; ++s) token[s - 1] = token[s];
+  }
+};
+
+}  // namespace detail
+
+// Where the t-th tile of an expert, of this number, has its rows of dZ and w a: of a slice see Call::inner_tile.
+__device__ __forceinline__ uint32_t inner_tile_of(const Call& c, uint32_t index, uint32_t t, uint32_t tile) {
+  if (!is_of_shared(c.shape, index)) return tile;
+  return c.inner_tile(tile, t * kTileTokens, index - c.shape.routed_local_experts());
+}
+
+// All stages of a task, of an expert with `rows` rows. All loader threads; the first calls count() with each. So many
+// `columns` exist from the block's first one on.
+//
+// What limits a lone warp is how many instructions it takes: some six for each row of a thread, of which two are its copies.
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, uint32_t expert, uint32_t rows,
+                                                 GatheredRows from, uint32_t columns, const FeatureSpans& spans,
+                                                 Count&& count) {
+  constexpr uint32_t kChunks = kRowBytes / 16, kRowsApart = kLoaders / kChunks;
+  static_assert(kStageRows / kRowsApart == kChunks);  // the lanes of a row's chunks have the numbers of all their rows
+  constexpr uint32_t kRows = kRowsOfStage<Dtype>, kEach = kRows / kRowsApart;  // of a stage; of a thread in it
+  constexpr uint32_t kSide = span_side(Dtype::kBytes), kEachSpan = span_bytes(Dtype::kBytes);
+  if (rows == 0) return;
+  const uint32_t thread = loader_thread();
+  const uint32_t chunk = thread % kChunks, first = thread / kChunks, own_row = first + chunk * kRowsApart;
+  const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
+  const uint32_t* const tiles = c.expert_tiles(local_expert_of(c, expert));
+  const uint32_t last_tile = (rows - 1) / kTileTokens;
+  from.own += chunk * 16;
+  if constexpr (kTrainsInGroup) from.received += chunk * 16;
+  // Tiles were formed, and other blocks stored their rows, through the generic proxy; the clerk acquired them with the stop.
+  if (thread == 0) fence_proxy_async_global();
+  uint32_t tile = tiles[0], next_tile = tiles[min_of(1u, last_tile)];
+  detail::LoaderRows now, next;
+  now.look_up(c, from, tile, own_row);
+#pragma unroll 1
+  for (uint32_t t = 0; t <= last_tile; ++t) {
+    next.look_up(c, from, next_tile, own_row);
+    const uint32_t later_tile = tiles[min_of(t + 2, last_tile)];
+    const uint32_t tile_rows = min_of(rows - t * kTileTokens, kTileTokens);
+    const uint32_t inner = inner_tile_of(c, expert, t, tile);
+#pragma unroll 1
+    for (uint32_t base = 0; base < tile_rows; base += kRows) {
+      wait(ring.empty(), ring.parity);
+      if (thread == 0) {
+        arrive_expect_tx(ring.full(), Wide::kFeatureBytes);
+        spans.template load<Dtype, Wide>(ring, (inner * kTileTokens + base) * Dtype::kBytes);
+        count();
+      }
+      const uint32_t left = tile_rows - base, to = ring.data() + Wide::tokens(0) + slot;
+      // The lanes of a second stage's rows are behind those of the first one's.
+      const uint32_t behind = kRows == kStageRows ? 0 : base % kStageRows / kRowsApart;
+      const uint32_t own = own_row < left + base % kStageRows * (kRows != kStageRows) ? from.offset(now.token[0]) : 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kEach; ++i) {
+        const uint64_t units = __shfl_sync(kFullWarp, own, static_cast<int>(behind + i), kChunks);
+        const uint8_t* const row = from.row(units);
+        const bool exists = first + i * kRowsApart < left;
+#pragma unroll
+        for (uint32_t s = 0; s < kBoxBytes / kEachSpan; ++s) {
+          const bool valid = exists && s * kSide + chunk * (16 / Dtype::kBytes) < columns;
+          cp_async16_or_zero(to + s * kEachSpan + i * kRowsApart * kRowBytes, row + s * kRowBytes, valid ? 16 : 0);
+        }
+      }
+      cp_async_arrive_noinc(ring.full());
+      ring.advance();
+      if (kRows == kStageRows || base % kStageRows != 0) now.next_step();
+    }
+    now = next;
+    tile = next_tile, next_tile = later_tile;
+  }
+}
+
+namespace detail {
+
+// store_tokens() of accumulators that are 64 rows down.
+struct OneProduct {
+  static constexpr uint32_t kMs = 1;
+};
+
+}  // namespace detail
+
+// Where a block's part of a task's results goes: 128 rows of H by 256 columns of an expert's matrix.
+struct WeightOutput {
+  uint8_t* to;
+  bool across;             // the matrix has a row for each column, and H goes along it
+  uint32_t rows, columns;  // that exist of H, of the columns
+  uint64_t row_bytes;      // from row to row of the matrix
+
+  template <class Dtype, bool kTransposedLayer>
+  static __device__ __forceinline__ WeightOutput of(const KernelArgs& args, uint32_t expert, uint32_t n) {
+    const bool of_router = is_of_router(args.call, expert);
+    const WeightTask task = of_router ? WeightTask::of_router(args, n) : WeightTask::of(args, expert, n);
+    const uint32_t hidden = args.call.shape.hidden;
+    const uint32_t block = kByFragments<Dtype> ? cluster_rank_anew() : cluster_rank();
+    const uint32_t first_row = task.first_row + block * (kTaskFeatures / kClusterBlocks);
+    const bool across = of_router || task.of_down == kTransposedLayer;
+    const uint64_t pitch = across ? hidden : task.columns + task.more;
+    const uint32_t bytes = args.backward.accumulates != 0 ? sizeof(float) : Dtype::kBytes;
+    const uint32_t column = task.skipped + task.first_column;
+    const uint64_t first = across ? column * pitch + first_row : first_row * pitch + column;
+    uint8_t* all = of_router ? args.backward.router : task.of_down ? args.backward.down : args.backward.gate_up;
+    if (of_router) expert = 0;
+    if (!of_router && is_of_shared(args.call.shape, expert)) {
+      const bool ups = 2 * task.first_column >= args.backward.z_columns;
+      all = task.of_down ? args.options.shared_down : ups ? args.shared_ups : args.options.shared_gate_up, expert = 0;
+    }
+    return {all + (uint64_t{expert} * hidden * task.columns + first) * bytes, across,
+            first_row < hidden ? hidden - first_row : 0, task.columns - task.first_column, pitch * bytes};
+  }
+};
+
+// Stores a warpgroup's 64 rows of H by 256 columns, rounded once.
+template <class Dtype>
+__device__ __forceinline__ void store_weight_gradients(uint32_t staging, const Lane& at, float (&acc)[1][128],
+                                                       const WeightOutput& out) {
+  if (out.across) {
+    using Row = detail::StagedRow<Dtype, detail::OneProduct, false>;
+    const uint32_t group_row = at.group * Row::kColumns, rows = group_row < out.rows ? out.rows - group_row : 0;
+    uint8_t* const base = out.to + group_row * Dtype::kBytes;
+    detail::store_tokens<Dtype, Row, 1, 256>(
+        staging, at, acc, out.columns, rows, [](uint32_t, uint32_t, float (&)[4]) {},
+        [&](uint32_t column) { return base + column * out.row_bytes; });
+  } else {
+    detail::store_rows<Dtype, Columns::kResults>(
+        detail::own_staging(staging, at), at, acc[0], out.rows, out.columns,
+        [](uint32_t, float&, float&, float, float) {}, [&](uint32_t row) { return out.to + row * out.row_bytes; });
+  }
+}
+
+// The L2 adds to float32 numbers in global memory, and nobody waits for it.
+__device__ __forceinline__ void add_global(uint8_t* to, float v) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(v) : "memory");
+}
+__device__ __forceinline__ void add_global(uint8_t* to, float low, float high) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(low), "f"(high) : "memory");
+}
+
+// Adds a warpgroup's results to float32 numbers, straight from its registers, by the L2. Each has one term, and so one result.
+__device__ __forceinline__ void add_weight_gradients(const Lane& at, const float (&acc)[1][128],
+                                                     const WeightOutput& out) {
+  const uint32_t first_row = at.group * 64 + at.warp * detail::kWarpRows + at.row(), first_column = at.lane % 4 * 2;
+#pragma unroll
+  for (uint32_t h = 0; h < 2; ++h) {
+    const uint32_t row = first_row + h * 8;
+    if (row >= out.rows) continue;
+    uint8_t* to = out.to + (out.across ? row * sizeof(float) + first_column * out.row_bytes
+                                       : row * out.row_bytes + first_column * sizeof(float));
+#pragma unroll
+    for (uint32_t j = 0; j < 32; ++j) {
+      const uint32_t column = j * 8 + first_column;
+      const float low = acc[0][4 * j + 2 * h], high = acc[0][4 * j + 2 * h + 1];
+      if (out.across) {
+        if (column < out.columns) add_global(to, low);
+        if (column + 1 < out.columns) add_global(to + out.row_bytes, high);
+      } else if (column < out.columns) {  // which are a multiple of 8
+        add_global(to, low, high);
+      }
+      to += out.across ? 8 * out.row_bytes : 8 * sizeof(float);
+    }
+  }
+}
+
+// The same of an expert without rows: zeros.
+template <class Dtype>
+__device__ __forceinline__ void store_no_gradients(const WeightOutput& out, const Lane& at) {
+  const uint32_t skipped = min_of(out.rows, at.group * 64), rows = min_of(out.rows - skipped, 64u);
+  const uint32_t columns = min_of(out.columns, kTaskFeatures), thread = at.warp * 32 + at.lane;
+  if (out.across) {
+    detail::store_zeros(out.to + skipped * Dtype::kBytes, out.row_bytes, 0, columns, rows * Dtype::kBytes, thread);
+  } else {
+    detail::store_zeros(out.to + skipped * out.row_bytes, out.row_bytes, 0, rows, columns * Dtype::kBytes, thread);
+  }
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,117 @@
+// Barriers in shared memory (mbarrier), named barriers, and the fences between the generic and the async proxy.
+//
+// Barriers are named by their shared-memory address: what every instruction takes, and half as wide as a pointer.
+#pragma once
+
+#include <cstdint>
+
+#include "flashmoe/gpu/memory.cuh"
+
+namespace flashmoe::sm90 {
+
+using gpu::shared_address;
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialized barriers visible to the copy engine; the block still has to synchronize.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier, uint32_t times) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
+}
+
+// The same place in block `block` of the cluster.
+__device__ __forceinline__ uint32_t address_in_block(uint32_t block, uint32_t address) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+  return there;
+}
+// Says that something has been read: orders no writes. A release would take until all of the thread's stores have
+// reached the L2, one to two microseconds under load.
+__device__ __forceinline__ void arrive_at_block(uint32_t block, uint32_t barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(block, barrier))
+               : "memory");
+}
+// What was done before is visible to threads that test_wait_cluster().
+__device__ __forceinline__ void arrive_release_at_block(uint32_t block, uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(block, barrier))
+               : "memory");
+}
+__device__ __forceinline__ void fence_cluster() {
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void store_in_block(uint32_t block, uint32_t to, uint64_t v) {
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address_in_block(block, to)), "l"(v) : "memory");
+}
+
+// Arrives, and has the phase wait for so many bytes that the copy engine is to write.
+__device__ __forceinline__ void arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Whether the phase of the given parity has completed.
+#define FLASHMOE_HAS_PASSED(name, ptx)                                              \
+  __device__ __forceinline__ bool name(uint32_t barrier, uint32_t parity) {         \
+    uint32_t done;                                                                  \
+    asm volatile("{\n.reg .pred p;\n" ptx " p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" \
+                 : "=r"(done)                                                       \
+                 : "r"(barrier), "r"(parity)                                        \
+                 : "memory");                                                       \
+    return done != 0;                                                               \
+  }
+// Suspends for a while, decided by the hardware, before saying no.
+FLASHMOE_HAS_PASSED(try_wait, "mbarrier.try_wait.parity.shared::cta.b64")
+// Answers at once. For phases to which the other block arrives: also acquires what its threads did before.
+FLASHMOE_HAS_PASSED(test_wait_cluster, "mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64")
+#undef FLASHMOE_HAS_PASSED
+
+// Waits within a block, by this or by test_wait_cluster(), need no bound of their own: the block's clerk waits for
+// tasks with a bound and always hands on something, a stop if nothing else; and the other warps wait only for what they
+// themselves do with the tasks handed on. So it is in sm90/decode/alone.cuh, where who loads the weights hands on the tasks.
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+  while (!try_wait(barrier, parity)) {
+  }
+}
+
+// All threads of the cluster meet; all that they did before is visible to all after.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Which block of the cluster this is.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// The same, found anew: where no register is left to keep it.
+__device__ __forceinline__ uint32_t cluster_rank_anew() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads of the block, by default one warpgroup.
+__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads = 128) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Orders generic accesses before it and async-proxy accesses (TMA, wgmma) after it, or the reverse: to shared memory,
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// to global memory,
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+}  // namespace flashmoe::sm90

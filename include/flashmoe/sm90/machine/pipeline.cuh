@@ -1,0 +1,165 @@
+// The ring of stages between the two loader warps and the two consumer warpgroups, in dynamic shared memory.
+//
+// A stage holds k-blocks of 128 bytes of K of features and tokens, laid out in one of three ways, all of it 128-byte
+// swizzled: chunk c of row r lies at chunk c ^ (r % 8).
+//   Wide    48 KiB: 256 features at 0 (the lower 128 loaded by the cluster's first block, the upper by its second), 128
+//           tokens at 32 KiB
+//   Narrow  48 KiB: two k-blocks, so that small tiles keep as many bytes in flight: 128 features at 0 and 16 KiB, 64 tokens
+//           at 32 and 40 KiB
+//   Gate    128 tokens at 0; behind them 32, 64 or 128 features. As many stages as there is room for, since the more
+//           bytes are in flight, the sooner a block's tokens are here. (A wgmma takes 64 rows of features. Where there
+//           are 32, it multiplies also what lies behind them, and nobody reads those results.)
+// Transposed weights take the same places: a k-block of 128 features is two spans, each of 64 features by 64 rows along K.
+// Where ups lie behind all gates, the first span is of gates, the second of their ups.
+// Barriers: full takes an arrival of every loader thread of the block, one more with the number of bytes that the copy
+// engines write, and these bytes; half of a Wide stage's features come from the other block's. empty takes an arrival
+// of each consumer warpgroup that reads what is overwritten once it is passed: of both blocks. The gate has barriers of
+// its own, at which its block alone arrives.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "flashmoe/gpu/types.cuh"
+#include "flashmoe/sm90/geometry.h"
+#include "flashmoe/sm90/machine/barrier.cuh"
+
+namespace flashmoe::sm90 {
+
+inline constexpr uint32_t kWarpgroup = 128;  // threads
+inline constexpr uint32_t kConsumers = 2;    // warpgroups, the first of the block
+inline constexpr uint32_t kFirstLoader = kConsumers * kWarpgroup;
+inline constexpr uint32_t kLoaders = 64;  // threads
+
+// Named barrier of a consumer warpgroup.
+__device__ __forceinline__ uint32_t group_barrier(uint32_t group) {
+  return 1 + group;
+}
+
+inline constexpr uint32_t kLoaderBarrier = 4, kConsumersBarrier = 5;  // 3 is the dispatching team's
+
+inline constexpr uint32_t kStages = 4;
+inline constexpr uint32_t kStageBytes = 48 * 1024;
+inline constexpr uint32_t kStageAlign = 1024;  // the swizzle pattern repeats every 8 rows
+inline constexpr uint32_t kBoxBytes = kBoxFeatures * kRowBytes;
+
+// A ring of kCount stages of kBytes as a loader or a consumer sees it: the stage that is its next.
+template <uint32_t kCount_, uint32_t kBytes_>
+struct Ring {
+  static constexpr uint32_t kCount = kCount_, kBytes = kBytes_;
+
+  uint32_t stages;    // shared address of stage 0
+  uint32_t barriers;  // shared addresses of full and empty of stage 0, of stage 1, ...
+  uint32_t stage = 0;
+  uint32_t parity = 0;
+
+  // By one thread, before the block's first synchronization. releases: arrivals that free a stage.
+  static __device__ __forceinline__ void init(uint32_t barriers, uint32_t releases) {
+    for (uint32_t s = 0; s < kCount; ++s) {
+      barrier_init(barriers + s * 16, 1 + kLoaders);
+      barrier_init(barriers + s * 16 + 8, releases);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t data() const { return data(stage); }
+  __device__ __forceinline__ uint32_t data(uint32_t s) const { return stages + s * kBytes; }
+  __device__ __forceinline__ uint32_t full() const { return barriers + stage * 16; }
+  __device__ __forceinline__ uint32_t empty() const { return empty(stage); }
+  __device__ __forceinline__ uint32_t empty(uint32_t s) const { return barriers + s * 16 + 8; }
+  // The one before the next.
+  __device__ __forceinline__ uint32_t last() const { return (stage == 0 ? kCount : stage) - 1; }
+  __device__ __forceinline__ void advance() {
+    stage = stage + 1 == kCount ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
+  // The same n times.
+  __device__ __forceinline__ void advance(uint32_t n) {
+    parity ^= (stage + n) / kCount & 1u;
+    stage = (stage + n) % kCount;
+  }
+};
+using Pipeline = Ring<kStages, kStageBytes>;
+
+template <class Ring_, uint32_t kBlocks_, uint32_t kFeatures_, uint32_t kFeaturesAt, uint32_t kTokens_,
+          uint32_t kTokensAt, bool kByCluster_>
+struct StageLayout {
+  using Ring = Ring_;
+  static constexpr uint32_t kBlocks = kBlocks_;                       // k-blocks
+  static constexpr uint32_t kFeatures = kFeatures_;                   // rows of each
+  static constexpr uint32_t kTokens = kTokens_;                       // rows of each
+  static constexpr uint32_t kGroupFeatures = kFeatures / kConsumers;  // of a consumer warpgroup, FeaturesByTokens
+  static constexpr uint32_t kMs = ceil_div(kGroupFeatures, 64u);      // wgmmas that these take
+  static constexpr bool kByCluster = kByCluster_;                     // both blocks release it
+  static constexpr uint32_t kFeatureBytes = kBlocks * kFeatures * kRowBytes;
+
+  static FLASHMOE_HD constexpr uint32_t features(uint32_t k_block) {
+    return kFeaturesAt + k_block * kFeatures * kRowBytes;
+  }
+  static FLASHMOE_HD constexpr uint32_t tokens(uint32_t k_block) { return kTokensAt + k_block * kTokens * kRowBytes; }
+  // Stages that rows of so many bytes go through: producer and consumers both count with this.
+  static FLASHMOE_HD constexpr uint32_t stages(uint32_t k_bytes) { return ceil_div(k_bytes, kBlocks * kRowBytes); }
+};
+using Wide = StageLayout<Pipeline, 1, 256, 0, 128, 32 * 1024, true>;
+using Narrow = StageLayout<Pipeline, 2, 128, 0, 64, 32 * 1024, true>;
+static_assert(Wide::tokens(1) == kStageBytes && Narrow::tokens(2) == kStageBytes);
+static_assert(Narrow::kTokens == kNarrowTokens && Wide::kTokens * kClusterBlocks == kTileTokens);
+
+// The gate's layout, in kRoom bytes.
+inline constexpr uint32_t kMostGateStages = 8;
+template <uint32_t kFeatures, uint32_t kRoom, uint32_t kBytes = (kMaxTokenBlock + kFeatures) * kRowBytes>
+using GateLayout = StageLayout<Ring<min_of(kMostGateStages, kRoom / kBytes), kBytes>, 1, kFeatures,
+                               kMaxTokenBlock * kRowBytes, kMaxTokenBlock, 0, false>;
+// Where one pass has all of the token block's tokens and all experts, the logits overwrite the stages after it.
+template <uint32_t kFeatures>
+using Gate = GateLayout<kFeatures, kStages * kStageBytes>;
+// Where it takes several passes, the logits lie behind the stages.
+inline constexpr uint32_t kLogitsAt = kStages * kStageBytes - kMaxGateLogits * 4;
+using GateInPasses = GateLayout<kBoxFeatures, kLogitsAt>;
+template <class Stage>
+inline constexpr bool kInPasses = std::is_same_v<Stage, GateInPasses>;
+static_assert(Gate<kSmallGate>::Ring::kCount == 8 && Gate<kMiddleGate>::Ring::kCount == 8);
+static_assert(Gate<kBoxFeatures>::Ring::kCount == 6);
+static_assert(GateInPasses::Ring::kCount == 4);
+
+// Whether threads load fragments of what they multiply from the stages (machine/mainloop_fragments.cuh): in backward passes of fp32.
+template <class Dtype>
+inline constexpr bool kByFragments = kIsBackward && Dtype::kBytes == 4;
+// Whether consumers read a task's number again behind its epilogue, whose place in registers a spill would take.
+template <class Dtype>
+inline constexpr bool kNumberAgain = kIsBackward && (kTrainsInGroup || kByFragments<Dtype>);
+// Whether each warp loads what it multiplies to registers, for itself: fragments; quantised rows, and scales.
+template <class Dtype>
+inline constexpr bool kLoadedByWarps = kByFragments<Dtype>;
+template <>
+inline constexpr bool kLoadedByWarps<E4M3> = true;
+// Whether warps release a stage one by one.
+template <class Dtype>
+inline constexpr bool kReleasedByWarps = kLoadedByWarps<Dtype> && !kBuild.racecheck;
+
+// Arrivals of a consumer warpgroup at an empty barrier: one, where the tensor cores read for all of its threads.
+// Without them each thread arrives for what it has read itself, as above.
+template <class Dtype>
+inline constexpr uint32_t kReleases = kReleasedByWarps<Dtype> ? kWarpgroup / 32
+                                      : Dtype::kTensorCores && !kLoadedByWarps<Dtype> && !kBuild.racecheck ? 1
+                                                                                                           : kWarpgroup;
+
+// By all threads of a consumer warpgroup, when they do not read the stage any more.
+template <class Dtype, class Stage>
+__device__ __forceinline__ void release_stage(uint32_t empty) {
+  [[maybe_unused]] const uint32_t thread = threadIdx.x % kWarpgroup;
+  if constexpr (!Stage::kByCluster) {
+    if (kReleases<Dtype> != 1 || thread == 0) arrive(empty);
+  } else if constexpr (kReleasedByWarps<Dtype>) {
+    uint32_t lane;  // volatile, so that it is not kept
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    __syncwarp();
+    if (lane < kClusterBlocks) arrive_at_block(lane, empty);
+  } else if constexpr (kReleases<Dtype> != 1) {
+    for (uint32_t b = 0; b < kClusterBlocks; ++b)
+      arrive_release_at_block(b, empty);  // a release: this thread's loads of the stage come before it
+  } else {
+    if (thread < kClusterBlocks) arrive_at_block(thread, empty);
+  }
+}
+
+}  // namespace flashmoe::sm90

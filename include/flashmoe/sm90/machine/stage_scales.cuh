@@ -1,0 +1,88 @@
+// What a stage of quantised rows and weights is multiplied by, which the loaders bring beside it.
+//
+// A stage is a k-block of 128 bytes, hence of 128 elements: each of its rows has one scale, and of the 256 features of a
+// task each half of them, or with a gate gates and ups, share one.
+#pragma once
+
+#include "flashmoe/sm90/machine/load.cuh"
+
+namespace flashmoe::sm90 {
+
+struct alignas(16) StageScales {
+  static constexpr uint32_t kWeights = 2;
+  float rows[Wide::kTokens];
+  float weights[kWeights];
+};
+static_assert(kRowBytes == kScaleBlock && kTaskFeatures == StageScales::kWeights * kScaleBlock);
+
+// Where the weights' scales of a task lie: the first half's, of the first k-block. Null: each row of weights has one, which
+// the epilogue multiplies by.
+struct TaskScales {
+  const float* first;
+  uint32_t second;  // to the other half's
+  uint32_t step;    // to the next k-block's
+
+  // Loads half `i`'s of a k-block.
+  __device__ __forceinline__ void load(uint32_t to, uint32_t k_block, uint32_t i) const {
+    if (first == nullptr) return;
+    cp_async4(to + offsetof(StageScales, weights) + i * sizeof(float), first + i * second + k_block * step);
+  }
+};
+
+// Of block of columns `column` of a product's results. `gated`: of its columns' gates and ups, as they lie.
+template <bool kGated>
+__device__ __forceinline__ TaskScales scales_of_task(const ScaleTable& w, bool by_row, uint32_t expert, uint32_t column,
+                                                     GatedRows gated) {
+  if (by_row) return {nullptr, 0, 0};
+  const float* const all = w.as<float>() + uint64_t{expert} * w.expert;
+  if (kGated && gated.step == 1) return {all + column * w.row, w.up, w.step};
+  const uint32_t block = column * StageScales::kWeights;
+  return {all + block * w.row, block + 1 < w.blocks ? w.row : 0, w.step};
+}
+
+// What machine/load.cuh asks of the scales of gathered rows, which are behind each row's elements.
+template <class RowsOf>
+struct GatheredScales {
+  uint32_t memory;  // shared address of stage 0's
+  RowsOf
+      rows_of;  // rows_of(): the TokenRows, found anew at each stage, since registers are full of the rows' addresses
+  uint32_t offset;  // in a row
+  TaskScales weights;
+
+  // Those of stage s of the task, in stage `stage` of the ring.
+  __device__ __forceinline__ void gather(uint32_t stage, uint32_t s, uint32_t thread) const {
+    const uint32_t to = memory + stage * sizeof(StageScales), at = offset + s * sizeof(float);
+    if (thread < StageScales::kWeights) weights.load(to, s, thread);
+    const TokenRows rows = rows_of();
+#pragma unroll 1
+    for (uint32_t r = thread; r < Wide::kTokens; r += kLoaders) {
+      if (r < rows.rows) cp_async4(to + r * sizeof(float), rows.at(r) + at);
+    }
+  }
+};
+
+// The same of intermediate rows, whose scales lie behind the tile's elements.
+struct BoxScales {
+  uint32_t memory;
+  const uint8_t* tiles;  // the intermediate rows of all tiles
+  uint64_t tile_bytes;
+  uint32_t intermediate;
+  TaskScales weights;
+
+  static __device__ __forceinline__ uint32_t bytes(uint32_t rows) {
+    return align_up<uint32_t>(rows * sizeof(float), 16);
+  }
+
+  // Of k-block `k_block` of rows `row`, ..., counted through all tiles; and `all_k` counts through slices, too.
+  __device__ __forceinline__ void load(const Pipeline& at, uint32_t row, uint32_t rows, uint32_t k_block,
+                                       uint32_t all_k) const {
+    const uint32_t to = memory + at.stage * sizeof(StageScales);
+    for (uint32_t i = 0; i < StageScales::kWeights; ++i) weights.load(to, all_k, i);
+    cp_async_arrive_noinc(at.full());
+    if (rows == 0) return;  // of a rehearsal
+    const uint8_t* const tile = tiles + row / kTileTokens * tile_bytes;
+    bulk_load(to, tile + quantised_scale(intermediate, k_block, row % kTileTokens), bytes(rows), at.full());
+  }
+};
+
+}  // namespace flashmoe::sm90

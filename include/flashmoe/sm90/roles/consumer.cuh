@@ -1,0 +1,25 @@
+// Which consumer warpgroup a thread is one of.
+#pragma once
+
+#include "flashmoe/sm90/machine/pipeline.cuh"
+
+namespace flashmoe::sm90 {
+
+// The thread's consumer warpgroup, and its staging buffer: where rows are quantised, and in a backward pass, the sums leave no
+// registers to keep them, so that they are found anew.
+struct Consumer {
+  uint32_t group, staging;
+
+  template <class Dtype>
+  __device__ __forceinline__ Consumer anew(const Pipeline& ring) const {
+    if constexpr (!kQuantised<Dtype> && !kIsBackward && !kBuild.keeps) return *this;
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return of_group(ring, thread / kWarpgroup);
+  }
+  static __device__ __forceinline__ Consumer of_group(const Pipeline& ring, uint32_t group) {
+    return {group, ring.stages + kStages * kStageBytes + group * kStagingBytes};
+  }
+};
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,320 @@
+// Dispatch: a token block's way to packets. Gate (logits on the tensor cores, through the GEMM pipeline), choice of
+// experts, packets, the own packet's signal. Sending the others, with their rows: roles/send.cuh.
+//
+// The whole block takes part, but for the OS warp: the loaders load, the consumers multiply, then all choose and build.
+#pragma once
+
+#include "flashmoe/gpu/quantise.cuh"
+#include "flashmoe/gpu/route.cuh"
+#include "flashmoe/gpu/shared_expert.cuh"
+#include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/sm90/epilogue/features.cuh"
+#include "flashmoe/sm90/machine/load.cuh"
+#include "flashmoe/sm90/machine/mainloop.cuh"
+#include "flashmoe/sm90/roles/ring.cuh"
+
+namespace flashmoe::sm90 {
+
+inline constexpr uint32_t kTeamWarps = kWarps - 1;  // the last is the OS actor's
+inline constexpr uint32_t kTeamBarrier = 3;         // 1 and 2 are the consumer warpgroups' own
+using Team = TeamPlatform<kTeamWarps, kTeamBarrier>;
+
+// Scratch in the stages' memory: the logits at its end (machine/pipeline.cuh); once these are there, what packets are built
+// with in front of them.
+struct DispatchScratch {
+  uint8_t* stages;
+
+  __device__ __forceinline__ float* logits(uint32_t experts, uint32_t token) const {
+    return reinterpret_cast<float*>(stages + kLogitsAt) + token * experts;
+  }
+  __device__ __forceinline__ PacketScratch packets() const {
+    uint8_t* const second = stages + kStageBytes;
+    PacketScratch s;
+    s.ids = reinterpret_cast<int32_t*>(stages);
+    s.weights = reinterpret_cast<float*>(stages + 8 * 1024);
+    s.count = reinterpret_cast<uint16_t*>(stages + 16 * 1024);
+    s.start = reinterpret_cast<uint16_t*>(stages + 18 * 1024);
+    s.entries = reinterpret_cast<uint32_t*>(stages + 20 * 1024);
+    s.aborted = reinterpret_cast<uint32_t*>(stages + 21 * 1024);
+    s.missing = s.aborted + 1;
+    s.owner = reinterpret_cast<uint32_t*>(stages + 24 * 1024);
+    s.place = reinterpret_cast<uint16_t*>(second);
+    return s;
+  }
+};
+static_assert(kMaxChoices * 4 <= 8 * 1024 && kMaxExperts * 2 <= 2 * 1024 && kMaxRanks * 4 <= 1024);
+static_assert(kMaxExperts * 4 <= 8 * 1024 && kStageBytes + kTeamWarps * kMaxExperts * 2 <= kLogitsAt);
+
+// Calls f, a lambda `[&]<class Stage>() {..}`, with the gate's layout.
+template <class Dtype, class F>
+__device__ __forceinline__ void with_gate(uint32_t experts, F&& f) {
+  if (experts <= kSmallGate) return f.template operator()<Gate<kSmallGate>>();
+  if (experts <= kMiddleGate) return f.template operator()<Gate<kMiddleGate>>();
+  if constexpr (Scores<Dtype>::Type::kTensorCores) {
+    if (experts <= kBoxFeatures) return f.template operator()<Gate<kBoxFeatures>>();
+  }
+  f.template operator()<GateInPasses>();
+}
+
+// Tokens of one pass of the gate. Without tensor cores a warpgroup takes 64: 128 take more registers than the block enters
+// with.
+template <class Dtype, class Stage>
+inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores || !kInPasses<Stage> ? kMaxTokenBlock : 64;
+
+// Stages that the gate of a whole token block goes through.
+template <class Dtype, class Stage>
+__device__ __forceinline__ uint32_t gate_stages(const Call& c) {
+  return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.shape.gate_experts, Stage::kFeatures) *
+         Stage::stages(c.shape.hidden * Dtype::kBytes);
+}
+
+// Loaders: the router's rows and the token block's tokens, as many experts at a time as a stage has.
+template <class Dtype, class Stage>
+__device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c, typename Stage::Ring& ring,
+                                          uint32_t b) {
+  const uint32_t tokens = c.tokens_in_block(b);
+  for (uint32_t first = 0; first < tokens; first += kGateTokens<Dtype, Stage>) {
+    const uint32_t rows = min_of(tokens - first, kGateTokens<Dtype, Stage>);
+    for (uint32_t e = 0; e < c.shape.gate_experts; e += Stage::kFeatures) {
+      const BoxRows tokens_of_pass{&args.tokens, (b << c.policy.log2_block) + first, rows};
+      detail::box_stages<Dtype, Stage>(ring, FeatureBox{&args.router, e, 0, 0, 0, false, false}, tokens_of_pass,
+                                       NoScales{}, c.shape.hidden * Dtype::kBytes, [] {});
+    }
+  }
+}
+
+// Before logits overwrite the stages, which the other warpgroup may still be reading. All of the team meet, although
+// only the consumers need to: when these met at a barrier of their own, while the others waited at the team's,
+// racecheck took what the others read behind it for unordered.
+__device__ __forceinline__ void gate_stages_read() {
+  Team::team_sync_of_roles();
+}
+
+// Consumers: logits[token][expert] of `tokens` tokens from `first` on.
+template <class Dtype, class Shape>
+__device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
+                                              typename Shape::Stage::Ring& ring, uint32_t group, uint32_t first,
+                                              uint32_t tokens) {
+  Accumulators<Shape> acc;
+  const uint32_t experts = c.shape.gate_experts;  // read once: to the compiler, the stores may change shared memory
+  const uint32_t skipped = min_of(tokens, group * Shape::kNextB);  // the other group's
+  for (uint32_t e = group * Shape::kNextA; e < experts + group * Shape::kNextA; e += Shape::Stage::kFeatures) {
+    FeatureBias bias[Shape::kMs];
+    load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
+    const uint32_t stages = Shape::Stage::stages(c.shape.hidden * Dtype::kBytes);
+    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, stages, false, acc);
+    if constexpr (!kInPasses<typename Shape::Stage>) gate_stages_read();
+    const Lane at = Lane::of_thread(group);  // anew: else addresses are computed before the products
+    const uint32_t token = first + skipped + at.token();
+    float* const to[2] = {scratch.logits(experts, token), scratch.logits(experts, token + 1)};
+    store_gate<Shape::kN>(at, acc, bias, tokens - skipped, e, experts, to, 8 * experts);
+  }
+}
+
+// Consumers: all of a token block's logits.
+template <class Dtype, class Stage>
+__device__ __forceinline__ void compute_logits(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
+                                               typename Stage::Ring& ring, uint32_t b) {
+  const uint32_t group = threadIdx.x / kWarpgroup, all = c.tokens_in_block(b);
+  if constexpr (Stage::kFeatures <= kMiddleGate) {
+    multiply_gate<Dtype, FewByTokens<Stage>>(args, c, scratch, ring, group, 0, all);
+  } else {
+    for (uint32_t first = 0; first < all; first += kGateTokens<Dtype, Stage>) {
+      const uint32_t tokens = min_of(all - first, kGateTokens<Dtype, Stage>);
+      if (tokens <= 64) {
+        multiply_gate<Dtype, FeaturesByTokens<Stage, 64>>(args, c, scratch, ring, group, first, tokens);
+      } else if constexpr (kGateTokens<Dtype, Stage> > 64) {
+        multiply_gate<Dtype, FeaturesByTokens<Stage, 128>>(args, c, scratch, ring, group, first, tokens);
+      }
+    }
+  }
+}
+
+// Every warp of the team: the routing that the forward pass has kept, likewise.
+__device__ __forceinline__ void copy_kept(const KeptOutputs& kept, const Call& c, uint32_t b, const PacketScratch& s) {
+  const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
+    s.ids[i] = kept.ids[first + i];
+    s.weights[i] = kept.weights[first + i];
+  }
+}
+
+// Every warp of the team: chooses the experts of the token block's tokens, from their logits.
+__device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
+                                             uint32_t b) {
+  const PacketScratch packets = scratch.packets();
+  const uint32_t tokens = c.tokens_in_block(b), experts = c.shape.gate_experts, top_k = c.shape.gate_top_k;
+  auto choice = [&](uint32_t t) -> TokenChoice {
+    return {scratch.logits(experts, t), packets.ids + t * c.shape.top_k, packets.weights + t * c.shape.top_k};
+  };
+  if (!args.rule.plain()) {
+#pragma unroll 1
+    for (uint32_t t = Team::worker(); t < tokens; t += kTeamWarps) {
+      const bool good = choose_by_rule(args.rule, choice(t), experts, top_k);
+      if (!good && Platform::lane() == 0) {
+        note_row<Platform>(c, RowFault::kLogits, (b << c.policy.log2_block) + t);
+      }
+    }
+    return;
+  }
+  const bool few = experts <= kFewLanes, renormalize = args.rule.renormalize != 0;
+  const uint32_t at_once = few ? Platform::kLanes / kFewLanes : 2;  // tokens for which a warp chooses
+  for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
+    uint32_t bad;
+    if (few) {
+      const uint32_t t = first + Platform::lane() / kFewLanes * kTeamWarps;
+      bad = choose_few(t < tokens ? choice(t) : TokenChoice{}, experts, top_k, renormalize);
+    } else {  // beyond the last token, the first once more
+      const uint32_t second = first + kTeamWarps < tokens ? first + kTeamWarps : first;
+      bad = choose_experts({choice(first), choice(second)}, experts, top_k, renormalize);
+    }
+    if (bad == 0 || Platform::lane() != 0) continue;
+    // The first of them has the lowest number, and is what is told.
+    note_row<Platform>(c, RowFault::kLogits, (b << c.policy.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps);
+  }
+}
+
+// Fills ids and weights of the token block, from the given ones or by the router.
+template <class Dtype>
+__device__ __forceinline__ void route_block(const KernelArgs& args, const Call& c, Shared& s,
+                                            const DispatchScratch& scratch, uint32_t b) {
+  const PacketScratch packets = scratch.packets();
+  if (args.topk_ids != nullptr) {
+    copy_given<Dtype, kTeamWarps * 32>(args, c, b, packets.ids, packets.weights);
+    return;
+  }
+  with_gate<Dtype>(c.shape.gate_experts, [&]<class Stage>() {
+    // A fresh barrier passes waits of parity 1: the loaders find all stages empty.
+    const bool loads = threadIdx.x >= kFirstLoader;
+    typename Stage::Ring ring{shared_address(scratch.stages), shared_address(s.gate_barriers), 0, loads ? 1u : 0u};
+    ring.advance(b / gridDim.x * gate_stages<Dtype, Stage>(c));
+    if (!loads) {
+      compute_logits<Dtype, Stage>(args, c, scratch, ring, b);
+    } else {
+      if (threadIdx.x < kFirstLoader + kLoaders) load_gate<Dtype, Stage>(args, c, ring, b);
+      if constexpr (!kInPasses<Stage>) gate_stages_read();
+    }
+  });
+  Team::team_sync();
+  if (args.router_logits != nullptr) {
+    const uint32_t experts = c.shape.gate_experts;
+    write_logits(args.rule, args.router_logits + (uint64_t{b} << c.policy.log2_block) * experts,
+                 scratch.logits(experts, 0), c.tokens_in_block(b) * experts, threadIdx.x, kTeamWarps * 32);
+    Team::team_sync();
+  }
+  choose_block(args, c, scratch, b);
+  Team::team_sync();
+}
+
+// Every warp of the team: slices in place of the experts that the token block's tokens have chosen.
+__device__ __forceinline__ void slice_block(const Call& c, uint32_t b, const PacketScratch& s) {
+  Team::team_sync();
+#pragma unroll 1
+  for (uint32_t t = threadIdx.x; t < c.tokens_in_block(b); t += kTeamWarps * 32) {
+    const uint32_t token = (b << c.policy.log2_block) + t;
+    choose_slices<Platform>(c, token, s.ids + t * c.shape.top_k, s.weights + t * c.shape.top_k);
+  }
+}
+
+// Every warp of the team: the shared expert among the choices of the token block's tokens.
+template <class Dtype>
+__device__ __forceinline__ void add_shared(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
+  const uint8_t* const rows = args.x + uint64_t{b << c.policy.log2_block} * args.x_row_bytes;
+#pragma unroll 1
+  for (uint32_t t = Team::worker(); t < c.tokens_in_block(b); t += kTeamWarps) {
+    const float weight = shared_weight<Dtype>(args, rows + t * args.x_row_bytes, c.shape.hidden);
+    if (Team::lane() == 0) choose_shared(c, s.ids + t * c.shape.top_k, s.weights + t * c.shape.top_k, weight);
+  }
+}
+
+// Every warp of the team: the token block's rows as they are sent and multiplied.
+template <class Dtype>
+__device__ __forceinline__ void quantise_block(const KernelArgs& args, const Call& c, uint32_t b) {
+  const uint32_t hidden = c.shape.hidden;
+#pragma unroll 1
+  for (uint32_t t = Team::worker(); t < c.tokens_in_block(b); t += kTeamWarps) {
+    const uint32_t token = (b << c.policy.log2_block) + t;
+    const uint8_t* const row = args.x + token * args.x_row_bytes;
+    if (args.x_scale == nullptr) {
+      quantise_row<Dtype>(row, c.out_row(token), hidden);
+    } else {
+      copy_quantised_row(row, args.x_scale + uint64_t{token} * scale_blocks(hidden), c.out_row(token), hidden);
+    }
+  }
+}
+
+// Every warp of the team: the token block's routing, to where it is kept. Before its packets are built, all choices;
+__device__ __forceinline__ void keep_choices(const KeptOutputs& keep, const Call& c, uint32_t b,
+                                             const PacketScratch& s) {
+  const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
+    keep.ids[first + i] = s.ids[i];
+  }
+}
+// and then, by the same threads, which of them were dropped, and the weights.
+__device__ __forceinline__ void keep_routing(const KeptOutputs& keep, const Call& c, uint32_t b) {
+  const uint32_t first = b << c.policy.log2_block, top_k = c.shape.top_k;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
+    const uint32_t token = first + i / top_k, k = i % top_k;
+    const uint64_t at = uint64_t{token} * top_k + k;
+    const int32_t recorded = c.routing(token)[k];
+    if (recorded == Choice::recorded(Choice::kDropped)) keep.ids[at] = ~keep.ids[at];
+    if (recorded == Choice::recorded(Choice::kBad)) keep.ids[at] = ExpertId::kBad;
+    keep.weights[at] = c.weights(token)[k];
+  }
+}
+
+// One warp: all of a row that returns, or of a result.
+template <class Dtype>
+__device__ __forceinline__ void fill_row(const Call& c, uint8_t* row, bool bad) {
+  const uint4 filled = filled_chunk<Dtype>(bad);
+#pragma unroll 1
+  for (uint32_t at = Team::lane() * 16; at < c.memory.return_row_bytes; at += Team::kLanes * 16) {
+    *reinterpret_cast<uint4*>(row + at) = filled;
+  }
+}
+
+// The team's part of one token block. False if the call is over.
+template <class Dtype, class Trace>
+__device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
+                                               uint32_t b, const Trace& trace) {
+  const DispatchScratch scratch{stages};
+  const PacketScratch packets = scratch.packets();
+  trace.begin();
+  if constexpr (kIsBackward) {
+    copy_kept(args.backward.kept, c, b, packets);
+  } else {
+    route_block<Dtype>(args, c, s, scratch, b);
+    if (c.shape.slices != 1) slice_block(c, b, packets);
+    if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
+  }
+  trace.end(Phase::kGate, b, 0);
+  uint32_t* const owner = const_cast<uint32_t*>(packets.owner);
+  for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
+  Team::team_sync();
+  if constexpr (kBuild.keeps) {
+    keep_choices(args.keep, c, b, packets);
+    Team::team_sync();  // build_packets() turns ids into choices in place
+  }
+  const bool built =
+      kIsBackward ? build_known_packets<Team>(c, b, packets) : build_packets<Team>(c, b, packets, args.load);
+  if (!built) {
+    Team::team_sync();  // `aborted` lies in the stages, which loaders may overwrite: only when all warps have read it
+    return false;
+  }
+  if constexpr (!kIsBackward) {
+    fill_missing<Team>(c, b, packets, args.out, [&](uint8_t* row, bool bad) { fill_row<Dtype>(c, row, bad); });
+  }
+  if constexpr (kQuantised<Dtype>) quantise_block<Dtype>(args, c, b);
+  signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see roles/send.cuh
+  if constexpr (kBuild.keeps) keep_routing(args.keep, c, b);
+  // The scratch was read and written through the generic proxy; the copy engine writes there next.
+  fence_proxy_async_shared();
+  Team::team_sync();
+  trace.end(Phase::kDispatch, b, 0);
+  return true;
+}
+
+}  // namespace flashmoe::sm90

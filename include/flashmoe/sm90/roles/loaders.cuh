@@ -1,0 +1,186 @@
+// Loader warps: a block's tasks, one after the other, into the stages (machine/load.cuh).
+#pragma once
+
+#include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/sm90/gradients/router.cuh"
+#include "flashmoe/sm90/machine/load.cuh"
+#include "flashmoe/sm90/machine/stage_scales.cuh"
+#include "flashmoe/sm90/roles/join.cuh"
+#include "flashmoe/sm90/roles/look_up.cuh"
+#include "flashmoe/sm90/roles/operands.cuh"
+#include "flashmoe/sm90/roles/sums.cuh"
+
+namespace flashmoe::sm90 {
+
+// Whether experts have a tile or less, on average, so that their weights are read once. Kept in the L2 after that, they
+// would push out all else, and the kernel's own code.
+__device__ __forceinline__ bool reads_weights_once(const Call& c) {
+  return rows_of_all(c) <= uint64_t{kTileTokens} * c.shape.experts;
+}
+
+// Where they are transposed, what a block loads of them for its columns of results, `first` and those behind it.
+template <uint32_t p, bool kGated>
+__device__ __forceinline__ FeatureSpans spans_of(const KernelArgs& args, bool shared, uint32_t first, uint32_t expert,
+                                                 bool read_once) {
+  constexpr bool kBoth = kColumnsPerTask<p, kGated> != kTaskFeatures;  // gates and ups
+  if constexpr (!kBoth) return {weights_of<p>(args, shared), first, false, expert, read_once};
+  return {weights_of<p>(args, shared), first * args.gated.step, args.gated.step == 1, expert, read_once};
+}
+
+// From a tile's intermediate rows to the next one's.
+__device__ __forceinline__ uint64_t tile_bytes(const Call& c) {
+  return c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][0];
+}
+
+// The block's rows of a tile that the copy engine loads.
+__device__ __forceinline__ BoxRows intermediate_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
+  const uint32_t first = slot.share.first;
+  return {&args.intermediate,  slot.inner * kTileTokens + first, slot.share.rows,
+          slot.slices,         slot.later * kTileTokens + first, c.shape.shared,
+          c.shape.intermediate};
+}
+
+// Loaders: a task over an expert's rows.
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                               Pipeline& ring, Count&& count) {
+  const BackwardArgs& b = args.backward;
+  const WeightTask task = WeightTask::of(args, slot.expert, slot.column);
+  const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
+  const uint32_t first_column = task.first_column + cluster_rank() * kBoxFeatures;
+  const uint32_t columns = first_row < c.shape.hidden ? c.shape.hidden - first_row : 0;
+  const FeatureSpans spans{task.of_down ? &b.weighted_columns : &b.z_columns_map, first_column, false, 0, false};
+  const uint32_t first_byte = columns != 0 ? first_row * Dtype::kBytes : 0;
+  const GatheredRows rows{(task.of_down ? args.x : b.x) + first_byte,
+                          static_cast<uint32_t>((task.of_down ? args.x_row_bytes : b.x_row_bytes) / 16),
+                          kTrainsInGroup ? (task.of_down ? args.group.received : args.group.x) + first_byte : nullptr,
+                          kTrainsInGroup ? c.memory.token_row_bytes / 16 : 0,
+                          kTrainsInGroup ? args.group.gather : nullptr};
+  load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, rows, columns, spans, count);
+}
+
+// Loaders: a task behind the stop. Whether the warps are at different stages then.
+template <class Dtype, class Count>
+__device__ __forceinline__ bool load_behind_stop(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                 Pipeline& ring, Count&& count) {
+  if (!is_of_router(c, slot.index)) {
+    load_over_rows<Dtype>(args, c, slot, ring, count);
+    return false;
+  }
+  if (is_of_router_dx(c, slot.index)) {
+    load_router_dx<Dtype>(args, slot, ring, count);
+  } else if (slot.index != kCombines) {  // which loads nothing
+    load_router_weights<Dtype>(args, slot, ring, count);
+  }
+  return true;
+}
+
+// The loader warp that a task of dX leaves free: gradients of combine weights to other ranks.
+template <class Dtype>
+__device__ __forceinline__ void return_weights(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
+  if constexpr (kTrainsInGroup && kIsBackward) {
+    if (is_one_of<kHome>(slot.kind) && slot.tile != kNoTile)
+      send_weight_gradients<Dtype>(args, c, slot.tile, slot.column, slot.share, slot.expert);
+  }
+}
+
+// Whether loaders take a piece of the returns between two tasks. Where ranks may be on several machines that takes more
+// registers than they have left, and is for other warps.
+inline constexpr bool kLoadersReturn = !kIsBackward && !SpansMachines<Platform>;
+
+// Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Tasks on intermediate rows
+// (GEMM1), which the copy engine loads, leave the second warp free: it finds and joins late rows of tasks that the
+// consumers have stored, or, with several ranks, does a piece of the returns.
+template <class Dtype, bool kGated, bool kTransposed, class Trace>
+__device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
+                                           const Trace& trace) {
+  TaskRing& tasks = s.ring;
+  const bool loads_intermediate = threadIdx.x < kFirstLoader + kLoaders / 2;
+  auto count = [&] { tasks.count_stage(); };
+  const bool read_once = reads_weights_once(c);
+  bool apart = false;  // the warps are at different stages
+  JoinEngine<Dtype, Trace> adder(args, c, trace);
+  Joiner<Platform, JoinEngine<Dtype, Trace>> joiner(c, adder, s.late);
+  using Sums = SumEngine<Dtype, Trace, kQuantised<Dtype>>;
+  Sums sums(c, args.out, trace);
+  Returner<Platform, Sums, CursorOfWarp> returns(c, sums, s.returns);
+  for (uint32_t n = 0;; ++n) {
+    const TaskSlot& slot = tasks.wait_full(n);
+    if (slot.kind == TaskKind::kStop) {
+      if (!kIsBackward && !loads_intermediate) joiner.close();
+      return;
+    }
+    if (apart && (is_one_of<kGathering>(slot.kind) || is_behind_stop(slot.kind))) {
+      // The first warp may still load GEMM1's stages, while the second is here. It must not go on: a wait tells phases
+      // apart by one parity bit, and a barrier that is two phases behind looks as if it had been passed.
+      named_barrier_sync(kLoaderBarrier, kLoaders);
+      apart = false;
+    }
+    const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
+    const bool wide = slot.share.wide, shared = c.shape.is_shared(slot.expert);
+    const uint32_t expert = shared ? slot.expert - c.shape.routed_local_experts() : slot.expert;
+    if constexpr (kIsBackward) {
+      if (is_behind_stop(slot.kind)) {
+        apart = load_behind_stop<Dtype>(args, c, slot, ring, count);
+        tasks.put_done(n);
+        continue;
+      }
+    }
+    with_product(slot.kind, [&]<uint32_t p>() {
+      constexpr uint32_t kColumns = kColumnsPerTask<p, kGated> / kClusterBlocks;  // of results, that a box makes
+      const auto features = [&] {
+        if constexpr (kTransposed) {
+          return spans_of<p, kGated>(args, shared, box * kColumns, expert, read_once);
+        } else {
+          const bool half = is_half<Dtype, kGated>(c, slot);
+          return FeatureBox{weights_of<p>(args, shared), 0, 0, box * (kColumns / 8), expert, read_once, half};
+        }
+      }();
+      using Factor = typename Factors<Dtype>::Type;
+      const auto weights = [&] {
+        constexpr bool kBoth = kColumnsPerTask<p, kGated> != kTaskFeatures;
+        return scales_of_task<kBoth>(weight_scales<p>(args, shared), args.scales_by_row != 0, expert, slot.column,
+                                     args.gated);
+      };
+      if constexpr (Product<p>::kLeft == Operand::kTokens) {
+        const auto rows_of = [&]() -> TokenRows {
+          return {own_rows<Dtype>(args, c), c.heap<uint8_t>(c.rank, HeapField::kRows), slot.offsets, slot.share.rows};
+        };
+        const TokenRows rows = rows_of();
+        const auto beside = [&] {
+          if constexpr (!kQuantised<Dtype>)
+            return NoScales{};
+          else
+            return GatheredScales{scales_of(ring), rows_of, scales_offset(c.shape.hidden), weights()};
+        }();
+        gather_load<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
+      } else {
+        const BoxRows rows = intermediate_rows(args, c, slot);
+        const auto beside = [&] {
+          if constexpr (!kQuantised<Dtype>)
+            return NoScales{};
+          else
+            return BoxScales{scales_of(ring), c.intermediate_row(0, 0), tile_bytes(c), c.shape.intermediate, weights()};
+        }();
+        intermediate_load<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
+        apart = true;
+      }
+      if constexpr (p == kReturning && !kIsBackward) {
+        if (!loads_intermediate && joins_late_rows(c)) {
+          while (!tasks.is_stored(slot.stored)) {
+            if (!joiner.step()) __nanosleep(kPause);
+          }
+          joiner.template find<Wide::kTokens>([&](uint32_t row) { return slot.tokens[row]; }, slot.share.rows,
+                                              slot.column, wide ? 2 : 1);
+        }
+      }
+    });
+    if (!loads_intermediate) return_weights<Dtype>(args, c, slot);
+    const bool free = kLoadersReturn && !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
+    tasks.put_done(n);
+    // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.
+    if (free && !tasks.is_full(n + 2)) returns.step();
+  }
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,229 @@
+// What a task is to a thread block: its share, where its rows lie and their results go, and how many stages it goes through.
+// The clerks look that up, so that loaders and consumers do not wait for it.
+#pragma once
+
+#include "flashmoe/sm90/gradients/received.cuh"
+#include "flashmoe/sm90/gradients/weights.cuh"
+#include "flashmoe/sm90/machine/tma.cuh"
+#include "flashmoe/sm90/roles/ring.cuh"
+
+namespace flashmoe::sm90 {
+
+// Where own token rows lie, as the experts multiply them, and how far apart.
+template <class Dtype>
+__device__ __forceinline__ const uint8_t* own_rows(const KernelArgs& args, const Call& c) {
+  if constexpr (kQuantised<Dtype>) return c.out_row(0);
+  return args.x;
+}
+template <class Dtype>
+__device__ __forceinline__ uint64_t own_row_bytes(const KernelArgs& args, const Call& c) {
+  if constexpr (kQuantised<Dtype>) return c.memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kRows)][1];
+  return args.x_row_bytes;
+}
+
+// Where the token row of a tile's row lies, as an offset of TokenRows.
+template <class Dtype>
+__device__ __forceinline__ uint32_t offset_of(const KernelArgs& args, const Call& c, const Row& row) {
+  if (row.source == c.rank) return static_cast<uint32_t>(row.token * (own_row_bytes<Dtype>(args, c) / 16));
+  const uint64_t at = c.dispatched_row(c.rank, row.source, row.token) - c.heap<uint8_t>(c.rank, HeapField::kRows);
+  return static_cast<uint32_t>(at / 16) | TokenRows::kRemote;
+}
+
+__device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call& c, const Row& row) {
+  uint8_t* to =
+      c.reduced() ? c.staged_row(row.source, row.token, row.ordinal) : c.return_row(row.source, row.token, row.k);
+  if (c.policy.joined != 0 && c.shape.top_k == 1) to = args.out + uint64_t{row.token} * c.memory.return_row_bytes;
+  return reinterpret_cast<uint64_t>(to);
+}
+
+// Where a row's pre-activations are kept (KeptOutputs).
+__device__ __forceinline__ uint32_t kept_row(const Call& c, const Row& row, uint32_t slice) {
+  return row.token * (c.shape.routed_top_k() + c.shape.shared) + row.k + slice;
+}
+
+// The bytes of a row of pre-activations.
+template <class Dtype>
+__device__ __forceinline__ uint32_t kept_row_bytes(const KernelArgs& args) {
+  return args.backward.z_columns * Dtype::kBytes;
+}
+
+// Of a task of the shared expert, whose tile's first row is of `first_token`: what its slices change. One lane.
+__device__ __forceinline__ void look_up_slices(const KernelArgs& args, const Call& c, uint32_t first_token,
+                                               TaskSlot& slot) {
+  if (TileIndex::has_slice(slot.index)) {
+    const uint32_t slice = TileIndex::slice(slot.index);
+    slot.inner = c.inner_tile(slot.tile, first_token, slice);
+    slot.expert += slice;
+  } else {
+    slot.slices = c.shape.shared;
+    slot.later = c.inner_tile(slot.tile, first_token, 1);
+    if constexpr (kBuild.sliced && kIsBackward) {
+      const uint32_t halves = z_halves(args);
+      slot.slices *= halves, slot.k_bytes /= halves;
+    }
+  }
+}
+
+// Bytes of an operand's rows that a task multiplies.
+template <class Dtype>
+__device__ __forceinline__ uint32_t contracted_bytes(const Call& c, TaskKind kind) {
+  const bool hidden = is_one_of<kOverHidden>(kind);
+  if constexpr (kQuantised<Dtype>) return hidden ? c.shape.hidden : c.shape.intermediate;
+  return hidden ? c.memory.token_row_bytes : c.memory.intermediate_row_bytes;
+}
+
+// Where several ranks train: the number of a tile's first row, by which pre-activations are kept.
+__device__ __forceinline__ uint32_t numbered_from(const KernelArgs& args, const Call& c, uint32_t tile,
+                                                  uint32_t expert) {
+  if constexpr (!kTrainsInGroup) return 0;
+  return kIsBackward ? first_row_of(args.group, c, tile, expert) : tile * kTileTokens;
+}
+
+// The gradient of the product of the shared expert's gate with the token of its tile's row, once all slices of the tile are
+// differentiated.
+__device__ __forceinline__ float shared_logit_gradient(const KernelArgs& args, const Call& c, uint32_t tile,
+                                                       uint32_t in_tile, const Row& row) {
+  const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks,
+                 first = c.shape.routed_local_experts();
+  const uint64_t all = kTrainsInGroup ? args.group.rows : uint64_t{c.shape.tokens} * rows_of_token(c.shape);
+  float sum = 0.0f;
+#pragma unroll 1
+  for (uint32_t s = 0; s < c.shape.shared; ++s) {
+    const uint32_t number = kTrainsInGroup ? within(args.group, first_row_of(args.group, c, tile, first + s) + in_tile)
+                                           : kept_row(c, row, s);
+    const float* const from = args.backward.weight_parts + number;
+#pragma unroll 4
+    for (uint32_t p = 0; p < parts; ++p) sum += from[p * all];
+  }
+  return sum * row.weight * (1.0f - row.weight);
+}
+
+// Of a row of a task of dX of the shared expert: its factor of the gate, where there is one.
+__device__ __forceinline__ uint32_t look_up_gate(const KernelArgs& args, const Call& c, const Task& task, uint32_t tile,
+                                                 uint32_t in_tile, const Row& row) {
+  if (args.shared_gate == nullptr) return 0;
+  const float gradient = shared_logit_gradient(args, c, tile, in_tile, row);
+  if (task.column == 0 && args.options.shared_logits != nullptr) args.options.shared_logits[row.token] = gradient;
+  return __float_as_uint(gradient);
+}
+
+// Looks up this block's share of a task: all that the other roles would have to wait for. One warp.
+template <class Dtype>
+__device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
+  using P = Platform;
+  // Shape and rows, all that a tile may have, not the share's alone, are loaded side by side: one round trip to the L2.
+  const uint32_t tile = TileIndex::tile(task.index);
+  const Tile::Shape shape = c.tile(tile)->shape;
+  [[maybe_unused]] uint32_t first_row =
+      numbered_from(args, c, tile, shape.expert + (kBuild.sliced ? TileIndex::slice(task.index) : 0));
+  constexpr uint32_t kEach = kTileTokens / P::kLanes;
+  Row row[kEach];
+#pragma unroll
+  for (uint32_t i = 0; i < kEach; ++i) row[i] = *c.tile_row(tile, P::lane() + i * P::kLanes);
+  if constexpr (kTrainsInGroup && kBuild.sliced && !kIsBackward) {
+    first_row = c.inner_tile(tile, P::broadcast(row[0].token, 0), TileIndex::slice(task.index)) * kTileTokens;
+  }
+  const Share share =
+      kQuantised<Dtype> ? wide_share_of(shape.rows, cluster_rank()) : share_of(shape.rows, cluster_rank());
+#pragma unroll
+  for (uint32_t i = 0; i < kEach; ++i) {
+    const uint32_t r = P::lane() + i * P::kLanes - share.first;
+    if (r >= share.rows) continue;  // unsigned: of rows before share.first, r is larger too
+    if (is_one_of<kGathering>(task.kind)) {
+      slot.offsets[r] = offset_of<Dtype>(args, c, row[i]);
+      if constexpr (kTrainsInGroup) {
+        slot.tokens[r] = kIsBackward ? within(args.group, first_row + share.first + r) : first_row + share.first + r;
+      } else if constexpr (kBuild.keeps || kIsBackward) {
+        slot.tokens[r] = kept_row(c, row[i], TileIndex::slice(task.index));
+      }
+      if (kTrainsInGroup && kIsBackward && task.column == 0) {
+        args.group.gather[tile * kTileTokens + share.first + r] = gather_code(args.group, c, row[i]);
+      }
+      if (kIsBackward || args.weights_on_input != 0) slot.weights[r] = row[i].weight;
+    } else {
+      slot.to[r] = result_of(args, c, row[i]);
+      slot.weights[r] = kIsBackward || args.weights_on_input != 0 ? 1.0f : row[i].weight;
+      slot.tokens[r] = row[i].token;
+      if constexpr (kBuild.sliced && kIsBackward) {
+        if (c.shape.is_shared(shape.expert)) {
+          slot.tokens[r] = look_up_gate(args, c, task, tile, share.first + r, row[i]);
+        }
+      }
+    }
+  }
+  if (P::lane() == 0) {
+    slot.index = task.index;
+    slot.tile = slot.inner = tile;
+    slot.column = task.column;
+    slot.expert = shape.expert;
+    slot.k_bytes = contracted_bytes<Dtype>(c, task.kind);
+    slot.slices = 1;
+    slot.share = share;
+    if (c.shape.is_shared(shape.expert)) look_up_slices(args, c, row[0].token, slot);
+  }
+}
+
+// The same for a product over an expert's rows behind the stop.
+template <class Dtype>
+__device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
+  if (Platform::lane() != 0) return;
+  const uint32_t rows = task.index == kCombines       ? 0
+                        : is_of_router(c, task.index) ? c.shape.tokens
+                                                      : rows_of_expert(c, local_expert_of(c, task.index));
+  slot.index = slot.tile = slot.expert = task.index;
+  slot.column = task.column;
+  slot.slices = 1;
+  slot.k_bytes = ceil_div(rows, kRowsOfStage<Dtype>) * kRowBytes;  // so that Wide::stages(k_bytes) is right
+  slot.share = {.wide = true, .first = 0, .rows = rows, .cover = Wide::kTokens};
+}
+
+// Whether a task is one behind the stop.
+__device__ __forceinline__ bool is_behind_stop(TaskKind kind) {
+  return kIsBackward && kind == TaskKind::kBehindStop;
+}
+
+// Rehearsals. The first epilogue of a block takes 11 us, others 2 to 3: its code has to come from memory. So while the
+// first tiles form, each cluster runs a task of each product, in a full tile's shape, of one stage and without rows, by
+// the very code of the tasks after it. Only look-up, retirement and traces tell it apart, by kNoTile.
+inline constexpr uint32_t kRehearsals = kProducts;
+
+// Rows of all experts, if all ranks have as many tokens as this one.
+__device__ __forceinline__ uint64_t rows_of_all(const Call& c) {
+  return uint64_t{c.shape.tokens} * c.shape.top_k * c.shape.ranks;
+}
+
+// How many rehearsals each ring begins with. None where hardly a tile is full, since other tiles run other code.
+template <class Dtype>
+__device__ __forceinline__ uint32_t rehearsals(const Call& c) {
+  constexpr uint64_t kRows = kTileTokens / 2;  // of an expert, on average
+  const bool full = rows_of_all(c) >= kRows * c.shape.experts;
+  return Dtype::kTensorCores && c.shape.local_experts != 0 && full ? kRehearsals : 0;
+}
+
+// Rehearses the last product first, and the first last: its tasks are the next to come.
+__device__ __forceinline__ Task rehearsal(uint32_t n) {
+  Task task{TaskKind::kNone, 0, kNoTile};
+  for_each_product([&]<uint32_t m>() {
+    if (n + 1 + m == kRehearsals) task.kind = Product<m>::kKind;
+  });
+  return task;
+}
+
+// Instead of look_up(). The task loads one stage of the first expert's features and, having no rows, no tokens: it
+// multiplies what lies there. Nothing is stored, so the slot's offsets, addresses and weights are left as they are.
+__device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
+  if (Platform::lane() != 0) return;
+  slot.index = slot.tile = kNoTile;
+  slot.column = 0;
+  slot.expert = 0;
+  slot.k_bytes = kRowBytes;
+  slot.slices = 1;
+  slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
+}
+
+// Stages that a task goes through.
+__device__ __forceinline__ uint32_t stages_of(const TaskSlot& slot) {
+  return slot.slices * (slot.share.wide ? Wide::stages(slot.k_bytes) : Narrow::stages(slot.k_bytes));
+}
+
+}  // namespace flashmoe::sm90

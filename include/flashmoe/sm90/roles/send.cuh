@@ -1,0 +1,134 @@
+// Rows on their way to other ranks: how a block's warps copy them for a Sender (actors/sender.h).
+//
+// By all warps of some blocks, before these compute. A warp of every block would seem to be free for it, while own rows
+// are computed; but a block's first stores to a peer take 0.1 ms, and its loads wait behind them, so that nearly all
+// blocks had no task until 0.16 ms into the call. And by the copy engine, through the stages, which are free until a
+// block computes: so a few blocks have enough on its way to fill the link.
+#pragma once
+
+#include "flashmoe/actors/sender.h"
+#include "flashmoe/gpu/platform.cuh"
+#include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/gpu/types.cuh"
+#include "flashmoe/sm90/geometry.h"
+#include "flashmoe/sm90/machine/barrier.cuh"
+#include "flashmoe/sm90/machine/tma.cuh"
+
+namespace flashmoe::sm90 {
+
+// One warp's copies of rows, by the copy engine through the warp's own shared memory: half of it is loaded while the other
+// half is stored. The first kAtOnce lanes have a chunk each; the others take part in the waits.
+class RowCopies {
+  using P = Platform;
+
+ public:
+  // Few large chunks, that just fill the memory: the copy engine takes them one by one.
+  static constexpr uint32_t kChunkBytes = 2048, kAtOnce = 4;  // bytes of a lane's chunk; lanes that have one
+  static constexpr uint32_t kBytes = 2 * kAtOnce * kChunkBytes;
+  static constexpr uint32_t kBarriers = 2;
+
+  // kBytes of shared memory, and barriers that no other warp uses.
+  __device__ __forceinline__ RowCopies(uint32_t memory, uint32_t barriers)
+      : memory_(memory + P::lane() % kAtOnce * kChunkBytes), barriers_(barriers) {
+    if (P::lane() == 0) {
+      for (uint32_t i = 0; i < kBarriers; ++i) barrier_init(barriers + i * 8, kAtOnce);
+      fence_barrier_init();
+    }
+    P::sync();
+  }
+
+  // Copies rows 0 .. rows - 1, of `row_bytes` each, from from(row) to to(row); all lanes call these, each for a row of
+  // its own. The rows are written when it returns. All lanes.
+  template <class From, class To>
+  __device__ __forceinline__ void copy(uint32_t rows, uint32_t row_bytes, From&& from, To&& to) {
+    const uint32_t per_row = ceil_div(row_bytes, kChunkBytes), all = rows * per_row, turns = ceil_div(all, kAtOnce);
+    uint8_t* last_to = nullptr;
+    uint32_t last_bytes = 0;
+    FLASHMOE_NO_UNROLL
+    for (uint32_t turn = 0; turn <= turns; ++turn) {
+      uint8_t* next_to = nullptr;
+      uint32_t next_bytes = 0;
+      if (turn < turns) {
+        const uint32_t i = turn * kAtOnce + P::lane() % kAtOnce, row = i < all ? i / per_row : 0;
+        const uint32_t at = (i - row * per_row) * kChunkBytes;
+        const uint8_t* const next_from = from(row) + at;
+        next_to = to(row) + at;
+        if (P::lane() < kAtOnce) {
+          if (i < all) next_bytes = min_of(row_bytes - at, kChunkBytes);
+          bulk_wait_read();
+          arrive_expect_tx(barrier(turn), next_bytes);
+          if (next_bytes != 0) bulk_load(buffer(turn), next_from, next_bytes, barrier(turn));
+        }
+      }
+      if (turn != 0) {
+        wait(barrier(turn - 1), (turns_ + turn - 1) / 2 % 2);
+        if (last_bytes != 0) bulk_store(last_to, buffer(turn - 1), last_bytes);
+        bulk_commit();
+      }
+      last_to = next_to, last_bytes = next_bytes;
+    }
+    turns_ += turns;
+    bulk_wait();
+    P::sync();
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t buffer(uint32_t turn) const {
+    return memory_ + (turns_ + turn) % 2 * (kAtOnce * kChunkBytes);
+  }
+  __device__ __forceinline__ uint32_t barrier(uint32_t turn) const { return barriers_ + (turns_ + turn) % 2 * 8; }
+
+  const uint32_t memory_, barriers_;
+  uint32_t turns_ = 0;  // of earlier copies
+};
+
+// The GPU's engine of a Sender.
+template <class Dtype, class Trace>
+class RowEngine {
+  using P = Platform;
+
+ public:
+  __device__ __forceinline__ RowEngine(const KernelArgs& args, const Call& call, const RowCopies& copies,
+                                       const Trace& trace)
+      : args_(args), c_(call), copies_(copies), trace_(trace) {}
+
+  __device__ __forceinline__ void send_rows(uint32_t q, uint32_t token, uint32_t rows) {
+    // Quantised rows were stored by other blocks, through the generic proxy.
+    if constexpr (kQuantised<Dtype>) fence_proxy_async_global();
+    if constexpr (kInTurn) return send_gradients(q, token, rows);
+    copies_.copy(
+        rows, c_.memory.token_row_bytes,
+        [&](uint32_t row) -> const uint8_t* {
+          if constexpr (kQuantised<Dtype>) return c_.out_row(P::broadcast(token, row));
+          return args_.x + P::broadcast(token, row) * args_.x_row_bytes;
+        },
+        [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, P::broadcast(token, row)); });
+  }
+  __device__ __forceinline__ void begin() const { trace_.begin(); }
+  __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {
+    trace_.end(phase, index, column);
+  }
+
+ private:
+  // Rows of dY and, where they are dispatched again, of x: the same copies with other addresses.
+  __device__ __forceinline__ void send_gradients(uint32_t q, uint32_t token, uint32_t rows) {
+    const uint8_t* first = args_.x;
+    uint64_t row_bytes = args_.x_row_bytes, behind = 0;
+    FLASHMOE_NO_UNROLL
+    while (true) {
+      copies_.copy(
+          rows, c_.memory.token_row_bytes,
+          [&](uint32_t row) -> const uint8_t* { return first + P::broadcast(token, row) * row_bytes; },
+          [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, P::broadcast(token, row)) + behind; });
+      if (behind == args_.group.x_behind) break;
+      first = args_.backward.x, row_bytes = args_.backward.x_row_bytes, behind = args_.group.x_behind;
+    }
+  }
+
+  const KernelArgs& args_;
+  const Call& c_;
+  RowCopies copies_;
+  const Trace& trace_;
+};
+
+}  // namespace flashmoe::sm90
