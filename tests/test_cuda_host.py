@@ -17,7 +17,7 @@ COMPILE = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "includ
 
 # Ours first: cuda.h then renames functions to those that its symbols have.
 COMPARISON = """
-#include "cuda/driver.h"
+#include "cuda/device/driver.h"
 #include "flashmoe/gpu/kernel_args.h"
 #include <cuda.h>
 

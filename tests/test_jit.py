@@ -226,12 +226,12 @@ def test_what_a_build_is_told(tmp_path):
         ({"dtype": "float32", "exact": True, "trace": True}, "exact fp32 SwiGLU traced", "moe"),
         ({"quantised": True, "machines": True}, "FP8 bf16 SwiGLU machines", "moe"),
         ({"rdma": True, "transposed": True, "trace": True}, "bf16 SwiGLU transposed traced RDMA", "moe_by_puts"),
-        ({"keeps": True, "on_input": True}, "bf16 SwiGLU keeping weights on the input", "moe"),
-        ({"keeps": True, "group": True, "sliced": True}, "bf16 SwiGLU keeping group sliced", "moe_kept"),
-        ({"backward": True, "group": True}, "bf16 SwiGLU backward group", "moe"),
+        ({"keeps": True, "on_input": True}, "bf16 SwiGLU keeping weights on the input", "moe_keeping"),
+        ({"keeps": True, "group": True, "sliced": True}, "bf16 SwiGLU keeping group sliced", "moe_keeping_group"),
+        ({"backward": True, "group": True}, "bf16 SwiGLU backward group", "moe_backward"),
         ({"few": True, "trace": True}, "bf16 SwiGLU few tokens traced", "decode"),
-        ({"few": True, "mxfp4": True}, "MXFP4 bf16 SwiGLU few tokens", "decode"),
-        ({"few": True, "group": True, "quantised": True}, "FP8 bf16 SwiGLU few tokens of a group", "decode"),
+        ({"few": True, "mxfp4": True}, "MXFP4 bf16 SwiGLU few tokens", "decode_mxfp4"),
+        ({"few": True, "group": True, "quantised": True}, "FP8 bf16 SwiGLU few tokens of a group", "decode_fp8_group"),
     ],
 )
 def test_titles_and_sources(options, title, entry):
@@ -322,14 +322,60 @@ def test_what_the_key_depends_on(machine, sources):
     header.write_text(header.read_text() + "\n")
     second = path()
     assert second != first
-    (header.parent / "another.h").write_text("\n")
+    (header.parent / "another.h").write_text("\n")  # which nobody includes
+    assert path() == second
+    machine.install(release="13.1")
     third = path()
     assert third not in (first, second)
-    machine.install(release="13.1")
-    fourth = path()
-    assert fourth not in (first, second, third)
     machine.install(release="13.0")  # another file of the same version
-    assert path() == third
+    assert path() == second
+
+
+EACH_SOURCE = [
+    *(jit.Variant(few=True, group=group, **of) for group in (False, True) for of in ({}, {"quantised": True})),
+    jit.Variant(few=True, mxfp4=True),
+    jit.Variant(),
+    *(jit.Variant(**{which: True}, group=group) for which in ("keeps", "backward") for group in (False, True)),
+]
+"""Variants of every source that needs no headers of others."""
+
+
+def test_a_comment_in_a_room_recompiles_who_includes_it(machine, sources):
+    def paths() -> dict[jit.Variant, Path]:
+        return {variant: jit.compile_kernel(variant).path for variant in EACH_SOURCE}
+
+    def changed_by(name: str) -> set[jit.Variant]:
+        before = paths()
+        header = sources / "include" / "flashmoe" / "sm90" / name
+        header.write_text("// Another comment.\n" + header.read_text())
+        after = paths()
+        return {variant for variant in EACH_SOURCE if before[variant] != after[variant]}
+
+    few = {variant for variant in EACH_SOURCE if variant.few}
+    backward = {variant for variant in EACH_SOURCE if variant.backward}
+    assert changed_by("decode/block.cuh") == few
+    assert changed_by("decode/products_mxfp4.cuh") == {variant for variant in few if variant.mxfp4}
+    assert changed_by("gradients/router.cuh") == backward
+    assert changed_by("roles/clerk.cuh") == set(EACH_SOURCE) - few
+    assert changed_by("geometry.h") == set(EACH_SOURCE)
+
+
+@pytest.mark.parametrize("variant", EACH_SOURCE, ids=lambda variant: variant.title)
+def test_sources_are_what_the_compiler_includes(variant):
+    try:
+        nvcc = jit.find_nvcc()
+    except FlashMoEError as error:
+        pytest.skip(str(error))
+    root = jit.source_root()
+    command = [nvcc, "-M", *variant.flags[1:], f"-I{root / 'include'}", jit.entry_of(root, variant)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    files = {Path(name).resolve() for name in said.partition(":")[2].replace("\\\n", " ").split()}
+    assert {path for path in files if path.is_relative_to(root.resolve())} == set(jit.sources_of(root, variant))
+
+
+def test_few_headers_make_the_kernel_for_a_few_tokens():
+    headers = [path for path in jit.sources_of(jit.source_root(), jit.Variant(few=True)) if path.suffix != ".cu"]
+    assert len(headers) <= 45
 
 
 def test_many_processes_compile_once(machine):
@@ -466,7 +512,7 @@ def test_what_is_not_carried_is_compiled(machine, carried, other):
 
 
 def test_a_carried_kernel_of_other_sources_is_not_taken(machine, carried, sources):
-    with next((sources / "include").rglob("*.cuh")).open("a") as header:
+    with (sources / "include" / "flashmoe" / "sm90" / "roles" / "kernel.cuh").open("a") as header:
         header.write("// changed\n")
     with pytest.raises(FlashMoEError, match="FLASHMOE_NVCC"):
         jit.compile_kernel(jit.Variant())

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "cuda/clock.h"
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 #include "cuda/layer.h"
 #include "cuda/limits.h"
 #include "cuda/machines.h"

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 #include "cuda/layer.h"
 #include "cuda/transport/nvshmem.h"
 #include "flashmoe/sm90/geometry.h"
@@ -36,7 +36,7 @@ class Kernels {
   // The same of those behind a forward pass that keeps, among several ranks.
   void launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const;
   void launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t tile_blocks, DriverStream stream) const;
-  // Of a cubin that traces, see gpu/clock.cuh.
+  // Of a cubin that traces, see gpu/tracer.cuh.
   void launch_clock(gpu::ClockPage* page, uint32_t times, uint64_t patience_ns, DriverStream stream) const;
 
  private:

@@ -2,7 +2,7 @@
 // told so: csrc/bindings/cuda.cpp.)
 #pragma once
 
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 #include "host/machines.h"
 
 namespace flashmoe::cuda {

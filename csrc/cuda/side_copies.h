@@ -5,7 +5,7 @@
 #include <mutex>
 #include <optional>
 
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 
 namespace flashmoe::cuda {
 

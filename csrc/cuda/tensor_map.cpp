@@ -1,6 +1,6 @@
 #include "cuda/tensor_map.h"
 
-#include "cuda/driver.h"
+#include "cuda/device/driver.h"
 #include "host/text.h"
 
 namespace flashmoe::cuda {

@@ -7,7 +7,7 @@ Time of_us(double us) {
   return static_cast<Time>(us * static_cast<double>(kMicrosecond));
 }
 
-// Warps of a block, by what they do until the stop (sm90/kernel.cuh).
+// Warps of a block, by what they do until the stop (sm90/roles/kernel.cuh).
 constexpr uint32_t kConsumers = 8, kFirstLoader = 8, kSecondLoader = 9, kClerk = 10, kService = 11;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// A simulated rank: the actors of a call on one GPU, with the roles that the fused kernel gives its warps (sm90/kernel.cuh).
+// A simulated rank: the actors of a call on one GPU, with the roles that the fused kernel gives its warps (sm90/roles/kernel.cuh).
 #pragma once
 
 #include <deque>

@@ -42,6 +42,7 @@ INSTALL = "pip install " + " ".join(f"'{package}==13.0.*'" for package in _PACKA
 _TELLS = ("-Xptxas", "-v")
 """What has ptxas say of each function what it spills. It changes no code, so that it is no part of a kernel's name."""
 _SPILLS = re.compile(r"([0-9]+) bytes spill stores, ([0-9]+) bytes spill loads")
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _LOG_LINES = 15  # of a failed compilation, in the error
 
 _ACTIVATIONS = {
@@ -124,10 +125,12 @@ class Variant:
     def entry(self) -> str:
         """The stem of its source in csrc/cuda/entry/."""
         if self.few:
-            return "decode"
+            return "decode" + "_fp8" * self.quantised + "_mxfp4" * self.mxfp4 + "_group" * self.group
         if self.rdma:
             return "moe_by_puts"
-        return "moe_kept" if self.keeps and self.group else "moe"
+        if self.keeps:
+            return "moe_keeping" + "_group" * self.group
+        return "moe_backward" if self.backward else "moe"
 
     @property
     def title(self) -> str:
@@ -434,7 +437,7 @@ def _is_program(path: Path) -> bool:
 def _stem(root: Path, variant: Variant, compiler: str | None = None) -> str:
     """Names the result: what it is, and a digest of all that it depends on. `compiler`: what nvcc says of itself."""
     digest = hashlib.sha256()
-    parts = [(str(path.relative_to(root)), path.read_bytes()) for path in _sources(root, variant)]
+    parts = [(str(path.relative_to(root)), path.read_bytes()) for path in sources_of(root, variant)]
     parts.append(("flags", " ".join(variant.flags).encode()))
     if compiler is not None:
         parts.append(("nvcc", compiler.encode()))
@@ -445,9 +448,19 @@ def _stem(root: Path, variant: Variant, compiler: str | None = None) -> str:
     return f"{variant.title.replace(' ', '-').lower()}-{digest.hexdigest()[:24]}"
 
 
-def _sources(root: Path, variant: Variant) -> list[Path]:
-    headers = [*(root / "include").rglob("*.h"), *(root / "include").rglob("*.cuh")]
-    return sorted([entry_of(root, variant), *headers])
+def sources_of(root: Path, variant: Variant) -> list[Path]:
+    """What `variant` is compiled from: its source and all of ours that it includes, sorted. No header of ours includes
+    another by a condition (tests/test_build_options.py), so that these are what ``nvcc -M`` finds."""
+    found: set[Path] = set()
+    todo = [entry_of(root, variant)]
+    while todo:
+        if (path := todo.pop()) in found:
+            continue
+        found.add(path)
+        for name in _INCLUDE.findall(path.read_text()):
+            candidates = (path.parent / name, root / "include" / name)
+            todo += [each for each in candidates if each.is_file()]  # NVSHMEM's are not ours
+    return sorted(found)
 
 
 def _version(nvcc: Path, cache: Folder) -> str:

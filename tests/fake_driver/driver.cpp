@@ -14,7 +14,7 @@
 #include <thread>
 #include <utility>
 
-#include "cuda/driver.h"
+#include "cuda/device/driver.h"
 #include "cuda/transport/nvshmem.h"
 #include "flashmoe/protocol/machines.h"
 #include "flashmoe/sm90/geometry.h"

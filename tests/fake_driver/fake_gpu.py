@@ -41,11 +41,11 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype).as_subclass(OnGpu)
 
 
+_FUSED, _FEW = ("flashmoe_moe", "flashmoe_clock"), ("flashmoe_few", "flashmoe_clock")
 KERNELS = {
-    "moe": ("flashmoe_moe", "flashmoe_clock"),
-    "moe_by_puts": ("flashmoe_moe", "flashmoe_clock"),
-    "moe_kept": ("flashmoe_moe", "flashmoe_count", "flashmoe_move", "flashmoe_clock"),
-    "decode": ("flashmoe_few", "flashmoe_clock"),
+    **dict.fromkeys(("moe", "moe_by_puts", "moe_keeping", "moe_backward"), _FUSED),
+    "moe_keeping_group": (*_FUSED, "flashmoe_count", "flashmoe_move"),
+    **dict.fromkeys(("decode", "decode_group", "decode_fp8", "decode_fp8_group", "decode_mxfp4"), _FEW),
 }
 """Of each source of csrc/cuda/entry/."""
 

@@ -48,7 +48,7 @@ def sanitizer() -> str | None:
 
 @functools.cache
 def releasing() -> dict[str, str]:
-    """Variables for kernels whose threads release stages as racecheck knows it (include/flashmoe/sm90/machine/barrier.cuh)."""
+    """Variables for kernels whose threads release stages as racecheck knows it (racecheck, spec/build.h)."""
     cache = tempfile.mkdtemp(prefix="flashmoe-racecheck-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     return {"NVCC_APPEND_FLAGS": "-DFLASHMOE_RACECHECK=1", "FLASHMOE_CACHE": cache}

@@ -1,4 +1,4 @@
-"""Calls of a few tokens with experts in FP8, which a kernel of their own computes (include/flashmoe/sm90/decode/alone.cuh)."""
+"""Calls of a few tokens with experts in FP8, which a kernel of their own computes (sm90/decode/alone.cuh)."""
 
 from __future__ import annotations
 

@@ -1,20 +1,7 @@
-// The kernel for a few tokens, one instance of it (spec/build.h), compiled on first use by python/flashmoe/jit.py.
-#include "flashmoe/sm90/decode/group.cuh"
-#include "flashmoe/sm90/instance.cuh"
+// The kernel for a few tokens of a rank that is alone, one instance of it (spec/build.h), compiled on first use by python/flashmoe/jit.py.
+#include "flashmoe/sm90/decode/alone.cuh"
 
-#include "clock.cuh"
+using Kernel = flashmoe::sm90::Alone;
+#include "few.cuh"
 
-static_assert(flashmoe::kBuild.few);
-
-extern "C" __global__ void __launch_bounds__(flashmoe::sm90::kFewThreads, 1)
-    flashmoe_few(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
-  using namespace flashmoe;
-  extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
-  auto& shared = *reinterpret_cast<sm90::FewShared*>(memory);
-  sm90::begin_trace<kBuild.trace>(args);
-  if constexpr (kBuild.group) {
-    sm90::run_few_in_group<sm90::Dtype, sm90::kActivation, kBuild.trace>(args, shared);
-  } else {
-    sm90::run_few<sm90::Dtype, sm90::kActivation, kBuild.trace>(args, shared);
-  }
-}
+static_assert(!flashmoe::kBuild.group);

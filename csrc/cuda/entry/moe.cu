@@ -1,18 +1,7 @@
-// The fused kernel, one instance of it (spec/build.h), compiled on first use by python/flashmoe/jit.py.
-#include "flashmoe/sm90/instance.cuh"
-#include "flashmoe/sm90/kernel.cuh"
+// The fused kernel of a layer that serves, one instance of it (spec/build.h), compiled on first use by python/flashmoe/jit.py.
+#include "flashmoe/sm90/roles/pass.cuh"
 
-#include "clock.cuh"
+using Pass = flashmoe::sm90::Inference;
+#include "fused.cuh"
 
-static_assert(!flashmoe::kBuild.few);
-
-extern "C" __global__ void __cluster_dims__(flashmoe::sm90::kClusterBlocks)
-    __launch_bounds__(flashmoe::sm90::kThreads, 1)
-        flashmoe_moe(const __grid_constant__ flashmoe::sm90::KernelArgs args) {
-  using namespace flashmoe;
-  extern __shared__ __align__(sm90::kStageAlign) uint8_t memory[];
-  auto& shared = *reinterpret_cast<sm90::Shared*>(memory + sm90::kSharedOffset);
-  sm90::begin_trace<kBuild.trace>(args);
-  if (!sm90::prepare<sm90::Dtype>(args, shared)) return;
-  sm90::run_roles<sm90::Dtype, sm90::kActivation, sm90::kTransposed, kBuild.trace>(args, shared, memory);
-}
+static_assert(!flashmoe::kBuild.trains());

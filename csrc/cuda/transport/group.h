@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 #include "host/group.h"
 
 namespace flashmoe::cuda {

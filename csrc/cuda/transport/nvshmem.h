@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <string>
 
-#include "cuda/driver.h"
+#include "cuda/device/driver.h"
 
 namespace flashmoe::cuda {
 

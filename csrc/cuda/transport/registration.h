@@ -1,7 +1,7 @@
 // Memory of a device that a network may read, while this lives.
 #pragma once
 
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 #include "cuda/transport/nvshmem.h"
 
 namespace flashmoe::cuda {

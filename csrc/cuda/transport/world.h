@@ -9,7 +9,7 @@
 #include <mutex>
 #include <vector>
 
-#include "cuda/device.h"
+#include "cuda/device/device.h"
 #include "cuda/transport/notices.h"
 #include "cuda/transport/nvshmem.h"
 

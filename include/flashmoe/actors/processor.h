@@ -88,7 +88,7 @@ FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engin
 }
 
 // Runs a processor that is one worker to the end of the call. (On a GPU, a processor's warps share this work:
-// sm90/kernel.cuh.) It dispatches, sends (unless peers are not mapped: then put senders do), and computes tasks; while
+// sm90/roles/kernel.cuh.) It dispatches, sends (unless peers are not mapped: then put senders do), and computes tasks; while
 // it waits for one, it returns or joins. The engine supplies dispatch(b) and multiply<n>(tile, column), of product n,
 // whose writes are ordered before this warp's next release when they return, and what Sender, Returner and Joiner ask
 // for. memory: of this processor, uninitialised.

@@ -9,6 +9,16 @@ namespace flashmoe::gpu {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
+// The thread's number in its block, found anew. ptxas reads %tid.x once, at the kernel's entry, and keeps the thread's number, or what
+// follows from it, in a register all along the roles, most of which have none to spare: it then spills the number, or something
+// that a loop needs. A volatile read is neither moved nor merged with another: so the number is in a register only where it is
+// used. Where registers are left, threadIdx.x is cheaper.
+__device__ __forceinline__ uint32_t thread_anew() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // One pair of overloads (32 and 64 bits) per instruction; "memory" keeps the compiler from moving plain accesses across.
 #define FLASHMOE_LOAD(name, ptx, tag)                                      \
   static __device__ __forceinline__ uint32_t name(const uint32_t* p tag) { \

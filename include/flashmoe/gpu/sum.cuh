@@ -43,12 +43,7 @@ class CursorOfWarp {
   }
 
  private:
-  // Volatile, so that it is computed where it is used: else it takes registers from other roles.
-  __device__ __forceinline__ static uint32_t warp() {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread / P::kLanes;
-  }
+  __device__ __forceinline__ static uint32_t warp() { return thread_anew() / P::kLanes; }
 
   // Unaligned, ptxas would load 16 bytes that begin in the state of the warp before, which may be writing there.
   struct alignas(16) Aligned {

@@ -1,4 +1,5 @@
-// Writes what a block's roles do, and when, to the trace buffer. Compiled to nothing unless asked for.
+// Writes what a block's roles do, and when, to the trace buffer: compiled to nothing unless asked for. And the device's clock for the
+// host, which brackets each answer between two readings of its own (csrc/cuda/clock.cpp).
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"
@@ -32,7 +33,7 @@ struct Tracer {
   // A span begins; at depth 1, inside that at depth 0.
   __device__ __forceinline__ void begin(uint32_t depth = 0) const {
     if constexpr (kOn) {
-      const uint32_t t = thread();
+      const uint32_t t = thread_anew();
       if (t % kEach == 0) starts[t / 32][depth] = Platform::now_ns();
     }
   }
@@ -58,7 +59,7 @@ struct Tracer {
  private:
   __device__ __forceinline__ void record(Phase phase, uint32_t index, uint32_t column, uint32_t expert,
                                          uint32_t depth) const {
-    const uint32_t t = thread();
+    const uint32_t t = thread_anew();
     if (t % kEach != 0 || args.trace == nullptr) return;
     if (phase == Phase::kEpilogue && index == kNoTile) return;  // part of what is rehearsed
     uint64_t& start = starts[t / 32][depth];
@@ -69,13 +70,19 @@ struct Tracer {
     TraceEvent* to = reinterpret_cast<TraceEvent*>(buffer() + sizeof(TraceHeader)) + i;
     *to = {begun, now, static_cast<uint16_t>(phase), static_cast<uint16_t>(t / 32), index, column, expert};
   }
-  // Volatile: else ptxas keeps whether this thread traces in a register throughout the kernel, and spills it.
-  static __device__ __forceinline__ uint32_t thread() {
-    uint32_t t;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
-    return t;
-  }
   __device__ __forceinline__ uint8_t* buffer() const { return args.trace + blockIdx.x * kTraceBytesPerBlock; }
 };
+
+// One thread: answers `times` times, or until the host has let it wait for so long.
+__device__ __forceinline__ void answer_the_time(ClockPage* page, uint32_t times, uint64_t patience_ns) {
+  const uint64_t begin = Platform::now_ns();
+  for (uint64_t n = 1; n <= times; ++n) {
+    while (Platform::load_acquire(&page->asked, kSystem) < n) {
+      if (Platform::now_ns() - begin > patience_ns) return;
+    }
+    page->device_ns = Platform::now_ns();
+    Platform::store_release(&page->answered, n, kSystem);
+  }
+}
 
 }  // namespace flashmoe::gpu

@@ -22,13 +22,14 @@ namespace flashmoe::sm90 {
 
 using namespace gpu;
 
-inline constexpr uint32_t kClusterBlocks = 2;   // thread blocks
-inline constexpr uint32_t kTileTokens = 256;    // most rows of a tile
-inline constexpr uint32_t kTaskFeatures = 256;  // weight rows of a task
-inline constexpr uint32_t kBoxFeatures = 128;   // of one TMA box: a block's half
-inline constexpr uint32_t kRowBytes = 128;      // of K per row and k-block: one 128-byte swizzle span
-inline constexpr uint32_t kRowBox = 32;         // rows of one TMA box of intermediate rows or tokens
-inline constexpr uint32_t kNarrowTokens = 64;   // most rows of a tile whose features are halved
+inline constexpr uint32_t kClusterBlocks = 2;           // thread blocks
+inline constexpr uint32_t kTileTokens = 256;            // most rows of a tile
+inline constexpr uint32_t kTaskFeatures = 256;          // weight rows of a task
+inline constexpr uint32_t kBoxFeatures = 128;           // of one TMA box: a block's half
+inline constexpr uint32_t kRowBytes = 128;              // of K per row and k-block: one 128-byte swizzle span
+inline constexpr uint32_t kStageAlign = 8 * kRowBytes;  // the swizzle pattern repeats every 8 rows
+inline constexpr uint32_t kRowBox = 32;                 // rows of one TMA box of intermediate rows or tokens
+inline constexpr uint32_t kNarrowTokens = 64;           // most rows of a tile whose features are halved
 inline constexpr uint64_t kReachBytes = uint64_t{16}
                                         << 31;  // gathered rows lie within so many bytes behind a base (TokenRows)
 

@@ -2,7 +2,7 @@
 // a block, or 13 where weights have scales.
 //
 // Such a call takes the time to read its experts' weights once, plus every round trip to memory before and between.
-// Through the actors of sm90/kernel.cuh these are a chain of some twenty, for tiles of a few rows that are handed out by
+// Through the actors of sm90/roles/kernel.cuh these are a chain of some twenty, for tiles of a few rows that are handed out by
 // one scheduler. Here each block works out for itself which experts have which rows, and takes tasks by itself; weights are
 // on their way from the moment the experts are known to the end, 112 KiB a multiprocessor, whatever their rows wait for.
 //
@@ -29,8 +29,6 @@
 #include "flashmoe/gpu/leave.cuh"
 #include "flashmoe/sm90/decode/gemms.cuh"
 #include "flashmoe/sm90/decode/routing.cuh"
-#include "flashmoe/sm90/decode/rows_quantised.cuh"
-#include "flashmoe/sm90/decode/scales_mxfp4.cuh"
 
 namespace flashmoe::sm90 {
 namespace few {
@@ -62,18 +60,14 @@ template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void run_tasks(const Block& b, const Trace& trace) {
   constexpr bool kGated = is_gated(kActivation);
   if (b.warp() < kFewConsumers) {
-    if constexpr (kMxFp4<Dtype>) PairTable::fill<typename Factors<Dtype>::Type>(b);
+    Format<Dtype>::prepare(b);
     consume_tasks<Dtype, kActivation>(b, trace);
   } else if (b.warp() == kFewConsumers) {
     if (P::lane() == 0) load_weights<Dtype, kGated>(b);
   } else if (b.warp() == kFewTeller) {
     if (P::lane() == 0) tell_of_stored(b);
-  } else if constexpr (kQuantised<Dtype>) {
-    load_quantised_rows<Dtype, kGated>(b, b.warp() - kFewConsumers - 1);
-  } else if (b.warp() == kFewConsumers + 1) {
-    load_rows<Dtype, kGated>(b);
-  } else if constexpr (kMxFp4<Dtype>) {
-    load_scales<Dtype, kGated>(b, b.warp() - kFewConsumers - 2);
+  } else {
+    Format<Dtype>::template load<kGated>(b);
   }
 }
 
@@ -96,36 +90,39 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
 
 }  // namespace few
 
-template <class Dtype, Activation kActivation, bool kTrace>
-__device__ __forceinline__ void run_few(const KernelArgs& args, FewShared& s) {
-  const few::Block b{args, args.call, s, s.routing, Platform::load_relaxed(&args.call.control()->calls.value) + 1};
-  const Tracer<kTrace, kFewThreads> trace{args, s.trace_events, s.trace_starts};
-  if (threadIdx.x == 0) {
-    s.failed = s.wrong = 0;
-    s.trace_events = 0;
-    prefetch_map(&args.gate_up);
-    prefetch_map(&args.down);
+// The kernel of a rank that is alone.
+struct Alone {
+  template <class Dtype, Activation kActivation, bool kTrace>
+  static __device__ __forceinline__ void run(const KernelArgs& args, FewShared& s) {
+    const few::Block b{args, args.call, s, s.routing, Platform::load_relaxed(&args.call.control()->calls.value) + 1};
+    const Tracer<kTrace, kFewThreads> trace{args, s.trace_events, s.trace_starts};
+    if (threadIdx.x == 0) {
+      s.failed = s.wrong = 0;
+      s.trace_events = 0;
+      prefetch_map(&args.gate_up);
+      prefetch_map(&args.down);
+    }
+    __syncthreads();
+    trace.begin();
+    if (args.topk_ids == nullptr) few::compute_logits<typename Scores<Dtype>::Type>(b);
+    trace.end(Phase::kGate, blockIdx.x, 0);
+    // An earlier call failed, see leave(). Not before: the answer comes while the logits are computed.
+    if (b.epoch == 0) return;
+    // By a thread that has the least to do, while logits come: the next to need it is behind the routing's meetings.
+    if (threadIdx.x == kFewThreads - 1) few::init_pipeline(s.pipeline);
+    const bool ok = few::route<Dtype>(b);
+    trace.end(Phase::kDispatch, blockIdx.x, 0);
+    if (ok) few::run_gemms<Dtype, kActivation>(b, trace);
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    trace.finish();
+    if (s.failed != 0 && s.fault.kind != FaultKind::kNone) {
+      s.call = b.c;
+      s.call.epoch = b.epoch;
+      post_fault<Platform>(s.call, s.fault);
+    }
+    leave<true>(args, b.c, b.epoch);
   }
-  __syncthreads();
-  trace.begin();
-  if (args.topk_ids == nullptr) few::compute_logits<typename Scores<Dtype>::Type>(b);
-  trace.end(Phase::kGate, blockIdx.x, 0);
-  // An earlier call failed, see leave(). Not before: the answer comes while the logits are computed.
-  if (b.epoch == 0) return;
-  // By a thread that has the least to do, while logits come: the next to need it is behind the routing's meetings.
-  if (threadIdx.x == kFewThreads - 1) few::init_pipeline(s.pipeline);
-  const bool ok = few::route<Dtype>(b);
-  trace.end(Phase::kDispatch, blockIdx.x, 0);
-  if (ok) few::run_gemms<Dtype, kActivation>(b, trace);
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  trace.finish();
-  if (s.failed != 0 && s.fault.kind != FaultKind::kNone) {
-    s.call = b.c;
-    s.call.epoch = b.epoch;
-    post_fault<Platform>(s.call, s.fault);
-  }
-  leave<true>(args, b.c, b.epoch);
-}
+};
 
 }  // namespace flashmoe::sm90

@@ -3,9 +3,7 @@
 
 #include "flashmoe/gpu/activate.cuh"
 #include "flashmoe/protocol/packet.h"
-#include "flashmoe/sm90/decode/products_mxfp4.cuh"
-#include "flashmoe/sm90/decode/products_quantised.cuh"
-#include "flashmoe/sm90/decode/scales.cuh"
+#include "flashmoe/sm90/decode/format.cuh"
 #include "flashmoe/sm90/decode/tasks.cuh"
 
 namespace flashmoe::sm90::few {
@@ -41,9 +39,6 @@ __device__ __forceinline__ void multiply_stages(const Block& b, StageSlot& at, A
   }
 }
 
-template <uint32_t kNumber>
-using Count = std::integral_constant<uint32_t, kNumber>;
-
 // A task's stages, so many at a time as Count says.
 template <class Dtype>
 __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, StageSlot& at,
@@ -53,21 +48,7 @@ __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t
     for (; stages >= kAtOnce; stages -= kAtOnce) multiply_stages<Dtype, kAtOnce>(b, at, add);
     if (kAtOnce > 1 && stages != 0) multiply_stages<Dtype, 1>(b, at, add);
   };
-  if constexpr (kMxFp4<Dtype>) {
-    const PairTable pairs{b};
-    with_arrangement<Dtype>(rows, b.in_parts(), [&](auto arrangement) {
-      // A stage has four times as much K: two at once take 1 to 4 % longer.
-      all_stages(Count<1>{}, [&](const auto& w, uint32_t from) { w.multiply(from, pairs, arrangement, sums); });
-    });
-  } else if constexpr (kQuantised<Dtype>) {
-    with_arrangement<Dtype>(rows, false, [&](auto arrangement) {
-      // Of many rows two stages have no registers.
-      using AtOnce = Count<(decltype(arrangement)::kEights <= 2 ? 2 : 1)>;
-      all_stages(AtOnce{}, [&](const auto& w, uint32_t from) { w.multiply(from, arrangement, sums); });
-    });
-  } else {
-    all_stages(Count<2>{}, [&](const auto& w, uint32_t from) { w.multiply(from, rows, b.in_parts(), sums); });
-  }
+  Format<Dtype>::multiply(b, rows, all_stages, sums);
   if constexpr (Dtype::kBytes == 2 && !kQuantised<Dtype>) {
     if (b.in_parts()) sums.join();
   }
@@ -175,7 +156,7 @@ template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
   constexpr bool kGated = is_gated(kActivation);
   using TheTasks = Tasks<Dtype, kGated>;
-  using TaskRowScales = std::conditional_t<kQuantised<Dtype>, RowScales<kGated>, NoRowScales>;
+  using TaskRowScales = typename Format<Dtype>::template RowScales<kGated>;
   const TheTasks tasks{b};
   HandedSlot handed;
   StageSlot at;

@@ -156,26 +156,29 @@ __device__ __forceinline__ void announce(const Block& b) {
 
 }  // namespace few
 
-template <class Dtype, Activation kActivation, bool kTrace>
-__device__ __forceinline__ void run_few_in_group(const KernelArgs& args, FewShared& s) {
-  few::begin_call(args, s);
-  const few::Block b{args, s.call, s, s.routing, s.call.epoch};
-  if (b.epoch == 0) return;  // see leave()
-  const Tracer<kTrace, kFewThreads> trace{args, s.trace_events, s.trace_starts};
-  trace.begin();
-  few::announce(b);
-  few::for_own_token_blocks(b, [&](uint32_t n) { few::send_rows<Dtype>(b, n); });
-  if (args.topk_ids == nullptr && b.c.shape.tokens != 0) few::compute_logits<typename Scores<Dtype>::Type>(b);
-  trace.end(Phase::kGate, blockIdx.x, 0);
-  if (few::builds_packets(b)) few::list_slots(b);
-  bool ok = few::exchange<Dtype>(b);
-  trace.end(Phase::kDispatch, blockIdx.x, 0);
-  if (ok) ok = few::compute<Dtype, kActivation>(b, trace);
-  if (threadIdx.x != 0) return;
-  trace.finish();
-  if (ok) return;
-  if (s.fault.kind != FaultKind::kNone) post_fault<Platform>(b.c, s.fault);
-  leave(args, b.c, b.epoch);
-}
+// The kernel of a rank of a group.
+struct InGroup {
+  template <class Dtype, Activation kActivation, bool kTrace>
+  static __device__ __forceinline__ void run(const KernelArgs& args, FewShared& s) {
+    few::begin_call(args, s);
+    const few::Block b{args, s.call, s, s.routing, s.call.epoch};
+    if (b.epoch == 0) return;  // see leave()
+    const Tracer<kTrace, kFewThreads> trace{args, s.trace_events, s.trace_starts};
+    trace.begin();
+    few::announce(b);
+    few::for_own_token_blocks(b, [&](uint32_t n) { few::Format<Dtype>::send_rows(b, n); });
+    if (args.topk_ids == nullptr && b.c.shape.tokens != 0) few::compute_logits<typename Scores<Dtype>::Type>(b);
+    trace.end(Phase::kGate, blockIdx.x, 0);
+    if (few::builds_packets(b)) few::list_slots(b);
+    bool ok = few::exchange<Dtype>(b);
+    trace.end(Phase::kDispatch, blockIdx.x, 0);
+    if (ok) ok = few::compute<Dtype, kActivation>(b, trace);
+    if (threadIdx.x != 0) return;
+    trace.finish();
+    if (ok) return;
+    if (s.fault.kind != FaultKind::kNone) post_fault<Platform>(b.c, s.fault);
+    leave(args, b.c, b.epoch);
+  }
+};
 
 }  // namespace flashmoe::sm90

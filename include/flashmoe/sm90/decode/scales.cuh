@@ -3,7 +3,6 @@
 
 #include "flashmoe/gpu/mxfp4.cuh"
 #include "flashmoe/sm90/decode/tasks.cuh"
-#include "flashmoe/sm90/machine/stage_scales.cuh"
 
 namespace flashmoe::sm90::few {
 
@@ -34,6 +33,13 @@ struct ExpertScales {
     if (task.product == 0) return shared ? a.shared_gate_up_scale : a.gate_up_scale;
     return shared ? a.shared_down_scale : a.down_scale;
   }
+};
+
+// Of two blocks of rows: the first one's, of the first k-block. Null: each row of weights has one.
+struct TaskScales {
+  const float* first;
+  uint32_t second;  // to the other block's
+  uint32_t step;    // to the next k-block's
 };
 
 // What the products of a task's two blocks of eight rows are multiplied by, k-block by k-block. A task's 128 rows lie in one
@@ -80,14 +86,6 @@ struct RowScales {
       for (uint32_t j = 0; j < 2; ++j) scaled[i][j] = sums[i][j] * of[i][j];
     }
     store(scaled);
-  }
-};
-// Of weights of other types.
-struct NoRowScales {
-  __device__ __forceinline__ NoRowScales(const Block&, const Task&, uint32_t) {}
-  template <class Store>
-  __device__ __forceinline__ void scale(const float (&sums)[kBlocks][2], Store&& store) const {
-    store(sums);
   }
 };
 

@@ -3,7 +3,7 @@
 // Block 0's waits are the rank's OS actor: they keep its heartbeat, watch the others', and name who does not come.
 #pragma once
 
-#include "flashmoe/actors/os.h"
+#include "flashmoe/actors/group_liveness.h"
 #include "flashmoe/sm90/decode/block.cuh"
 
 namespace flashmoe::sm90::few {

@@ -7,6 +7,7 @@
 
 #include "flashmoe/gpu/activate.cuh"
 #include "flashmoe/gpu/types.cuh"
+#include "flashmoe/sm90/machine/lane.cuh"
 #include "flashmoe/sm90/machine/mainloop.cuh"
 #include "flashmoe/sm90/machine/pipeline.cuh"
 #include "flashmoe/sm90/machine/wgmma.cuh"
@@ -16,23 +17,6 @@ namespace flashmoe::sm90 {
 // Staging: two halves, so that one chunk of tokens is written while the last one is still being read.
 inline constexpr uint32_t kStagingHalf = 4 * 1024;
 inline constexpr uint32_t kStagingBytes = 2 * kStagingHalf;  // per consumer warpgroup, 128-byte aligned
-
-// A consumer thread's place: which warpgroup, which of its warps, and the place in the accumulator fragment. With tokens down the
-// warpgroup's are those from 64 * tokens on.
-struct Lane {
-  uint32_t group, warp, lane, tokens;
-
-  // Volatile, so that what follows from it is computed where it is used, after the mainloop, whose accumulators leave
-  // no registers for it.
-  static __device__ __forceinline__ Lane of_thread(uint32_t group, uint32_t tokens) {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return {group, thread / 32 % 4, thread % 32, tokens};
-  }
-  static __device__ __forceinline__ Lane of_thread(uint32_t group) { return of_thread(group, group); }
-  __device__ __forceinline__ uint32_t row() const { return lane / 4; }        // of the fragment's 8 rows
-  __device__ __forceinline__ uint32_t token() const { return lane % 4 * 2; }  // and token + 1, of each 8 tokens
-};
 
 // Biases of the two features that a thread has in acc[m]: `low` is of d[4j] and d[4j+1], `high` of d[4j+2] and d[4j+3].
 // To be loaded before the mainloop, which hides how long that takes.

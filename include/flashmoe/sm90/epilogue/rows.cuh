@@ -4,6 +4,7 @@
 // 16-byte stores of whole lines of them, 128 bytes of each row ("a piece") at a time.
 #pragma once
 
+#include "flashmoe/gpu/platform.cuh"
 #include "flashmoe/sm90/epilogue/features.cuh"
 
 namespace flashmoe::sm90 {

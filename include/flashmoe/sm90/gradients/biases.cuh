@@ -80,8 +80,7 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
   const uint32_t of_down = b.down_bias == nullptr ? 0 : c.shape.hidden / kColumns;
   const uint32_t each = of_up + of_down;
   const bool accumulates = b.accumulates != 0;
-  uint32_t thread;  // volatile, so that it is not kept along the roles
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const uint32_t thread = thread_anew();
   // Where the call has failed, tiles may not be what they should.
   if (each == 0 || thread >= kSummers || Platform::load_relaxed(&c.control()->abort.value) != 0) return;
 #pragma unroll 1

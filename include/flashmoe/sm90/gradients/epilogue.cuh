@@ -40,9 +40,7 @@ __device__ __forceinline__ void stage_columns(uint32_t own, const Lane& at, cons
 
 // The thread's place, found anew wherever it is needed: the accumulators leave no registers to keep it.
 __device__ __forceinline__ Lane this_lane() {
-  uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return Lane::of_thread(thread / kWarpgroup);
+  return Lane::of_thread(thread_anew() / kWarpgroup);
 }
 __device__ __forceinline__ uint32_t slab_of(const Lane& at) {
   return at.group * 64 + at.warp * kWarpRows;

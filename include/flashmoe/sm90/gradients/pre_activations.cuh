@@ -8,11 +8,10 @@
 
 namespace flashmoe::sm90 {
 
-// Of kernels that keep nothing.
-struct NothingKept {
-  template <class Dtype, Columns kOrder, uint32_t kCount>
-  __device__ __forceinline__ void rows(const Lane&, const float (&)[kCount], uint32_t) const {}
-};
+// Where a row's pre-activations are kept (KeptOutputs).
+__device__ __forceinline__ uint32_t kept_row(const Call& c, const Row& row, uint32_t slice) {
+  return row.token * (c.shape.routed_top_k() + c.shape.shared) + row.k + slice;
+}
 
 namespace detail {
 

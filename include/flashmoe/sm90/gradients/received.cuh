@@ -118,8 +118,7 @@ __device__ __forceinline__ void send_weight_gradients(const KernelArgs& args, co
 // At home, once all ranks have returned all groups: the gradients of all own choices, where they are wanted. All warps.
 __device__ __forceinline__ void collect_weight_gradients(const KernelArgs& args, const Call& c) {
   if (args.backward.weights == nullptr || !wait_for_returns(c)) return;
-  uint32_t thread;  // volatile, so that it is not kept along the roles
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const uint32_t thread = thread_anew();
   const uint32_t top_k = gate_top_k_of(c.shape), all = c.shape.tokens * top_k;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kThreads + thread; i < all; i += gridDim.x * kThreads) {

@@ -57,8 +57,7 @@ __device__ __forceinline__ bool route_back(const KernelArgs& args, const Call& c
 template <class Dtype, class Returner>
 __device__ __forceinline__ void combine_and_route(const KernelArgs& args, const Call& c, Returner& returner) {
   const auto routes = [&] { return args.backward.logit_gradients != nullptr; };
-  uint32_t thread;  // volatile, so that it is not kept along the roles
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const uint32_t thread = thread_anew();
   if (routes() && thread / 32 != kWarps - 1) return;
   if constexpr (kTrainsInGroup) {
 #pragma unroll 1

@@ -2,11 +2,12 @@
 #pragma once
 
 #include "flashmoe/sm90/gradients/epilogue.cuh"
+#include "flashmoe/sm90/gradients/look_up.cuh"
+#include "flashmoe/sm90/gradients/mainloop_rows.cuh"
 #include "flashmoe/sm90/gradients/router.cuh"
 #include "flashmoe/sm90/gradients/weights.cuh"
 #include "flashmoe/sm90/machine/mainloop.cuh"
 #include "flashmoe/sm90/roles/consumer.cuh"
-#include "flashmoe/sm90/roles/look_up.cuh"
 
 namespace flashmoe::sm90 {
 
@@ -93,8 +94,7 @@ struct GradientPlace {
 // A combine weight's gradient, the sum of its parts, by all warps that have seen the stop: not the last one of a block.
 __device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const Call& c) {
   constexpr uint32_t kSummers = (kWarps - 1) * 32;
-  uint32_t thread;  // volatile, so that it is not kept along the roles
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const uint32_t thread = thread_anew();
   if (thread >= kSummers || args.backward.weights == nullptr) return;
   const uint32_t parts = weight_parts_of(c);
   const uint32_t top_k = gate_top_k_of(c.shape), all = c.shape.tokens * top_k;

@@ -108,12 +108,10 @@ struct BoxRows {
   }
 };
 
-// Which of the loaders' threads this is. In a backward pass tasks are loaded in three ways, and no registers are left to keep what follows from it from task to task: volatile, so that it is computed anew.
+// Which of the loaders' threads this is. In a backward pass tasks are loaded in three ways, and no registers are left to keep what follows from it from task to task.
 __device__ __forceinline__ uint32_t loader_thread() {
   if constexpr (!kIsBackward) return threadIdx.x - kFirstLoader;
-  uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread - kFirstLoader;
+  return thread_anew() - kFirstLoader;
 }
 
 // Of what is not quantised: what is loaded beside a stage of gathered rows, and of rows by the copy engine.

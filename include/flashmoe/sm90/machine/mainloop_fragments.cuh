@@ -41,8 +41,7 @@ struct FragmentLane {
   uint32_t warp, g, t;  // of 4 warps; lane / 4 and lane % 4
 
   static __device__ __forceinline__ FragmentLane here() {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const uint32_t thread = thread_anew();
     return {thread / 32 % 4, thread % 32 / 4, thread % 4};
   }
 };

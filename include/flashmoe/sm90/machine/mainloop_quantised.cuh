@@ -8,7 +8,7 @@
 // shared memory they would be read four times over, and its bandwidth would be the limit.
 #pragma once
 
-#include "flashmoe/sm90/epilogue/features.cuh"
+#include "flashmoe/sm90/machine/lane.cuh"
 #include "flashmoe/sm90/machine/mainloop.cuh"
 #include "flashmoe/sm90/machine/stage_scales.cuh"
 

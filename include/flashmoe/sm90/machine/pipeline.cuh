@@ -40,7 +40,6 @@ inline constexpr uint32_t kLoaderBarrier = 4, kConsumersBarrier = 5;  // 3 is th
 
 inline constexpr uint32_t kStages = 4;
 inline constexpr uint32_t kStageBytes = 48 * 1024;
-inline constexpr uint32_t kStageAlign = 1024;  // the swizzle pattern repeats every 8 rows
 inline constexpr uint32_t kBoxBytes = kBoxFeatures * kRowBytes;
 
 // A ring of kCount stages of kBytes as a loader or a consumer sees it: the stage that is its next.

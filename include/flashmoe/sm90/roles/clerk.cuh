@@ -2,48 +2,25 @@
 // and consumers of its block.
 #pragma once
 
-#include "flashmoe/sm90/gradients/router.cuh"
 #include "flashmoe/sm90/roles/look_up.cuh"
 
 namespace flashmoe::sm90 {
 
-// Has the L2 fetch what a task reads of kept rows, since these come from memory otherwise, when its epilogue wants them. One warp, when
-// it looks up the task behind it: some ten stages before the epilogue. Fetched with the task's own look-up, they are out of the L2
-// again by then.
-template <class Dtype>
-__device__ __forceinline__ void prefetch_kept(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
-  if (!is_one_of<kDifferentiating>(slot.kind) || slot.index == kNoTile) return;
-  constexpr uint32_t kOne = Dtype::kBytes;
-  const uint32_t bytes = kept_row_bytes<Dtype>(args);
-  const uint32_t each = kTaskFeatures * (bytes == c.shape.intermediate * kOne ? kOne : 2 * kOne);
-  const uint8_t* const from = args.backward.kept.pre_activations + slot.column * each;
-  const uint32_t size = min_of(each, bytes - slot.column * each);
-  for (uint32_t r = Platform::lane(); r < slot.share.rows; r += Platform::kLanes) {
-    prefetch_to_l2(from + uint64_t{slot.tokens[r]} * bytes, size);
-  }
-}
-
 // Clerk: hands a task to its block's loaders and consumers. stored: how many that return rows it has handed on before.
-template <class Dtype>
+template <class Dtype, class Pass>
 __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, TaskRing& ring, uint32_t n,
                                          const Task& task, uint32_t& stored) {
   using P = Platform;
   TaskSlot& slot = ring.at(n);
   if constexpr (kIsBackward) {
-    if (n != 0) prefetch_kept<Dtype>(args, c, ring.at(n - 1));
+    if (n != 0) Pass::template prefetch<Dtype>(args, c, ring.at(n - 1));
   }
   if (task.index == kNoTile) {
     look_up_rehearsal(slot);
   } else if (is_behind_stop(task.kind)) {
-    if constexpr (kIsBackward) {
-      if (is_of_router_dx(c, task.index)) {
-        look_up_router_dx<Dtype>(args, c, task, slot);
-      } else {
-        look_up_over_rows<Dtype>(c, task, slot);
-      }
-    }
+    if constexpr (kIsBackward) Pass::template look_up_behind_stop<Dtype>(args, c, task, slot);
   } else if (task.kind != TaskKind::kStop) {
-    look_up<Dtype>(args, c, task, slot);
+    look_up<Dtype, Pass>(args, c, task, slot);
   }
   if (P::lane() == 0) {
     slot.kind = task.kind;
@@ -55,7 +32,7 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
 }
 
 // The leader's clerk, one warp: takes tasks from the ready queue to both blocks' rings, behind the rehearsals.
-template <class Dtype>
+template <class Dtype, class Pass>
 __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;
   // A task is taken when the loaders have only so many stages left to begin, which takes them as long as the clerk
@@ -66,7 +43,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
   uint32_t stages = 0, stored = 0;  // of the tasks so far
   uint32_t reported = 0;
   bool stopped = false;  // the queue has no more tasks
-  [[maybe_unused]] TasksBehindStop behind(args);
+  [[maybe_unused]] typename Pass::TasksBehindStop behind(args);
   auto report_done = [&](uint32_t taken) {
     if (reported == taken || !ring.is_done(reported)) return false;
     if (P::lane() == 0) ring.report_done(reported);
@@ -87,7 +64,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
       if constexpr (kTrainsInGroup) {
         if (!stopped && task.kind == TaskKind::kStop) {
           const auto received = [&] {
-            if (all_received(c)) return Step::kDone;
+            if (Pass::all_received(c)) return Step::kDone;
             return report_done(n) ? Step::kProgress : Step::kIdle;
           };
           wait_until<P>(c, received, OsLiveness<P>{c});
@@ -97,7 +74,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
       if (stopped) task = behind.next(args, c, [&] { return report_done(n); });
     }
     if (P::lane() == 0) ring.hand_on(n, task);
-    put_task<Dtype>(args, c, ring, n, task, stored);
+    put_task<Dtype, Pass>(args, c, ring, n, task, stored);
     if (task.kind == TaskKind::kStop) {
       while (reported < n) report_done(n);
       return;
@@ -109,7 +86,7 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
 // The follower's clerk, one warp: retires what the consumers of both blocks have done. Consumers do not do that
 // themselves, since each counter is a round trip to the L2. Their stores are ordered before the counters' changes by
 // their arrivals (and the leading clerk's), and so before all that whoever sees the counters does (cumulativity).
-template <class Dtype>
+template <class Dtype, class Pass>
 __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;
   uint32_t retired = 0, stored = 0;
@@ -127,7 +104,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
       if (!retire_done(n)) __nanosleep(kPause);
     }
     const Task task = ring.handed_task(n);
-    put_task<Dtype>(args, c, ring, n, task, stored);
+    put_task<Dtype, Pass>(args, c, ring, n, task, stored);
     if (task.kind != TaskKind::kStop) continue;
     while (retired < n) retire_done(n);
     return;

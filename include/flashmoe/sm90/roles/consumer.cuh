@@ -13,9 +13,7 @@ struct Consumer {
   template <class Dtype>
   __device__ __forceinline__ Consumer anew(const Pipeline& ring) const {
     if constexpr (!kQuantised<Dtype> && !kIsBackward && !kBuild.keeps) return *this;
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return of_group(ring, thread / kWarpgroup);
+    return of_group(ring, thread_anew() / kWarpgroup);
   }
   static __device__ __forceinline__ Consumer of_group(const Pipeline& ring, uint32_t group) {
     return {group, ring.stages + kStages * kStageBytes + group * kStagingBytes};

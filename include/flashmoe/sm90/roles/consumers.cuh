@@ -3,10 +3,10 @@
 
 #include "flashmoe/sm90/epilogue/quantised.cuh"
 #include "flashmoe/sm90/epilogue/rows.cuh"
-#include "flashmoe/sm90/gradients/pre_activations.cuh"
-#include "flashmoe/sm90/gradients/tasks.cuh"
 #include "flashmoe/sm90/machine/mainloop_quantised.cuh"
 #include "flashmoe/sm90/machine/stage_scales.cuh"
+#include "flashmoe/sm90/roles/consumer.cuh"
+#include "flashmoe/sm90/roles/look_up.cuh"
 #include "flashmoe/sm90/roles/operands.cuh"
 
 namespace flashmoe::sm90 {
@@ -48,20 +48,8 @@ __device__ __forceinline__ void scale_by_row(const KernelArgs& args, const Call&
   });
 }
 
-// Who keeps the pre-activations of a task that activates, whose first column of results is `first_column`. With weights on the
-// input these are kept before they have weight and bias: the weight's gradient is a sum of products by them, and it may be 0.
-// kBehind: who keeps none, since they are kept.
-template <bool kGated, bool kBehind = false>
-__device__ __forceinline__ auto keeper(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                       uint32_t first_column) {
-  if constexpr (!kBuild.keeps || kBehind)
-    return NothingKept{};
-  else
-    return PreActivations<kGated>{args.keep.pre_activations, slot.tokens, first_column, c.shape.intermediate};
-}
-
 // A consumer warpgroup's part of one task, in one of its shapes.
-template <class Dtype, Activation kActivation, class Shape, class Trace>
+template <class Dtype, class Pass, Activation kActivation, class Shape, class Trace>
 __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                              Pipeline& ring, const Consumer& consumer, const Trace& trace) {
   using Element = typename Dtype::Element;
@@ -125,12 +113,12 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
       if (!kBuild.on_input && args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
       with_columns<kGated, Shape::kMajorB>(args.gated, [&]<Columns kOrder>() {
         if constexpr (kBuild.on_input) {
-          keeper<kGated>(args, c, slot, first_column()).template rows<Dtype, kOrder>(at, acc[0], rows);
+          Pass::template keeper<kGated>(args, c, slot, first_column()).template rows<Dtype, kOrder>(at, acc[0], rows);
           scale_rows(at, acc, slot.weights);
         }
         store_activated_rows<Dtype, kActivation, kOrder>(
             staging, at, acc, expert_bias(), rows, first_column(), c.shape.intermediate, tile, pitch, args.gated,
-            args.clamped, keeper<kGated, kBuild.on_input>(args, c, slot, first_column()));
+            args.clamped, Pass::template keeper<kGated, kBuild.on_input>(args, c, slot, first_column()));
       });
     } else {
       if (args.weights_on_input != 0) scale_tokens<Stage, Shape::kN>(at, acc, slot.weights);
@@ -148,7 +136,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
 }
 
 // A consumer warpgroup: `group` 0 or 1. Until the stop, or where it combines (kCombines): then true, and n is the task's number.
-template <class Dtype, Activation kActivation, bool kTransposed, class Trace>
+template <class Dtype, class Pass, Activation kActivation, bool kTransposed, class Trace>
 __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                               uint32_t group, const Trace& trace, uint32_t& n) {
   TaskRing& tasks = s.ring;
@@ -163,21 +151,24 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
       trace.end(Phase::kWait, 0, 0);
       return false;
     }
-    if (kIsBackward && slot.index == kCombines) return true;
+    if constexpr (kIsBackward) {
+      if (slot.index == Pass::kCombines) return true;
+    }
     trace.end(Phase::kWait, slot.tile, slot.column);
     if constexpr (kIsBackward) {
       if (is_behind_stop(slot.kind)) {
-        compute_over_rows<Dtype, !kTransposed>(args, slot, ring, consumer);
+        Pass::template compute_behind_stop<Dtype, !kTransposed>(args, slot, ring, consumer);
       } else {
         with_tokens<Dtype, kTransposed, is_gated(kActivation)>(
-            slot.share.wide, slot.share.cover, false,
-            [&]<class Shape>() { compute_gradients<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace); });
+            slot.share.wide, slot.share.cover, false, [&]<class Shape>() {
+              Pass::template compute<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
+            });
       }
     } else {
       const bool half = is_half<Dtype, is_gated(kActivation)>(c, slot);
       with_tokens<Dtype, kTransposed, is_gated(kActivation)>(
           slot.share.wide, slot.share.cover, half,
-          [&]<class Shape>() { compute_task<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace); });
+          [&]<class Shape>() { compute_task<Dtype, Pass, kActivation, Shape>(args, c, slot, ring, consumer, trace); });
     }
     trace.end_product(is_behind_stop(slot.kind) ? Phase::kGradients : phase_of_product(slot.kind), slot.tile,
                       slot.column, slot.expert);

@@ -12,12 +12,9 @@
 #include "flashmoe/sm90/machine/load.cuh"
 #include "flashmoe/sm90/machine/mainloop.cuh"
 #include "flashmoe/sm90/roles/ring.cuh"
+#include "flashmoe/sm90/roles/team.cuh"
 
 namespace flashmoe::sm90 {
-
-inline constexpr uint32_t kTeamWarps = kWarps - 1;  // the last is the OS actor's
-inline constexpr uint32_t kTeamBarrier = 3;         // 1 and 2 are the consumer warpgroups' own
-using Team = TeamPlatform<kTeamWarps, kTeamBarrier>;
 
 // Scratch in the stages' memory: the logits at its end (machine/pipeline.cuh); once these are there, what packets are built
 // with in front of them.
@@ -130,15 +127,6 @@ __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Cal
   }
 }
 
-// Every warp of the team: the routing that the forward pass has kept, likewise.
-__device__ __forceinline__ void copy_kept(const KeptOutputs& kept, const Call& c, uint32_t b, const PacketScratch& s) {
-  const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
-  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
-    s.ids[i] = kept.ids[first + i];
-    s.weights[i] = kept.weights[first + i];
-  }
-}
-
 // Every warp of the team: chooses the experts of the token block's tokens, from their logits.
 __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                              uint32_t b) {
@@ -243,29 +231,6 @@ __device__ __forceinline__ void quantise_block(const KernelArgs& args, const Cal
   }
 }
 
-// Every warp of the team: the token block's routing, to where it is kept. Before its packets are built, all choices;
-__device__ __forceinline__ void keep_choices(const KeptOutputs& keep, const Call& c, uint32_t b,
-                                             const PacketScratch& s) {
-  const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
-    keep.ids[first + i] = s.ids[i];
-  }
-}
-// and then, by the same threads, which of them were dropped, and the weights.
-__device__ __forceinline__ void keep_routing(const KeptOutputs& keep, const Call& c, uint32_t b) {
-  const uint32_t first = b << c.policy.log2_block, top_k = c.shape.top_k;
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
-    const uint32_t token = first + i / top_k, k = i % top_k;
-    const uint64_t at = uint64_t{token} * top_k + k;
-    const int32_t recorded = c.routing(token)[k];
-    if (recorded == Choice::recorded(Choice::kDropped)) keep.ids[at] = ~keep.ids[at];
-    if (recorded == Choice::recorded(Choice::kBad)) keep.ids[at] = ExpertId::kBad;
-    keep.weights[at] = c.weights(token)[k];
-  }
-}
-
 // One warp: all of a row that returns, or of a result.
 template <class Dtype>
 __device__ __forceinline__ void fill_row(const Call& c, uint8_t* row, bool bad) {
@@ -277,14 +242,14 @@ __device__ __forceinline__ void fill_row(const Call& c, uint8_t* row, bool bad) 
 }
 
 // The team's part of one token block. False if the call is over.
-template <class Dtype, class Trace>
+template <class Dtype, class Pass, class Trace>
 __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
                                                uint32_t b, const Trace& trace) {
   const DispatchScratch scratch{stages};
   const PacketScratch packets = scratch.packets();
   trace.begin();
   if constexpr (kIsBackward) {
-    copy_kept(args.backward.kept, c, b, packets);
+    Pass::copy_choices(args.backward.kept, c, b, packets);
   } else {
     route_block<Dtype>(args, c, s, scratch, b);
     if (c.shape.slices != 1) slice_block(c, b, packets);
@@ -295,7 +260,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();
   if constexpr (kBuild.keeps) {
-    keep_choices(args.keep, c, b, packets);
+    Pass::keep_choices(args.keep, c, b, packets);
     Team::team_sync();  // build_packets() turns ids into choices in place
   }
   const bool built =
@@ -309,7 +274,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   }
   if constexpr (kQuantised<Dtype>) quantise_block<Dtype>(args, c, b);
   signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see roles/send.cuh
-  if constexpr (kBuild.keeps) keep_routing(args.keep, c, b);
+  if constexpr (kBuild.keeps) Pass::keep_routing(args.keep, c, b);
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
   fence_proxy_async_shared();
   Team::team_sync();

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "flashmoe/gpu/tracer.cuh"
-#include "flashmoe/sm90/gradients/router.cuh"
 #include "flashmoe/sm90/machine/load.cuh"
 #include "flashmoe/sm90/machine/stage_scales.cuh"
 #include "flashmoe/sm90/roles/join.cuh"
@@ -40,50 +39,6 @@ __device__ __forceinline__ BoxRows intermediate_rows(const KernelArgs& args, con
           c.shape.intermediate};
 }
 
-// Loaders: a task over an expert's rows.
-template <class Dtype, class Count>
-__device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                               Pipeline& ring, Count&& count) {
-  const BackwardArgs& b = args.backward;
-  const WeightTask task = WeightTask::of(args, slot.expert, slot.column);
-  const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
-  const uint32_t first_column = task.first_column + cluster_rank() * kBoxFeatures;
-  const uint32_t columns = first_row < c.shape.hidden ? c.shape.hidden - first_row : 0;
-  const FeatureSpans spans{task.of_down ? &b.weighted_columns : &b.z_columns_map, first_column, false, 0, false};
-  const uint32_t first_byte = columns != 0 ? first_row * Dtype::kBytes : 0;
-  const GatheredRows rows{(task.of_down ? args.x : b.x) + first_byte,
-                          static_cast<uint32_t>((task.of_down ? args.x_row_bytes : b.x_row_bytes) / 16),
-                          kTrainsInGroup ? (task.of_down ? args.group.received : args.group.x) + first_byte : nullptr,
-                          kTrainsInGroup ? c.memory.token_row_bytes / 16 : 0,
-                          kTrainsInGroup ? args.group.gather : nullptr};
-  load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, rows, columns, spans, count);
-}
-
-// Loaders: a task behind the stop. Whether the warps are at different stages then.
-template <class Dtype, class Count>
-__device__ __forceinline__ bool load_behind_stop(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                                 Pipeline& ring, Count&& count) {
-  if (!is_of_router(c, slot.index)) {
-    load_over_rows<Dtype>(args, c, slot, ring, count);
-    return false;
-  }
-  if (is_of_router_dx(c, slot.index)) {
-    load_router_dx<Dtype>(args, slot, ring, count);
-  } else if (slot.index != kCombines) {  // which loads nothing
-    load_router_weights<Dtype>(args, slot, ring, count);
-  }
-  return true;
-}
-
-// The loader warp that a task of dX leaves free: gradients of combine weights to other ranks.
-template <class Dtype>
-__device__ __forceinline__ void return_weights(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
-  if constexpr (kTrainsInGroup && kIsBackward) {
-    if (is_one_of<kHome>(slot.kind) && slot.tile != kNoTile)
-      send_weight_gradients<Dtype>(args, c, slot.tile, slot.column, slot.share, slot.expert);
-  }
-}
-
 // Whether loaders take a piece of the returns between two tasks. Where ranks may be on several machines that takes more
 // registers than they have left, and is for other warps.
 inline constexpr bool kLoadersReturn = !kIsBackward && !SpansMachines<Platform>;
@@ -91,7 +46,7 @@ inline constexpr bool kLoadersReturn = !kIsBackward && !SpansMachines<Platform>;
 // Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Tasks on intermediate rows
 // (GEMM1), which the copy engine loads, leave the second warp free: it finds and joins late rows of tasks that the
 // consumers have stored, or, with several ranks, does a piece of the returns.
-template <class Dtype, bool kGated, bool kTransposed, class Trace>
+template <class Dtype, class Pass, bool kGated, bool kTransposed, class Trace>
 __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                            const Trace& trace) {
   TaskRing& tasks = s.ring;
@@ -121,7 +76,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     const uint32_t expert = shared ? slot.expert - c.shape.routed_local_experts() : slot.expert;
     if constexpr (kIsBackward) {
       if (is_behind_stop(slot.kind)) {
-        apart = load_behind_stop<Dtype>(args, c, slot, ring, count);
+        apart = Pass::template load_behind_stop<Dtype>(args, c, slot, ring, count);
         tasks.put_done(n);
         continue;
       }
@@ -175,7 +130,9 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
         }
       }
     });
-    if (!loads_intermediate) return_weights<Dtype>(args, c, slot);
+    if constexpr (kTrainsInGroup && kIsBackward) {
+      if (!loads_intermediate) Pass::template return_weights<Dtype>(args, c, slot);
+    }
     const bool free = kLoadersReturn && !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
     tasks.put_done(n);
     // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.

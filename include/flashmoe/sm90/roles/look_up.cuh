@@ -2,9 +2,9 @@
 // The clerks look that up, so that loaders and consumers do not wait for it.
 #pragma once
 
-#include "flashmoe/sm90/gradients/received.cuh"
-#include "flashmoe/sm90/gradients/weights.cuh"
+#include "flashmoe/sm90/machine/load.cuh"
 #include "flashmoe/sm90/machine/tma.cuh"
+#include "flashmoe/sm90/roles/pass.cuh"
 #include "flashmoe/sm90/roles/ring.cuh"
 
 namespace flashmoe::sm90 {
@@ -36,18 +36,8 @@ __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call
   return reinterpret_cast<uint64_t>(to);
 }
 
-// Where a row's pre-activations are kept (KeptOutputs).
-__device__ __forceinline__ uint32_t kept_row(const Call& c, const Row& row, uint32_t slice) {
-  return row.token * (c.shape.routed_top_k() + c.shape.shared) + row.k + slice;
-}
-
-// The bytes of a row of pre-activations.
-template <class Dtype>
-__device__ __forceinline__ uint32_t kept_row_bytes(const KernelArgs& args) {
-  return args.backward.z_columns * Dtype::kBytes;
-}
-
 // Of a task of the shared expert, whose tile's first row is of `first_token`: what its slices change. One lane.
+template <class Pass>
 __device__ __forceinline__ void look_up_slices(const KernelArgs& args, const Call& c, uint32_t first_token,
                                                TaskSlot& slot) {
   if (TileIndex::has_slice(slot.index)) {
@@ -57,10 +47,7 @@ __device__ __forceinline__ void look_up_slices(const KernelArgs& args, const Cal
   } else {
     slot.slices = c.shape.shared;
     slot.later = c.inner_tile(slot.tile, first_token, 1);
-    if constexpr (kBuild.sliced && kIsBackward) {
-      const uint32_t halves = z_halves(args);
-      slot.slices *= halves, slot.k_bytes /= halves;
-    }
+    if constexpr (kBuild.sliced && kIsBackward) Pass::halve_slices(args, slot);
   }
 }
 
@@ -72,50 +59,15 @@ __device__ __forceinline__ uint32_t contracted_bytes(const Call& c, TaskKind kin
   return hidden ? c.memory.token_row_bytes : c.memory.intermediate_row_bytes;
 }
 
-// Where several ranks train: the number of a tile's first row, by which pre-activations are kept.
-__device__ __forceinline__ uint32_t numbered_from(const KernelArgs& args, const Call& c, uint32_t tile,
-                                                  uint32_t expert) {
-  if constexpr (!kTrainsInGroup) return 0;
-  return kIsBackward ? first_row_of(args.group, c, tile, expert) : tile * kTileTokens;
-}
-
-// The gradient of the product of the shared expert's gate with the token of its tile's row, once all slices of the tile are
-// differentiated.
-__device__ __forceinline__ float shared_logit_gradient(const KernelArgs& args, const Call& c, uint32_t tile,
-                                                       uint32_t in_tile, const Row& row) {
-  const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks,
-                 first = c.shape.routed_local_experts();
-  const uint64_t all = kTrainsInGroup ? args.group.rows : uint64_t{c.shape.tokens} * rows_of_token(c.shape);
-  float sum = 0.0f;
-#pragma unroll 1
-  for (uint32_t s = 0; s < c.shape.shared; ++s) {
-    const uint32_t number = kTrainsInGroup ? within(args.group, first_row_of(args.group, c, tile, first + s) + in_tile)
-                                           : kept_row(c, row, s);
-    const float* const from = args.backward.weight_parts + number;
-#pragma unroll 4
-    for (uint32_t p = 0; p < parts; ++p) sum += from[p * all];
-  }
-  return sum * row.weight * (1.0f - row.weight);
-}
-
-// Of a row of a task of dX of the shared expert: its factor of the gate, where there is one.
-__device__ __forceinline__ uint32_t look_up_gate(const KernelArgs& args, const Call& c, const Task& task, uint32_t tile,
-                                                 uint32_t in_tile, const Row& row) {
-  if (args.shared_gate == nullptr) return 0;
-  const float gradient = shared_logit_gradient(args, c, tile, in_tile, row);
-  if (task.column == 0 && args.options.shared_logits != nullptr) args.options.shared_logits[row.token] = gradient;
-  return __float_as_uint(gradient);
-}
-
 // Looks up this block's share of a task: all that the other roles would have to wait for. One warp.
-template <class Dtype>
+template <class Dtype, class Pass>
 __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
   using P = Platform;
   // Shape and rows, all that a tile may have, not the share's alone, are loaded side by side: one round trip to the L2.
   const uint32_t tile = TileIndex::tile(task.index);
   const Tile::Shape shape = c.tile(tile)->shape;
   [[maybe_unused]] uint32_t first_row =
-      numbered_from(args, c, tile, shape.expert + (kBuild.sliced ? TileIndex::slice(task.index) : 0));
+      Pass::first_number(args, c, tile, shape.expert + (kBuild.sliced ? TileIndex::slice(task.index) : 0));
   constexpr uint32_t kEach = kTileTokens / P::kLanes;
   Row row[kEach];
 #pragma unroll
@@ -131,13 +83,8 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     if (r >= share.rows) continue;  // unsigned: of rows before share.first, r is larger too
     if (is_one_of<kGathering>(task.kind)) {
       slot.offsets[r] = offset_of<Dtype>(args, c, row[i]);
-      if constexpr (kTrainsInGroup) {
-        slot.tokens[r] = kIsBackward ? within(args.group, first_row + share.first + r) : first_row + share.first + r;
-      } else if constexpr (kBuild.keeps || kIsBackward) {
-        slot.tokens[r] = kept_row(c, row[i], TileIndex::slice(task.index));
-      }
-      if (kTrainsInGroup && kIsBackward && task.column == 0) {
-        args.group.gather[tile * kTileTokens + share.first + r] = gather_code(args.group, c, row[i]);
+      if constexpr (kBuild.trains()) {
+        Pass::look_up_gathered(args, c, task, {tile, share.first + r, first_row}, row[i], slot.tokens[r]);
       }
       if (kIsBackward || args.weights_on_input != 0) slot.weights[r] = row[i].weight;
     } else {
@@ -146,7 +93,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
       slot.tokens[r] = row[i].token;
       if constexpr (kBuild.sliced && kIsBackward) {
         if (c.shape.is_shared(shape.expert)) {
-          slot.tokens[r] = look_up_gate(args, c, task, tile, share.first + r, row[i]);
+          slot.tokens[r] = Pass::look_up_gate(args, c, task, tile, share.first + r, row[i]);
         }
       }
     }
@@ -159,22 +106,8 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     slot.k_bytes = contracted_bytes<Dtype>(c, task.kind);
     slot.slices = 1;
     slot.share = share;
-    if (c.shape.is_shared(shape.expert)) look_up_slices(args, c, row[0].token, slot);
+    if (c.shape.is_shared(shape.expert)) look_up_slices<Pass>(args, c, row[0].token, slot);
   }
-}
-
-// The same for a product over an expert's rows behind the stop.
-template <class Dtype>
-__device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
-  if (Platform::lane() != 0) return;
-  const uint32_t rows = task.index == kCombines       ? 0
-                        : is_of_router(c, task.index) ? c.shape.tokens
-                                                      : rows_of_expert(c, local_expert_of(c, task.index));
-  slot.index = slot.tile = slot.expert = task.index;
-  slot.column = task.column;
-  slot.slices = 1;
-  slot.k_bytes = ceil_div(rows, kRowsOfStage<Dtype>) * kRowBytes;  // so that Wide::stages(k_bytes) is right
-  slot.share = {.wide = true, .first = 0, .rows = rows, .cover = Wide::kTokens};
 }
 
 // Whether a task is one behind the stop.

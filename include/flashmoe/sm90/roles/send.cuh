@@ -83,7 +83,7 @@ class RowCopies {
 };
 
 // The GPU's engine of a Sender.
-template <class Dtype, class Trace>
+template <class Dtype, class Pass, class Trace>
 class RowEngine {
   using P = Platform;
 
@@ -95,7 +95,7 @@ class RowEngine {
   __device__ __forceinline__ void send_rows(uint32_t q, uint32_t token, uint32_t rows) {
     // Quantised rows were stored by other blocks, through the generic proxy.
     if constexpr (kQuantised<Dtype>) fence_proxy_async_global();
-    if constexpr (kInTurn) return send_gradients(q, token, rows);
+    if constexpr (kInTurn) return Pass::send_rows(args_, c_, copies_, q, token, rows);
     copies_.copy(
         rows, c_.memory.token_row_bytes,
         [&](uint32_t row) -> const uint8_t* {
@@ -110,21 +110,6 @@ class RowEngine {
   }
 
  private:
-  // Rows of dY and, where they are dispatched again, of x: the same copies with other addresses.
-  __device__ __forceinline__ void send_gradients(uint32_t q, uint32_t token, uint32_t rows) {
-    const uint8_t* first = args_.x;
-    uint64_t row_bytes = args_.x_row_bytes, behind = 0;
-    FLASHMOE_NO_UNROLL
-    while (true) {
-      copies_.copy(
-          rows, c_.memory.token_row_bytes,
-          [&](uint32_t row) -> const uint8_t* { return first + P::broadcast(token, row) * row_bytes; },
-          [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, P::broadcast(token, row)) + behind; });
-      if (behind == args_.group.x_behind) break;
-      first = args_.backward.x, row_bytes = args_.backward.x_row_bytes, behind = args_.group.x_behind;
-    }
-  }
-
   const KernelArgs& args_;
   const Call& c_;
   RowCopies copies_;

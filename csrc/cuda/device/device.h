@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "cuda/driver.h"
+#include "cuda/device/driver.h"
 
 namespace flashmoe::cuda {
 

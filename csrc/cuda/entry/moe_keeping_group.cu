@@ -1,10 +1,10 @@
 // The forward pass that keeps, among several ranks, and the two kernels behind it that count its rows and move them to what is
 // kept.
-#include "moe.cu"
+#include "moe_keeping.cu"
 
 #include "flashmoe/gpu/kept_rows.cuh"
 
-static_assert(flashmoe::kBuild.keeps && flashmoe::kBuild.group);
+static_assert(flashmoe::kBuild.group);
 
 extern "C" __global__ void __launch_bounds__(flashmoe::gpu::kMoveThreads)
     flashmoe_count(const __grid_constant__ flashmoe::sm90::KernelArgs args,

@@ -37,7 +37,6 @@
 #pragma once
 
 #include "flashmoe/gpu/leave.cuh"
-#include "flashmoe/sm90/gradients/biases.cuh"
 #include "flashmoe/sm90/roles/clerk.cuh"
 #include "flashmoe/sm90/roles/consumers.cuh"
 #include "flashmoe/sm90/roles/dispatch.cuh"
@@ -92,34 +91,34 @@ __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
 }
 
 // All threads of the blocks that send; `memory`: the stages.
-template <class Dtype, class Trace>
+template <class Dtype, class Pass, class Trace>
 __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c, Shared& s, uint32_t memory,
                                           const Trace& trace) {
-  // Volatile, so that they are read again after this function: else ptxas keeps them for the roles, and spills.
-  uint32_t thread, blocks;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  // Both anew, so that the roles read them again: else they are kept from here, and spilled.
+  const uint32_t thread = thread_anew();
+  uint32_t blocks;
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
   const uint32_t senders = c.policy.order.senders, warp = thread / 32;
   if (blockIdx.x + senders < blocks) return;
   __syncthreads();  // dispatch is done with the stages,
   trace.begin(1);
   const RowCopies copies(memory + warp * RowCopies::kBytes, shared_address(s.send_barriers[warp]));
-  RowEngine<Dtype, Trace> engine(args, c, copies, trace);
+  RowEngine<Dtype, Pass, Trace> engine(args, c, copies, trace);
   // The block's own packet is signalled by now: to look whether it is costs a spill.
   constexpr uint32_t own_block = ~0u;
-  Sender<Platform, RowEngine<Dtype, Trace>>(c, engine).run(warp * senders + blockIdx.x + senders - blocks,
-                                                           kWarps * senders, own_block);
+  Sender<Platform, RowEngine<Dtype, Pass, Trace>>(c, engine).run(warp * senders + blockIdx.x + senders - blocks,
+                                                                 kWarps * senders, own_block);
   __syncthreads();  // and now the senders are
   trace.end(Phase::kSend, blockIdx.x, 0, 1);
   trace.begin();  // the wait for the first task, which for other blocks begins where dispatch ends
 }
 
 // The last warp of a block behind those with formers, of which it is the n-th of so many.
-template <class Dtype, class Trace>
+template <class Dtype, class Pass, class Trace>
 __device__ __forceinline__ void run_behind_formers(const KernelArgs& args, const Call& c, Shared& s, uint32_t n,
                                                    uint32_t of, const Trace& trace) {
   if constexpr (kTrainsInGroup) {
-    if (n < c.policy.keepers) keep_received(args, c, s.former_sources, n);
+    if (n < c.policy.keepers) Pass::keep_received(args, c, s.former_sources, n);
   } else if constexpr (SpansMachines<Platform>) {
     RelayEngine<Trace> engine(c, trace);
     RelayWorker<Platform, RelayEngine<Trace>>(c, engine).run(n, of);
@@ -130,16 +129,16 @@ __device__ __forceinline__ void run_behind_formers(const KernelArgs& args, const
 }
 
 // One warp of the last warpgroup.
-template <class Dtype, bool kGated, bool kTransposed, class Trace>
+template <class Dtype, class Pass, bool kGated, bool kTransposed, class Trace>
 __device__ __forceinline__ void run_service_role(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                                  uint32_t warp, const Trace& trace) {
   if (warp < kClerkWarp) {
-    load_tasks<Dtype, kGated, kTransposed>(args, c, s, ring, trace);
+    load_tasks<Dtype, Pass, kGated, kTransposed>(args, c, s, ring, trace);
   } else if (warp == kClerkWarp) {
     if (cluster_rank() == TaskRing::kLeader) {
-      lead_tasks<Dtype>(args, c, s.ring);
+      lead_tasks<Dtype, Pass>(args, c, s.ring);
     } else {
-      follow_tasks<Dtype>(args, c, s.ring);
+      follow_tasks<Dtype, Pass>(args, c, s.ring);
     }
   } else if (blockIdx.x == 0) {
     trace.begin(1);
@@ -151,14 +150,15 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
     trace.end(Phase::kForm, blockIdx.x - 1, 0, 1);
     if constexpr (kTrainsInGroup) {
-      if (formers + 1 == gridDim.x && c.policy.keepers != 0) keep_received(args, c, s.former_sources, blockIdx.x - 1);
+      if (formers + 1 == gridDim.x && c.policy.keepers != 0)
+        Pass::keep_received(args, c, s.former_sources, blockIdx.x - 1);
     }
   } else {
-    run_behind_formers<Dtype>(args, c, s, blockIdx.x - 1 - formers, gridDim.x - 1 - formers, trace);
+    run_behind_formers<Dtype, Pass>(args, c, s, blockIdx.x - 1 - formers, gridDim.x - 1 - formers, trace);
   }
 }
 
-template <class Dtype, Activation kActivation, bool kTransposed, bool kTrace>
+template <class Dtype, class Pass, Activation kActivation, bool kTransposed, bool kTrace>
 __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uint8_t* memory) {
   const Call& c = s.call;
   const Tracer<kTrace, kThreads> trace{args, s.trace_events, s.trace_starts};
@@ -168,34 +168,34 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   const uint32_t ring_memory = shared_address(memory);
   if (warp < kTeamWarps) {
     for (uint32_t b = blockIdx.x; b < c.blocks(); b += gridDim.x) {
-      if (!dispatch_block<Dtype>(args, c, s, memory, b, trace)) break;
+      if (!dispatch_block<Dtype, Pass>(args, c, s, memory, b, trace)) break;
     }
   }
   const Tracer<kTrace, 32> each_warp{args, s.trace_events, s.trace_starts};
-  if constexpr (!kBuild.rdma && (!kIsBackward || kTrainsInGroup)) send_rows<Dtype>(args, c, s, ring_memory, each_warp);
+  if constexpr (!kBuild.rdma && (!kIsBackward || kTrainsInGroup))
+    send_rows<Dtype, Pass>(args, c, s, ring_memory, each_warp);
   Pipeline ring{ring_memory, shared_address(s.stage_barriers)};
   if (warpgroup < kConsumers) {
     take_registers<kConsumerRegisters<Dtype>>();
     uint32_t n;
-    const bool routes = compute_tasks<Dtype, kActivation, kTransposed>(args, c, s, ring, warpgroup, trace, n);
+    const bool routes = compute_tasks<Dtype, Pass, kActivation, kTransposed>(args, c, s, ring, warpgroup, trace, n);
     if constexpr (kIsBackward) {
-      if (routes) combine_and_add<Dtype>(args, c, s, ring, n, trace, each_warp);
+      if (routes) Pass::template combine_and_add<Dtype>(args, c, s, ring, n, trace, each_warp);
     }
   } else {
     give_registers<kServiceRegisters<Dtype>>();
-    run_service_role<Dtype, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);
+    run_service_role<Dtype, Pass, is_gated(kActivation), kTransposed>(args, c, s, ring, warp, each_warp);
   }
   each_warp.begin(1);
   if constexpr (kIsBackward) {
-    if constexpr (!kTrainsInGroup) sum_weight_parts(args, c);
-    sum_biases<Dtype>(args, c);
+    Pass::template sum_behind_stop<Dtype>(args, c);
   }
   if (c.policy.joined == 0) {
     using Sums = SumEngine<Dtype, Tracer<kTrace, 32>, SpansMachines<Platform>>;
     Sums sums(c, args.out, each_warp);
     Returner<Platform, Sums, CursorOfWarp> returner(c, sums, s.returns);
     if constexpr (kIsBackward) {
-      combine_and_route<Dtype>(args, c, returner);
+      Pass::template combine_and_route<Dtype>(args, c, returner);
     } else {
       returner.run(c);
     }
@@ -203,13 +203,11 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     JoinEngine<Dtype, Tracer<kTrace, 32>> adder(args, c, each_warp);
     Joiner<Platform, JoinEngine<Dtype, Tracer<kTrace, 32>>>(c, adder, s.late).run();
   }
-  if constexpr (kTrainsInGroup && kIsBackward) collect_weight_gradients(args, c);
+  if constexpr (kTrainsInGroup && kIsBackward) Pass::collect_weights(args, c);
   each_warp.end(Phase::kReturn, blockIdx.x, 0, 1);
-  __syncwarp();  // lanes leave a wait one by one
-  if constexpr (kTransposed || kBuild.keeps ||
-                kQuantised<
-                    Dtype>) {  // read again: else, with few shapes, ptxas keeps it all along the roles, and spills
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  __syncwarp();                                                      // lanes leave a wait one by one
+  if constexpr (kTransposed || kBuild.keeps || kQuantised<Dtype>) {  // with few shapes it would be kept
+    thread = thread_anew();
     warp = thread / 32;
   }
   if constexpr (!Platform::kPeersMapped) {

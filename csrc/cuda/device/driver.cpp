@@ -1,4 +1,4 @@
-#include "cuda/driver.h"
+#include "cuda/device/driver.h"
 
 #include "host/library.h"
 #include "host/text.h"

@@ -1,0 +1,7 @@
+// The kernel for a few tokens of a rank of a group, one instance of it (spec/build.h), compiled on first use by python/flashmoe/jit.py.
+#include "flashmoe/sm90/decode/group.cuh"
+
+using Kernel = flashmoe::sm90::InGroup;
+#include "few.cuh"
+
+static_assert(flashmoe::kBuild.group);

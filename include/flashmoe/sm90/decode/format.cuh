@@ -1,0 +1,46 @@
+// What differs with how experts' matrices are stored: Format<Dtype>. This one is of matrices in the type of rows; those in e4m3 and
+// in mxfp4 have theirs (decode/fp8.cuh, decode/mxfp4.cuh), which the entry of such a kernel includes.
+#pragma once
+
+#include "flashmoe/sm90/decode/products.cuh"
+#include "flashmoe/sm90/decode/send.cuh"
+#include "flashmoe/sm90/decode/tasks.cuh"
+
+namespace flashmoe::sm90::few {
+
+template <uint32_t kNumber>
+using Count = std::integral_constant<uint32_t, kNumber>;
+
+// Of weights whose rows have no scales: what a lane's sums of a task are multiplied by in the end.
+struct NoRowScales {
+  __device__ __forceinline__ NoRowScales(const Block&, const Task&, uint32_t) {}
+  template <class Store>
+  __device__ __forceinline__ void scale(const float (&sums)[kBlocks][2], Store&& store) const {
+    store(sums);
+  }
+};
+
+template <class Dtype>
+struct Format {
+  static_assert(!kQuantised<Dtype> && !kMxFp4<Dtype>);
+  template <bool kGated>
+  using RowScales = NoRowScales;
+
+  // The consumers, before their first task.
+  static __device__ __forceinline__ void prepare(const Block&) {}
+  // A task's stages, so many at a time as the Count says that all_stages(count, add) is given.
+  template <class AllStages>
+  static __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, const AllStages& all_stages,
+                                                  Sums<Dtype>& sums) {
+    all_stages(Count<2>{}, [&](const auto& w, uint32_t from) { w.multiply(from, rows, b.in_parts(), sums); });
+  }
+  // The warps that load rows, and scales.
+  template <bool kGated>
+  static __device__ __forceinline__ void load(const Block& b) {
+    if (b.warp() == kFewConsumers + 1) load_rows<Dtype, kGated>(b);
+  }
+  // All threads: the rows of token block n, to other ranks.
+  static __device__ __forceinline__ void send_rows(const Block& b, uint32_t n) { copy_rows(b, n); }
+};
+
+}  // namespace flashmoe::sm90::few

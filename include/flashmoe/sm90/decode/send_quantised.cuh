@@ -1,0 +1,55 @@
+// Rows in e4m3 of a few tokens on their way to the other ranks of a group (decode/send.cuh), quantised as they are sent.
+#pragma once
+
+#include "flashmoe/sm90/decode/rows_quantised.cuh"
+#include "flashmoe/sm90/decode/send.cuh"
+
+namespace flashmoe::sm90::few {
+
+// All threads: the rows of token block n, to all ranks; and to this rank's own memory, where all its blocks read them: where an expert is changes no bit, and
+// no loader quantises what another has. From x in this type. A thread has 16 elements at a time, 8 neighbours a scale.
+template <class From>
+__device__ __forceinline__ void quantise_rows(const Block& b, uint32_t n) {
+  constexpr uint32_t kAtOnce = 4;
+  const Call& c = b.c;
+  const uint32_t hidden = c.shape.hidden, blocks = scale_blocks(hidden), of_row = blocks * kParts;
+  const uint32_t first = n << c.policy.log2_block, all = c.tokens_in_block(n) * of_row;
+  const uint32_t pitch = sent_row_pitch(c);
+  for (uint32_t base = 0; base < all; base += kAtOnce * kFewThreads) {
+    RowPart<From> parts[kAtOnce];
+    uint32_t row[kAtOnce], column[kAtOnce];  // of the token block's
+    float scale[kAtOnce], largest[kAtOnce];
+#pragma unroll
+    for (uint32_t j = 0; j < kAtOnce; ++j) {
+      const uint32_t i = min_of(base + j * kFewThreads + threadIdx.x, all - 1);
+      row[j] = i / of_row;
+      const uint64_t token = first + row[j];
+      column[j] = i % of_row * kPartElements;
+      parts[j] = {};
+      if (column[j] < hidden) parts[j].load(b.args.x + token * b.args.x_row_bytes + column[j] * From::kBytes);
+      if constexpr (RowPart<From>::kGiven) scale[j] = b.args.x_scale[token * blocks + column[j] / kScaleBlock];
+    }
+    largest_of_blocks(parts, largest);
+    uint4 elements[kAtOnce];
+#pragma unroll
+    for (uint32_t j = 0; j < kAtOnce; ++j) {
+      const BlockScale of_block(largest[j]);
+      elements[j] = parts[j].packed(of_block.inverse);
+      if constexpr (!RowPart<From>::kGiven) scale[j] = of_block.scale;
+    }
+    for (uint32_t i = 1; i <= c.shape.ranks; ++i) {
+      const uint32_t q = (c.rank + i) % c.shape.ranks;
+      uint8_t* const rows = q == c.rank ? c.out_row(first) : c.dispatched_row(q, c.rank, first);
+#pragma unroll
+      for (uint32_t j = 0; j < kAtOnce; ++j) {
+        if (base + j * kFewThreads + threadIdx.x >= all) break;
+        uint8_t* const to = rows + row[j] * pitch;
+        if (column[j] < hidden) *reinterpret_cast<uint4*>(to + column[j]) = elements[j];
+        if (column[j] % kScaleBlock != 0) continue;
+        reinterpret_cast<float*>(to + scales_offset(hidden))[column[j] / kScaleBlock] = scale[j];
+      }
+    }
+  }
+}
+
+}  // namespace flashmoe::sm90::few

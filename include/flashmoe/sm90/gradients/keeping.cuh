@@ -1,0 +1,47 @@
+// The forward pass that keeps what its gradients need (docs/training.md): the routing, pre-activations, and among several ranks the
+// rows of other ranks' tokens.
+#pragma once
+
+#include "flashmoe/sm90/gradients/choices.cuh"
+#include "flashmoe/sm90/gradients/pre_activations.cuh"
+#include "flashmoe/sm90/gradients/received.cuh"
+#include "flashmoe/sm90/roles/pass.cuh"
+
+namespace flashmoe::sm90 {
+
+struct Keeping : Inference {
+  static __device__ __forceinline__ void keep_choices(const KeptOutputs& keep, const Call& c, uint32_t b,
+                                                      const PacketScratch& s) {
+    sm90::keep_choices(keep, c, b, s);
+  }
+  static __device__ __forceinline__ void keep_routing(const KeptOutputs& keep, const Call& c, uint32_t b) {
+    sm90::keep_routing(keep, c, b);
+  }
+  static __device__ __forceinline__ void keep_received(const KernelArgs& args, const Call& c, Source* sources,
+                                                       uint32_t first) {
+    sm90::keep_received(args, c, sources, first);
+  }
+
+  // Pre-activations are kept by the row of the call, or among several ranks by the row of the tile: behind the call these are
+  // moved to where they stay (gpu/kept_rows.cuh).
+  static __device__ __forceinline__ uint32_t first_number(const KernelArgs&, const Call&, uint32_t tile, uint32_t) {
+    return kTrainsInGroup ? tile * kTileTokens : 0;
+  }
+  static __device__ __forceinline__ void look_up_gathered(const KernelArgs&, const Call& c, const Task& task,
+                                                          const RowPlace& at, const Row& row, uint32_t& number) {
+    number = kTrainsInGroup ? at.first_number + at.in_tile : kept_row(c, row, TileIndex::slice(task.index));
+  }
+
+  // With weights on the input pre-activations are kept before they have weight and bias: the weight's gradient is a sum of
+  // products by them, and it may be 0. kBehind: who keeps none, since they are kept.
+  template <bool kGated, bool kBehind = false>
+  static __device__ __forceinline__ auto keeper(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                uint32_t first_column) {
+    if constexpr (kBehind)
+      return NothingKept{};
+    else
+      return PreActivations<kGated>{args.keep.pre_activations, slot.tokens, first_column, c.shape.intermediate};
+  }
+};
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,45 @@
+// Loaders: tasks behind the stop of a backward pass.
+#pragma once
+
+#include "flashmoe/sm90/gradients/router.cuh"
+#include "flashmoe/sm90/gradients/weights.cuh"
+#include "flashmoe/sm90/machine/load.cuh"
+
+namespace flashmoe::sm90 {
+
+// Loaders: a task over an expert's rows.
+template <class Dtype, class Count>
+__device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                               Pipeline& ring, Count&& count) {
+  const BackwardArgs& b = args.backward;
+  const WeightTask task = WeightTask::of(args, slot.expert, slot.column);
+  const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
+  const uint32_t first_column = task.first_column + cluster_rank() * kBoxFeatures;
+  const uint32_t columns = first_row < c.shape.hidden ? c.shape.hidden - first_row : 0;
+  const FeatureSpans spans{task.of_down ? &b.weighted_columns : &b.z_columns_map, first_column, false, 0, false};
+  const uint32_t first_byte = columns != 0 ? first_row * Dtype::kBytes : 0;
+  const GatheredRows rows{(task.of_down ? args.x : b.x) + first_byte,
+                          static_cast<uint32_t>((task.of_down ? args.x_row_bytes : b.x_row_bytes) / 16),
+                          kTrainsInGroup ? (task.of_down ? args.group.received : args.group.x) + first_byte : nullptr,
+                          kTrainsInGroup ? c.memory.token_row_bytes / 16 : 0,
+                          kTrainsInGroup ? args.group.gather : nullptr};
+  load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, rows, columns, spans, count);
+}
+
+// Loaders: a task behind the stop. Whether the warps are at different stages then.
+template <class Dtype, class Count>
+__device__ __forceinline__ bool load_behind_stop(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                 Pipeline& ring, Count&& count) {
+  if (!is_of_router(c, slot.index)) {
+    load_over_rows<Dtype>(args, c, slot, ring, count);
+    return false;
+  }
+  if (is_of_router_dx(c, slot.index)) {
+    load_router_dx<Dtype>(args, slot, ring, count);
+  } else if (slot.index != kCombines) {  // which loads nothing
+    load_router_weights<Dtype>(args, slot, ring, count);
+  }
+  return true;
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,76 @@
+// What the clerks of a backward pass look up besides (roles/look_up.cuh): where a row has what the forward pass kept of it, and the
+// tasks behind the stop.
+#pragma once
+
+#include "flashmoe/sm90/gradients/pre_activations.cuh"
+#include "flashmoe/sm90/gradients/received.cuh"
+#include "flashmoe/sm90/gradients/weights.cuh"
+#include "flashmoe/sm90/roles/look_up.cuh"
+
+namespace flashmoe::sm90 {
+
+// The bytes of a row of pre-activations.
+template <class Dtype>
+__device__ __forceinline__ uint32_t kept_row_bytes(const KernelArgs& args) {
+  return args.backward.z_columns * Dtype::kBytes;
+}
+
+// Has the L2 fetch what a task reads of kept rows, since these come from memory otherwise, when its epilogue wants them. One warp, when
+// it looks up the task behind it: some ten stages before the epilogue. Fetched with the task's own look-up, they are out of the L2
+// again by then.
+template <class Dtype>
+__device__ __forceinline__ void prefetch_kept(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
+  if (!is_one_of<kDifferentiating>(slot.kind) || slot.index == kNoTile) return;
+  constexpr uint32_t kOne = Dtype::kBytes;
+  const uint32_t bytes = kept_row_bytes<Dtype>(args);
+  const uint32_t each = kTaskFeatures * (bytes == c.shape.intermediate * kOne ? kOne : 2 * kOne);
+  const uint8_t* const from = args.backward.kept.pre_activations + slot.column * each;
+  const uint32_t size = min_of(each, bytes - slot.column * each);
+  for (uint32_t r = Platform::lane(); r < slot.share.rows; r += Platform::kLanes) {
+    prefetch_to_l2(from + uint64_t{slot.tokens[r]} * bytes, size);
+  }
+}
+
+// The gradient of the product of the shared expert's gate with the token of its tile's row, once all slices of the tile are
+// differentiated.
+__device__ __forceinline__ float shared_logit_gradient(const KernelArgs& args, const Call& c, uint32_t tile,
+                                                       uint32_t in_tile, const Row& row) {
+  const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks,
+                 first = c.shape.routed_local_experts();
+  const uint64_t all = kTrainsInGroup ? args.group.rows : uint64_t{c.shape.tokens} * rows_of_token(c.shape);
+  float sum = 0.0f;
+#pragma unroll 1
+  for (uint32_t s = 0; s < c.shape.shared; ++s) {
+    const uint32_t number = kTrainsInGroup ? within(args.group, first_row_of(args.group, c, tile, first + s) + in_tile)
+                                           : kept_row(c, row, s);
+    const float* const from = args.backward.weight_parts + number;
+#pragma unroll 4
+    for (uint32_t p = 0; p < parts; ++p) sum += from[p * all];
+  }
+  return sum * row.weight * (1.0f - row.weight);
+}
+
+// Of a row of a task of dX of the shared expert: its factor of the gate, where there is one.
+__device__ __forceinline__ uint32_t look_up_gate(const KernelArgs& args, const Call& c, const Task& task, uint32_t tile,
+                                                 uint32_t in_tile, const Row& row) {
+  if (args.shared_gate == nullptr) return 0;
+  const float gradient = shared_logit_gradient(args, c, tile, in_tile, row);
+  if (task.column == 0 && args.options.shared_logits != nullptr) args.options.shared_logits[row.token] = gradient;
+  return __float_as_uint(gradient);
+}
+
+// The same for a product over an expert's rows behind the stop.
+template <class Dtype>
+__device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
+  if (Platform::lane() != 0) return;
+  const uint32_t rows = task.index == kCombines       ? 0
+                        : is_of_router(c, task.index) ? c.shape.tokens
+                                                      : rows_of_expert(c, local_expert_of(c, task.index));
+  slot.index = slot.tile = slot.expert = task.index;
+  slot.column = task.column;
+  slot.slices = 1;
+  slot.k_bytes = ceil_div(rows, kRowsOfStage<Dtype>) * kRowBytes;  // so that Wide::stages(k_bytes) is right
+  slot.share = {.wide = true, .first = 0, .rows = rows, .cover = Wide::kTokens};
+}
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,25 @@
+// What a thread of a consumer warpgroup has of the products: where it is among the threads that share an accumulator.
+#pragma once
+
+#include "flashmoe/gpu/platform.cuh"
+
+namespace flashmoe::sm90 {
+
+using namespace gpu;
+
+// A consumer thread's place: which warpgroup, which of its warps, and the place in the accumulator fragment. With tokens down the
+// warpgroup's are those from 64 * tokens on.
+struct Lane {
+  uint32_t group, warp, lane, tokens;
+
+  // Found anew after the mainloop, whose accumulators leave no registers for it.
+  static __device__ __forceinline__ Lane of_thread(uint32_t group, uint32_t tokens) {
+    const uint32_t thread = thread_anew();
+    return {group, thread / 32 % 4, thread % 32, tokens};
+  }
+  static __device__ __forceinline__ Lane of_thread(uint32_t group) { return of_thread(group, group); }
+  __device__ __forceinline__ uint32_t row() const { return lane / 4; }        // of the fragment's 8 rows
+  __device__ __forceinline__ uint32_t token() const { return lane % 4 * 2; }  // and token + 1, of each 8 tokens
+};
+
+}  // namespace flashmoe::sm90

@@ -1,0 +1,40 @@
+// What a pass does besides the layer. The forward that serves, the forward that keeps what gradients need and the backward pass
+// have the same roles, which are handed one of three policies: Inference, here, Keeping and Backward (gradients/passes.cuh).
+// Where a build trains (kBuild.keeps, kIsBackward, kTrainsInGroup), the roles call what its policy has; here is what every pass
+// is asked for.
+#pragma once
+
+#include "flashmoe/gpu/kernel_args.h"
+#include "flashmoe/sm90/epilogue/rows.cuh"
+#include "flashmoe/sm90/roles/ring.cuh"
+
+namespace flashmoe::sm90 {
+
+// Of passes that keep no pre-activations.
+struct NothingKept {
+  template <class Dtype, Columns kOrder, uint32_t kCount>
+  __device__ __forceinline__ void rows(const Lane&, const float (&)[kCount], uint32_t) const {}
+};
+
+// A row of a task's tile: which of the tile's, and the number of the tile's first row (first_number).
+struct RowPlace {
+  uint32_t tile, in_tile, first_number;
+};
+
+struct Inference {
+  // The leading clerk's tasks behind the stop of the queue: there are none.
+  struct TasksBehindStop {
+    __device__ __forceinline__ explicit TasksBehindStop(const KernelArgs&) {}
+  };
+  // By which number of the tile's first row its rows are kept.
+  static __device__ __forceinline__ uint32_t first_number(const KernelArgs&, const Call&, uint32_t, uint32_t) {
+    return 0;
+  }
+  // Who keeps the pre-activations of a task that activates, whose first column of results is the last argument.
+  template <bool kGated, bool kBehind = false>
+  static __device__ __forceinline__ NothingKept keeper(const KernelArgs&, const Call&, const TaskSlot&, uint32_t) {
+    return {};
+  }
+};
+
+}  // namespace flashmoe::sm90
