@@ -83,7 +83,7 @@ class Context {
   void read_trace(uint8_t* to) const;
   // Of a layer that is traced; waits for the device.
   ClockReading read_clock(int64_t layer, DriverStream stream);
-  uint64_t trace_bytes() const { return uint64_t{processors()} * sm90::kTraceBytesPerBlock; }
+  uint64_t trace_bytes() const { return uint64_t{processors()} * gpu::kTraceBytesPerBlock; }
 
   int device() const { return device_.ordinal(); }
   uint32_t processors() const { return common_.limits.processors; }

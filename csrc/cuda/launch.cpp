@@ -4,8 +4,8 @@ namespace flashmoe::cuda {
 
 KernelSet general_kernels(const Layer& layer, const Limits& limits) {
   return {.name = "flashmoe_moe",
-          .threads = sm90::kThreads,
-          .shared_bytes = sm90::kSharedBytes,
+          .threads = gpu::kThreads,
+          .shared_bytes = gpu::kSharedBytes,
           .moves = layer.pass == Pass::kForward && limits.ranks != 1,
           .traces = layer.traced};
 }
@@ -40,7 +40,7 @@ Kernels::~Kernels() {
   api_->nvshmemx_cumodule_finalize(module_.handle());
 }
 
-void Kernels::launch(sm90::KernelArgs& args, uint32_t blocks, DriverStream stream) const {
+void Kernels::launch(gpu::KernelArgs& args, uint32_t blocks, DriverStream stream) const {
   LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
   cooperative.value.cooperative = 1;
   LaunchConfig config{blocks, 1, 1, which_.threads, 1, 1, which_.shared_bytes, stream, &cooperative, 1};
@@ -48,13 +48,13 @@ void Kernels::launch(sm90::KernelArgs& args, uint32_t blocks, DriverStream strea
   check(driver().cuLaunchKernelEx(&config, call_, parameters, nullptr), "cannot launch the kernel");
 }
 
-void Kernels::launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const {
+void Kernels::launch_count(gpu::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const {
   LaunchConfig config{args.call.shape.ranks, 1, 1, gpu::kMoveThreads, 1, 1, 0, stream, nullptr, 0};
   void* parameters[] = {&args, &to};
   check(driver().cuLaunchKernelEx(&config, count_, parameters, nullptr), "cannot launch the kernel that counts rows");
 }
 
-void Kernels::launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t tile_blocks, DriverStream stream) const {
+void Kernels::launch_move(gpu::KernelArgs& args, gpu::MovedRows to, uint32_t tile_blocks, DriverStream stream) const {
   LaunchConfig config{to.blocks + tile_blocks, 1, 1, gpu::kMoveThreads, 1, 1, 0, stream, nullptr, 0};
   void* parameters[] = {&args, &to};
   check(driver().cuLaunchKernelEx(&config, move_, parameters, nullptr), "cannot launch the kernel that moves rows");

@@ -32,10 +32,10 @@ class Kernels {
 
   // Launches a call's on so many thread blocks; does nothing else to the stream, and does not wait. The device's context is
   // current.
-  void launch(sm90::KernelArgs& args, uint32_t blocks, DriverStream stream) const;
+  void launch(gpu::KernelArgs& args, uint32_t blocks, DriverStream stream) const;
   // The same of those behind a forward pass that keeps, among several ranks.
-  void launch_count(sm90::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const;
-  void launch_move(sm90::KernelArgs& args, gpu::MovedRows to, uint32_t tile_blocks, DriverStream stream) const;
+  void launch_count(gpu::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const;
+  void launch_move(gpu::KernelArgs& args, gpu::MovedRows to, uint32_t tile_blocks, DriverStream stream) const;
   // Of a cubin that traces, see gpu/tracer.cuh.
   void launch_clock(gpu::ClockPage* page, uint32_t times, uint64_t patience_ns, DriverStream stream) const;
 

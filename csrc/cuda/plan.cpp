@@ -50,7 +50,7 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   return c;
 }
 
-sm90::WeightRows rows_of(const Matrix& m) {
+gpu::WeightRows rows_of(const Matrix& m) {
   return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
 }
 
@@ -64,7 +64,7 @@ struct MapRow {
 };
 
 // Of the matrices of `experts` experts, or slices of the shared expert.
-TensorMapShape gate_up_map(const LayerSpec& spec, const Matrix& m, uint32_t experts, sm90::GatedRows gated) {
+TensorMapShape gate_up_map(const LayerSpec& spec, const Matrix& m, uint32_t experts, gpu::GatedRows gated) {
   const uint32_t bytes = element_bytes(spec.weight_type);
   if (!spec.transposed) {
     const MapRow row(spec.weight_type, spec.hidden);
@@ -98,7 +98,7 @@ TensorMapShape backward_down_map(const LayerSpec& spec, const Matrix& m, uint32_
 
 // Those of the shared expert, of whose slices each is an expert. dX contracts over the rows of a slice, which where all gates lie
 // before all ups, `to_up` bytes, are not one behind the other: so these are two parts of it, dimension 2.
-void set_shared_backward(sm90::KernelArgs& a, const LayerSpec& spec, Matrix gate_up, uint64_t to_up,
+void set_shared_backward(gpu::KernelArgs& a, const LayerSpec& spec, Matrix gate_up, uint64_t to_up,
                          const Matrix& down) {
   const uint32_t parts = spec.gated() && !spec.interleaved ? 2 : 1, rows = spec.gate_up_rows() / parts;
   const uint32_t bytes = element_bytes(spec.weight_type);
@@ -112,11 +112,11 @@ void set_shared_backward(sm90::KernelArgs& a, const LayerSpec& spec, Matrix gate
 
 // The shared expert's matrices, as those of experts that are each a slice of its width I: rows of gate_up, columns of down,
 // or the other way round.
-void set_shared(sm90::KernelArgs& a, const Layer& layer) {
+void set_shared(gpu::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const uint32_t bytes = element_bytes(spec.weight_type);
   Matrix gate_up = layer.shared_gate_up, down = layer.shared_down;
-  a.shared_gated = spec.interleaved ? a.gated : sm90::GatedRows{1, spec.shared * spec.intermediate};
+  a.shared_gated = spec.interleaved ? a.gated : gpu::GatedRows{1, spec.shared * spec.intermediate};
   const uint64_t columns = uint64_t{spec.intermediate} * a.shared_gated.step;
   gate_up.expert_bytes = columns * (spec.transposed ? bytes : gate_up.row_bytes);
   down.expert_bytes =
@@ -132,7 +132,7 @@ void set_shared(sm90::KernelArgs& a, const Layer& layer) {
   a.shared_down = encode(down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
 }
 
-void set_weights(sm90::KernelArgs& a, const Layer& layer) {
+void set_weights(gpu::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const DType type = spec.weight_type;
   const uint32_t experts = a.call.shape.routed_local_experts();
@@ -161,10 +161,10 @@ void set_weights(sm90::KernelArgs& a, const Layer& layer) {
 
 // Scales of matrices of `rows` rows (in `parts`, with blocks of their own) by `columns`, cut into `slices` that are each an
 // expert to the kernel: a slice of rows, or where there is one, the expert.
-sm90::ScaleTable scale_table(const LayerSpec& spec, uint64_t data, uint32_t rows, uint32_t parts, uint32_t columns,
-                             uint32_t slices) {
+gpu::ScaleTable scale_table(const LayerSpec& spec, uint64_t data, uint32_t rows, uint32_t parts, uint32_t columns,
+                            uint32_t slices) {
   const Encoding encoding = encoding_of(spec.weight_type);
-  sm90::ScaleTable t{};
+  gpu::ScaleTable t{};
   t.data = reinterpret_cast<const void*>(data);
   const uint32_t part = rows / parts;
   if (spec.weight_scales == WeightScales::kTensor) t.expert = slices == 1 ? 1 : 0;
@@ -178,7 +178,7 @@ sm90::ScaleTable scale_table(const LayerSpec& spec, uint64_t data, uint32_t rows
   return t;
 }
 
-void set_scales(sm90::KernelArgs& a, const Layer& layer) {
+void set_scales(gpu::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const uint32_t parts = spec.gated() && !spec.interleaved ? 2 : 1;
   a.scales_by_row = spec.weight_scales == WeightScales::kRow ? 1 : 0;
@@ -191,7 +191,7 @@ void set_scales(sm90::KernelArgs& a, const Layer& layer) {
   a.shared_down_scale = scale_table(spec, layer.shared_down_scale, spec.hidden, 1, width, 1);
 }
 
-sm90::RouterRule rule_of(const Layer& layer) {
+gpu::RouterRule rule_of(const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   return {.sigmoid = spec.routing == Routing::kSigmoid ? 1u : 0u,
           .renormalize = spec.renormalize ? 1u : 0u,
@@ -203,7 +203,7 @@ sm90::RouterRule rule_of(const Layer& layer) {
 }
 
 // The rows between the two GEMMs, which lie in the workspace.
-void set_intermediate_rows(sm90::KernelArgs& a, const LayerSpec& spec, const Limits& limits) {
+void set_intermediate_rows(gpu::KernelArgs& a, const LayerSpec& spec, const Limits& limits) {
   const auto rows = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 0));
   const uint64_t tiles = limits.max_tiles() + limits.max_later_slices();
   if (spec.quantised()) {
@@ -242,7 +242,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
       few_in_group(layer.pass == Pass::kInference && cuda::few_in_group(common.limits, layer.spec)),
       placement(layer.placement) {
   args.call = call_of(common, layer, where);
-  args.gated = spec.interleaved ? sm90::GatedRows{2, 1} : sm90::GatedRows{1, spec.intermediate};
+  args.gated = spec.interleaved ? gpu::GatedRows{2, 1} : gpu::GatedRows{1, spec.intermediate};
   args.clamped = {spec.limit, spec.alpha, spec.up_offset};
   args.few_choices = spec.top_k + spec.shared;
   args.weights_on_input = spec.weights_on_input ? 1 : 0;
@@ -359,7 +359,7 @@ PassLayout Plan::set_rows(const GradientSpec& g) {
   const GroupKeptLayout kept = kept_layout(tokens, g.rows.room);
   args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids),
                         reinterpret_cast<float*>(g.kept + kept.weights)};
-  sm90::GroupArgs& own = args.group;
+  gpu::GroupArgs& own = args.group;
   own.received = at(g.memory + layout.received);
   own.numbers = reinterpret_cast<const uint32_t*>(g.kept + kept.numbers);
   own.pitch = g.rows.room.pitch;
@@ -381,7 +381,7 @@ void Plan::set_gradients(const GradientSpec& g) {
                         rows * spec.intermediate * bytes};
   const auto at = [](uint64_t address) { return reinterpret_cast<uint8_t*>(address); };
   args.x_row_bytes = spec.hidden * bytes;
-  sm90::BackwardArgs& b = args.backward;
+  gpu::BackwardArgs& b = args.backward;
   b.x = at(g.x);
   b.x_row_bytes = g.x_row_bytes;
   b.z_gradients = at(z.data);
@@ -414,7 +414,7 @@ void Plan::set_gradients(const GradientSpec& g) {
              spec.y_type, "columns of activations");
   const uint32_t tokens = args.call.shape.tokens;
   if (g.logit_gradients == 0 || tokens == 0) return;  // no tensor map has no rows
-  const uint64_t pitch = uint64_t{sm90::logit_pitch(spec.experts)} * bytes;
+  const uint64_t pitch = uint64_t{gpu::logit_pitch(spec.experts)} * bytes;
   args.tokens = encode(rows_shape(pitch, bytes, spec.experts, tokens), g.logit_gradients, spec.y_type,
                        "rows of logits' gradients");
   b.logit_columns = encode(spans_shape(pitch, bytes, spec.experts, tokens), g.logit_gradients, spec.y_type,

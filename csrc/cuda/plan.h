@@ -48,7 +48,7 @@ struct Plan {
   bool few() const;
   uint32_t most_few() const;
 
-  sm90::KernelArgs args{};
+  gpu::KernelArgs args{};
   const LoadedKernels kernels;
   const LayerSpec spec;
   const Pass pass;

@@ -23,7 +23,7 @@ int map_type(DType dtype) {
 }  // namespace
 
 TensorMapShape gate_up_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
-                             uint32_t experts, bool gated, sm90::GatedRows rows) {
+                             uint32_t experts, bool gated, gpu::GatedRows rows) {
   const uint32_t halves = gated ? 2 : 1;
   return {5,
           {hidden, kRowGroup, halves, intermediate / kRowGroup, experts},
@@ -75,9 +75,9 @@ TensorMapShape quantised_tiles_shape(uint64_t tile_bytes, uint32_t columns, uint
           {sm90::kRowBytes, sm90::kRowBox, 1}};
 }
 
-sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what) {
+gpu::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what) {
   constexpr uint32_t kEveryElement[5] = {1, 1, 1, 1, 1};
-  sm90::TensorMap map;
+  gpu::TensorMap map;
   const CudaResult result = driver().cuTensorMapEncodeTiled(
       &map, map_type(dtype), shape.rank, reinterpret_cast<void*>(data), shape.dims, shape.strides, shape.box,
       kEveryElement, kMapInterleaveNone, kMapSwizzle128B, kMapPromotion256B, kMapFillZero);

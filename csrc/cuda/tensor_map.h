@@ -23,7 +23,7 @@ struct TensorMapShape {
 };
 
 TensorMapShape gate_up_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
-                             uint32_t experts, bool gated, sm90::GatedRows rows);
+                             uint32_t experts, bool gated, gpu::GatedRows rows);
 TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
                           uint32_t experts);
 // Of transposed weights, for both products: an expert's rows are K rows, of `halves` times `columns` features each; the
@@ -39,6 +39,6 @@ TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t c
 TensorMapShape quantised_tiles_shape(uint64_t tile_bytes, uint32_t columns, uint64_t tiles);
 
 // Host arithmetic only: touches neither the device nor a stream. `what` names the tensor in an error.
-sm90::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what);
+gpu::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what);
 
 }  // namespace flashmoe::cuda

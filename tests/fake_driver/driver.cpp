@@ -53,7 +53,7 @@ struct MapWords {  // what cuTensorMapEncodeTiled puts into the 128 bytes
   uint32_t box[5];
   uint32_t type_rank;
 };
-static_assert(sizeof(MapWords) <= sizeof(sm90::TensorMap));
+static_assert(sizeof(MapWords) <= sizeof(gpu::TensorMap));
 
 template <class T>
 std::string list(const T* values, size_t n) {
@@ -62,7 +62,7 @@ std::string list(const T* values, size_t n) {
   return "[" + out.str() + "]";
 }
 
-std::string described(const sm90::TensorMap& map) {
+std::string described(const gpu::TensorMap& map) {
   MapWords w;
   std::memcpy(&w, &map, sizeof(w));
   const uint32_t rank = w.type_rank % 16;
@@ -73,17 +73,17 @@ std::string described(const sm90::TensorMap& map) {
   return out.str();
 }
 
-std::string described(const sm90::WeightRows& rows) {
+std::string described(const gpu::WeightRows& rows) {
   const uint64_t words[] = {reinterpret_cast<uint64_t>(rows.data), rows.expert_bytes, rows.row_bytes};
   return list(words, 3);
 }
 
-std::string described(const sm90::ScaleTable& t) {
+std::string described(const gpu::ScaleTable& t) {
   const uint64_t words[] = {reinterpret_cast<uint64_t>(t.data), t.expert, t.row, t.step, t.blocks, t.up};
   return list(words, 6);
 }
 
-std::string described(const sm90::BackwardArgs& b) {
+std::string described(const gpu::BackwardArgs& b) {
   std::ostringstream out;
   auto put = [&](const char* name, const void* at) {
     out << "\"" << name << "\": " << reinterpret_cast<uint64_t>(at) << ", ";
@@ -99,7 +99,7 @@ std::string described(const sm90::BackwardArgs& b) {
   return out.str();
 }
 
-std::string described(const sm90::GroupArgs& g) {
+std::string described(const gpu::GroupArgs& g) {
   const uint64_t words[] = {reinterpret_cast<uint64_t>(g.received),
                             reinterpret_cast<uint64_t>(g.numbers),
                             g.pitch,
@@ -134,7 +134,7 @@ std::string described(const Machines& m, uint32_t ranks) {
   return out.str();
 }
 
-void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool few) {
+void describe(const gpu::KernelArgs& a, const cuda::LaunchConfig& config, bool few) {
   const Call& c = a.call;
   std::ostringstream out;
   auto put = [&](const char* name, auto v) { out << "\"" << name << "\": " << uint64_t(v) << ", "; };
@@ -144,7 +144,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
   put("threads", config.block_x);
   auto has = [&](uint32_t warps) { return config.block_x == warps * 32; };
   put("geometry", (few ? has(sm90::few_warps(false)) || has(sm90::few_warps(true)) : has(sm90::kWarps)) &&
-                      config.shared_bytes == (few ? sm90::kFewSharedBytes : sm90::kSharedBytes));
+                      config.shared_bytes == (few ? sm90::kFewSharedBytes : gpu::kSharedBytes));
   put("stream", reinterpret_cast<uint64_t>(config.stream));
   put("cooperative", config.attribute_count == 1 && config.attributes->id == 2 && config.attributes->value.cooperative);
   put("tokens", c.shape.tokens), put("hidden", c.shape.hidden), put("intermediate", c.shape.intermediate),
@@ -194,7 +194,7 @@ void describe(const sm90::KernelArgs& a, const cuda::LaunchConfig& config, bool 
 }
 
 // Token t chooses experts t, t + 1, ... modulo E, with weights 1, 1/2, ...; a call that keeps keeps them, too.
-void route(const Call& c, const sm90::KeptOutputs& kept) {
+void route(const Call& c, const gpu::KeptOutputs& kept) {
   for (uint32_t t = 0; t < c.shape.tokens; ++t) {
     for (uint32_t k = 0; k < c.shape.top_k; ++k) {
       const auto expert = static_cast<int32_t>((t + k) % c.shape.experts);
@@ -282,8 +282,8 @@ CudaResult moved(const sm90::MovedRows& to, uint32_t grid) {
 // Block b begins at 1000 b + 900 and ends at 1000 b + 3000. Its first warp has one span of each phase, 100 ns long, from
 // 1000 * (b + 1) on, of expert 2.
 void record(uint8_t* trace, uint32_t processors) {
-  for (uint32_t b = 0; trace != nullptr && b < processors; ++b, trace += sm90::kTraceBytesPerBlock) {
-    auto* header = reinterpret_cast<sm90::TraceHeader*>(trace);
+  for (uint32_t b = 0; trace != nullptr && b < processors; ++b, trace += gpu::kTraceBytesPerBlock) {
+    auto* header = reinterpret_cast<gpu::TraceHeader*>(trace);
     auto* events = reinterpret_cast<sm90::TraceEvent*>(header + 1);
     *header = {0, 1000 * b + 900, 1000 * b + 3000, b};
     for (uint16_t p = 0; p < flashmoe::kValues<flashmoe::Phase>; ++p) {
@@ -517,7 +517,7 @@ CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFuncti
                             void**) {
   const auto kernel = reinterpret_cast<uintptr_t>(function);
   if (kernel == kClock) return tell_the_time(*static_cast<gpu::ClockPage**>(parameters[0]), parameters);
-  const auto& args = *static_cast<const sm90::KernelArgs*>(parameters[0]);
+  const auto& args = *static_cast<const gpu::KernelArgs*>(parameters[0]);
   events += kernel == kCount ? "count " : kernel == kMove ? "move " : "call ";
   if (kernel == kCount) return count(args.call, *static_cast<const sm90::CountedRows*>(parameters[1]));
   if (kernel == kMove) return moved(*static_cast<const sm90::MovedRows*>(parameters[1]), config->grid_x);
@@ -562,7 +562,7 @@ CudaResult cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base
     if (i > 0) w.strides[i - 1] = strides[i - 1];
   }
   w.type_rank = static_cast<uint32_t>(type) * 16 + rank;
-  std::memset(map, 0, sizeof(sm90::TensorMap));
+  std::memset(map, 0, sizeof(gpu::TensorMap));
   std::memcpy(map, &w, sizeof(w));
   return 0;
 }
