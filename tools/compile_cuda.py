@@ -153,7 +153,7 @@ class Unit:
         variant = self.variant
         if variant is None:
             return ()
-        if variant.exact:
+        if variant.exact or (variant.few and variant.dtype == "float32"):  # whose few rows are multiplied exactly
             return LOADS
         if variant.few:
             return (MMA, *LOADS)
