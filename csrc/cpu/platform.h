@@ -150,6 +150,7 @@ struct CpuPlatform : CpuMemory, OneLane {
   static uint32_t workers() { return 1; }
   static uint32_t worker() { return 0; }
 };
+static_assert(RunsProtocol<CpuPlatform>);
 // That of a context's calls.
 using ContextPlatform = SpreadPlatform<CpuPlatform>;
 

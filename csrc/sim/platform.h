@@ -171,6 +171,7 @@ struct MappedPlatform : Meetings<Lanes> {
 // The same where ranks are on several machines. Relays are warps of their own, as on a GPU.
 template <uint32_t Lanes>
 struct SpreadLanes : SpreadPlatform<MappedPlatform<Lanes>, true> {};
+static_assert(RunsProtocol<MappedPlatform<32>> && RunsProtocol<SpreadLanes<1>>);
 
 // Of a relay, as one lane: a warp would look at 32 of a packet's tokens at a time.
 struct RelayThread : SpreadLanes<1> {

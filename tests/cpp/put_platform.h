@@ -130,5 +130,6 @@ struct PutPlatform : Base {
     Base::backoff(idle);
   }
 };
+static_assert(RunsProtocol<PutPlatform<cpu::CpuPlatform>>);
 
 }  // namespace flashmoe::test

@@ -327,6 +327,11 @@ void check_first_fault_only() {
 struct UnmappedPlatform : CpuPlatform {
   static constexpr bool kPeersMapped = false;
 };
+// It has nothing to put with, which it need not here. And no platform does without a clock.
+struct WithoutClock : CpuPlatform {
+  static void now_ns();
+};
+static_assert(!RunsProtocol<UnmappedPlatform> && !RunsProtocol<WithoutClock> && RunsProtocol<CpuPlatform>);
 
 // Rank 1 of three, as it would be on GPUs: nothing but its own heap is there to be touched.
 struct Unmapped {

@@ -153,6 +153,7 @@ class WarpPlatform : public cpu::CpuMemory {
     return all;
   }
 };
+static_assert(RunsProtocol<WarpPlatform<4>>);
 
 // Platforms without a notion of it have warps of one lane: the thread that calls.
 template <class P, class Body>

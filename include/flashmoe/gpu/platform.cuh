@@ -165,6 +165,8 @@ struct Platform : std::conditional_t<kBuild.rdma, Puts, Mapped> {
   static __device__ __forceinline__ void team_sync() { sync(); }
 };
 
+static_assert(RunsProtocol<Platform>);
+
 // The first kTeam warps of a block, side by side: they build a token block's packets. They meet in named barrier kBarrier.
 template <uint32_t kTeam, uint32_t kBarrier>
 struct TeamPlatform : Platform {

@@ -4,57 +4,7 @@
 // side by side: every lane calls every function, work is strided by lane(), and lanes meet in the collectives
 // below. On a GPU kLanes is 32; the CPU engine has 1; the tests run 4 and 8 lanes as threads (tests/cpp), so that
 // lane code is checked under ThreadSanitizer without lockstep.
-//
-//   static constexpr uint32_t kLanes;
-//   uint32_t lane();
-//   void     sync();                                    // all lanes; orders their memory accesses
-//   uint32_t ballot(bool);                              // bit i: lane i's predicate
-//   T        broadcast(T, uint32_t lane);               // uint32_t or uint64_t; each lane may name another source
-//   uint32_t popcount(uint32_t);
-//   uint32_t nth_bit(uint32_t bits, uint32_t n);        // index of the set bit with n set bits below it; any number if
-//                                                       // there is none. (0b1010, 1) is 3
-//   uint32_t exclusive_scan(uint32_t v, uint32_t& total);
-//   uint32_t rank_among_equal(uint32_t key, bool active, bool& last);   // active lower lanes with the same key; last:
-//                                                       // this is the highest active lane with that key
-//   T        load_relaxed(const T*);                        // T: uint32_t or uint64_t
-//   T        load_acquire(const T*, Scope);
-//   void     store_relaxed(T*, T);                     with kSystem: for words that peers poll
-//   void     store_release(T*, T, Scope);
-//   T        poll(const T*, Scope);                      // relaxed; what it saw is acquired by acquire() or a fence
-//   void     acquire(const T*, Scope);                  // what the lane saw in its last poll of the word
-//   void     release_fence(Scope);                      // also acquires what was polled
-//   void     post(T*, T);                               // a store that releases what is before the last release_fence
-//   T        fetch_add(T*, T);                              // relaxed: tickets, claims
-//   void     add(uint64_t*, uint64_t);                      // relaxed, of memory that no actor reads; nothing comes back
-//   void     keep_largest(uint64_t*, uint64_t);             // the same: the larger of both stays
-//   T        fetch_add_acq_rel(T*, T);                      // at device scope: dependency counters
-//   void     acquire_fence(Scope);                      // of what the lane's relaxed operations saw
-//   T        post_add(T*, T);                           // relaxed, between a release_fence and an acquire_fence
-//   uint32_t fetch_add_nearby(uint32_t*, uint32_t);     // relaxed, as the next three: among the workers of one processor
-//   uint32_t look_nearby(uint32_t*);                    // a load
-//   void     set_nearby(uint32_t*, uint32_t);
-//   uint32_t compare_swap_nearby(uint32_t*, uint32_t old, uint32_t v);   // what was there; if it was `old`, now it is v
-//   void     fence_nearby();                            // orders what these saw or wrote, and the lane's other accesses
-//   uint64_t now_ns();                                  // monotonic, never 0
-//   uint32_t workers(), worker();                       // how many warps dispatch a token block, and which this is
-//   void     team_sync();                               // all lanes of all of them; orders their memory accesses
-//   void     backoff(uint32_t idle);                    // idle: consecutive idle steps of the one spin loop
-//   void     rest();                                    // a pause of a worker that polls for what is not urgent
-//   static constexpr bool kSleeps;                      // backoff gives the core away, so a step may take long
-//   static constexpr bool kPeersMapped;                 // a peer's heap can be loaded from and stored to. Else only
-//                                                       // puts reach it, and only senders put (actors/put_sender.h)
-//
-// Where peers are not mapped, also these. `to` and `signal` are addresses in the own heap; what is written is the same
-// place of the peer's. All lanes call them; signal() one lane:
-//   void     put(void* to, const void* from, uint32_t bytes, uint32_t peer);   // sends what all lanes wrote to `from`,
-//                                                       // in heap or workspace; it must not change before quiet()
-//   void     put_signal(to, from, bytes, uint64_t* signal, uint64_t word, peer);   // put(), then the word. An earlier
-//                                                       // put arrives before it only if a fence() is in between
-//   void     fence();                                   // the warp's earlier puts arrive before its later ones to the same peer
-//   void     quiet();                                   // returns when the warp's earlier puts have arrived
-//   void     signal(uint64_t* to, uint64_t word, uint32_t peer);   // arrives after puts of any warp that has been
-//                                                       // through quiet(), if this lane knows that it has
-// Who has seen a word that a peer put, and acquired it at system scope, may read what the peer put before the word.
+// RunsProtocol says what it has; each is held to that where it is defined.
 //
 // poll and post are for looking often and publishing much. On a GPU an acquire load holds up every load behind it, and
 // a release store waits for every store before it; so words are polled, many at once, and those that had news are
@@ -62,6 +12,8 @@
 // which at the start of a call take 0.1 ms. On CPU platforms poll acquires and post releases, likewise what is nearby;
 // acquire and the fences are empty, since ThreadSanitizer knows no fences.
 #pragma once
+
+#include <concepts>
 
 #include "flashmoe/protocol/base.h"
 
@@ -72,6 +24,90 @@ struct DeviceScope {};
 struct SystemScope {};
 inline constexpr DeviceScope kDevice{};
 inline constexpr SystemScope kSystem{};
+
+// What all lanes of a warp do together.
+template <class P>
+concept MeetsInWarps = requires(bool predicate, uint32_t v, uint32_t& v_out, uint64_t wide, bool& last) {
+  { P::kLanes + 0u } -> std::same_as<uint32_t>;
+  { P::lane() } -> std::same_as<uint32_t>;
+  P::sync();                                           // orders the lanes' memory accesses
+  { P::ballot(predicate) } -> std::same_as<uint32_t>;  // bit i: lane i's predicate
+  { P::broadcast(v, v) } -> std::same_as<uint32_t>;    // (value, lane): each lane may name another source
+  { P::broadcast(wide, v) } -> std::same_as<uint64_t>;
+  { P::exclusive_scan(v, v_out) } -> std::same_as<uint32_t>;  // (value, total of all lanes)
+  // (key, active, last): how many active lower lanes have the same key; last: this is the highest active lane with it.
+  { P::rank_among_equal(v, predicate, last) } -> std::same_as<uint32_t>;
+  { P::popcount(v) } -> std::same_as<uint32_t>;
+  // (bits, n): index of the set bit with n set bits below it; any number if there is none. (0b1010, 1) is 3.
+  { P::nth_bit(v, v) } -> std::same_as<uint32_t>;
+  // How many warps dispatch a token block, which of them this is, and where all their lanes meet; orders their accesses.
+  { P::workers() } -> std::same_as<uint32_t>;
+  { P::worker() } -> std::same_as<uint32_t>;
+  P::team_sync();
+};
+
+// Memory that other actors, and other ranks, read and write.
+template <class P>
+concept HasMemory =
+    requires(uint32_t* p, const uint32_t* from, uint32_t v, uint64_t* wide, const uint64_t* wide_from, uint64_t w) {
+      { P::load_relaxed(from) } -> std::same_as<uint32_t>;
+      { P::load_relaxed(wide_from) } -> std::same_as<uint64_t>;
+      { P::load_acquire(from, kDevice) } -> std::same_as<uint32_t>;
+      { P::load_acquire(wide_from, kSystem) } -> std::same_as<uint64_t>;
+      P::store_relaxed(p, v);
+      P::store_relaxed(wide, w);
+      P::store_relaxed(wide, w, kSystem);  // words that peers poll
+      P::store_release(wide, w, kDevice);
+      P::store_release(wide, w, kSystem);
+      // Relaxed; what it saw is acquired by acquire(), of what the lane saw in its last poll of the word, or by a fence.
+      { P::poll(wide_from, kDevice) } -> std::same_as<uint64_t>;
+      { P::poll(wide_from, kSystem) } -> std::same_as<uint64_t>;
+      P::acquire(wide_from, kDevice);
+      P::acquire(wide_from, kSystem);
+      P::release_fence(kDevice);                         // also acquires what was polled
+      P::post(wide, w);                                  // a store that releases what is before the last release_fence
+      { P::fetch_add(p, v) } -> std::same_as<uint32_t>;  // relaxed: tickets, claims
+      { P::fetch_add(wide, w) } -> std::same_as<uint64_t>;
+      P::add(wide, w);           // relaxed, of memory that no actor reads; nothing comes back
+      P::keep_largest(wide, w);  // the same: the larger of both stays
+      { P::fetch_add_acq_rel(p, v) } -> std::same_as<uint32_t>;  // at device scope: dependency counters
+      { P::fetch_add_acq_rel(wide, w) } -> std::same_as<uint64_t>;
+      P::acquire_fence(kDevice);                        // of what the lane's relaxed operations saw
+      { P::post_add(p, v) } -> std::same_as<uint32_t>;  // relaxed, between a release_fence and an acquire_fence
+      // Among the workers of one processor, relaxed. compare_swap_nearby(p, old, v) gives what was there; if it was `old`, now it
+      // is v. fence_nearby() orders what these saw or wrote, and the lane's other accesses.
+      { P::fetch_add_nearby(p, v) } -> std::same_as<uint32_t>;
+      { P::look_nearby(p) } -> std::same_as<uint32_t>;
+      P::set_nearby(p, v);
+      { P::compare_swap_nearby(p, v, v) } -> std::same_as<uint32_t>;
+      P::fence_nearby();
+    };
+
+// Where peers are not mapped. `to` and `signal` are addresses in the own heap; what is written is the same place of the peer's.
+// All lanes call these; signal() one lane. Who has seen a word that a peer put, and acquired it at system scope, may read what
+// the peer put before the word.
+template <class P>
+concept PutsToPeers =
+    requires(void* to, const void* from, uint32_t bytes, uint32_t peer, uint64_t* signal, uint64_t word) {
+      P::put(to, from, bytes, peer);  // sends what all lanes wrote to `from`; it must not change before quiet()
+      P::put_signal(to, from, bytes, signal, word,
+                    peer);  // put(), then the word; earlier puts arrive before it behind a fence()
+      P::fence();           // the warp's earlier puts arrive before its later ones to the same peer
+      P::quiet();           // returns when the warp's earlier puts have arrived
+      P::signal(signal, word,
+                peer);  // arrives after puts of any warp that has been through quiet(), if this lane knows that
+    };
+
+template <class P>
+concept RunsProtocol = MeetsInWarps<P> && HasMemory<P> && requires(uint32_t idle) {
+  { P::now_ns() } -> std::same_as<uint64_t>;  // monotonic, never 0
+  P::backoff(idle);                           // idle: consecutive idle steps of the one spin loop
+  P::rest();                                  // a pause of a worker that polls for what is not urgent
+  { !P::kSleeps } -> std::same_as<bool>;      // backoff gives the core away, so a step may take long
+  // A peer's heap can be loaded from and stored to. Else only puts reach it, and only senders put (actors/put_sender.h).
+  { !P::kPeersMapped } -> std::same_as<bool>;
+  { !P::kSpansMachines } -> std::same_as<bool>;  // ranks may be on several (protocol/machines.h)
+} && (P::kPeersMapped || PutsToPeers<P>);
 
 // How many lower lanes satisfy the predicate; total: how many lanes do.
 template <class P>
