@@ -2,7 +2,7 @@
 
     python benchmarks/protocol_gpu.py [--out benchmarks/results/protocol_gpu/h100x1.json]
 
-Builds csrc/cuda/entry/protocol_bench.cu with nvcc, runs it, adds what is needed to reproduce the figures, prints a
+Builds benchmarks/protocol.cu with nvcc, runs it, adds what is needed to reproduce the figures, prints a
 table.
 """
 
@@ -17,7 +17,7 @@ import tempfile
 
 from harness import ROOT, as_typed, commit_option, nvidia_smi, result_path, write
 
-SOURCE = ROOT / "csrc" / "cuda" / "entry" / "protocol_bench.cu"
+SOURCE = ROOT / "benchmarks" / "protocol.cu"
 NVCC = ["nvcc", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", f"-I{ROOT / 'include'}"]
 
 

@@ -86,7 +86,7 @@ def test_instances(tool, every):
     assert len(units) == len(set(units)) == len({unit.title for unit in units})  # of which files have their names
     assert {unit for unit in tool.units() if unit.variant} <= set(tool.units(True))
     assert all(bool(unit.nvshmem) == (unit.variant is not None and unit.variant.rdma) for unit in units)
-    assert {unit.source for unit in units} == set((ROOT / "csrc" / "cuda").rglob("*.cu"))
+    assert {unit.source for unit in units} == {*(ROOT / "csrc").rglob("*.cu"), *(ROOT / "benchmarks").rglob("*.cu")}
     assert len(units) == (NIGHTLY if every else 42)
 
 
@@ -109,7 +109,7 @@ def test_a_unit_is_told_what_the_compiler_on_first_use_is(tool, monkeypatch, tmp
     monkeypatch.setattr(tool, "OUTPUT", tmp_path)
     monkeypatch.setattr(tool.subprocess, "run", run)
     variant = jit.Variant("float32", "gelu", few=True, exact=True)
-    for of in (variant, ROOT / "csrc" / "cuda" / "entry" / "protocol_bench.cu"):
+    for of in (variant, ROOT / "benchmarks" / "protocol.cu"):
         tool.compile_unit(Path("nvcc"), Path("nvdisasm"), tool.Unit(of))
     kernel, program = (" ".join(command) for command in commands)
     assert kernel.startswith(f"nvcc {' '.join(variant.flags)} -Xptxas -v -Werror all-warnings ")

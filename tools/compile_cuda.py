@@ -34,7 +34,7 @@ from flashmoe.jit import Variant
 from flashmoe.spec import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ROOT / "csrc" / "cuda"
+SOURCES = (*(ROOT / "csrc" / "cuda" / "entry").glob("*.cu"), *(ROOT / "benchmarks").glob("*.cu"))
 OUTPUT = ROOT / "build-cuda"
 CHECKS = [
     *("-Xptxas", "-v", "-Werror", "all-warnings"),
@@ -287,7 +287,7 @@ def units(every: bool = False) -> list[Unit]:
     each source that has no instances."""
     found = [Unit(each) for of_kind in KINDS for each in of_kind(every)] + rdma_units(every)
     entries = {unit.source for unit in found}
-    return found + [Unit(source) for source in sorted(SOURCES.rglob("*.cu")) if source not in entries]
+    return found + [Unit(source) for source in sorted(SOURCES) if source not in entries]
 
 
 @dataclass(frozen=True)
