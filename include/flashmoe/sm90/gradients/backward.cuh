@@ -13,15 +13,19 @@
 
 namespace flashmoe::sm90 {
 
-struct Backward : Inference {
+// What a role does as a whole stands with its kind: here are those bases, and what is a few lines.
+struct Backward : Inference,
+                  KeptChoices,
+                  ReceivedRows,
+                  PrefetchOfKept,
+                  GateLookUp,
+                  LoadsBehindStop,
+                  BackwardTasks,
+                  AddsRouterDx,
+                  CombinesWithRouter {
   using TasksBehindStop = sm90::TasksBehindStop;
   static constexpr uint32_t kCombines = sm90::kCombines;
 
-  // ---- dispatch and sending
-  static __device__ __forceinline__ void copy_choices(const KeptOutputs& kept, const Call& c, uint32_t b,
-                                                      const PacketScratch& s) {
-    sm90::copy_choices(kept, c, b, s);
-  }
   // Rows of dY and, where they are dispatched again, of x: the same copies with other addresses.
   static __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c, RowCopies& copies, uint32_t q,
                                                    uint32_t token, uint32_t rows) {
@@ -37,13 +41,6 @@ struct Backward : Inference {
       first = args.backward.x, row_bytes = args.backward.x_row_bytes, behind = args.group.x_behind;
     }
   }
-  static __device__ __forceinline__ void keep_received(const KernelArgs& args, const Call& c, Source* sources,
-                                                       uint32_t first) {
-    sm90::keep_received(args, c, sources, first);
-  }
-  static __device__ __forceinline__ bool all_received(const Call& c) { return sm90::all_received(c); }
-
-  // ---- clerks
   static __device__ __forceinline__ uint32_t first_number(const KernelArgs& args, const Call& c, uint32_t tile,
                                                           uint32_t expert) {
     if constexpr (!kTrainsInGroup) return 0;
@@ -58,18 +55,10 @@ struct Backward : Inference {
       number = kept_row(c, row, TileIndex::slice(task.index));
     }
   }
-  static __device__ __forceinline__ uint32_t look_up_gate(const KernelArgs& args, const Call& c, const Task& task,
-                                                          uint32_t tile, uint32_t in_tile, const Row& row) {
-    return sm90::look_up_gate(args, c, task, tile, in_tile, row);
-  }
   // A slice of the shared expert has gates and ups apart: dX's tasks go over both.
   static __device__ __forceinline__ void halve_slices(const KernelArgs& args, TaskSlot& slot) {
     const uint32_t halves = z_halves(args);
     slot.slices *= halves, slot.k_bytes /= halves;
-  }
-  template <class Dtype>
-  static __device__ __forceinline__ void prefetch(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
-    prefetch_kept<Dtype>(args, c, slot);
   }
   template <class Dtype>
   static __device__ __forceinline__ void look_up_behind_stop(const KernelArgs& args, const Call& c, const Task& task,
@@ -81,12 +70,6 @@ struct Backward : Inference {
     }
   }
 
-  // ---- loaders
-  template <class Dtype, class Count>
-  static __device__ __forceinline__ bool load_behind_stop(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                                          Pipeline& ring, Count&& count) {
-    return sm90::load_behind_stop<Dtype>(args, c, slot, ring, count);
-  }
   // The warp that a task of dX leaves free: gradients of combine weights to other ranks.
   template <class Dtype>
   static __device__ __forceinline__ void return_weights(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
@@ -94,33 +77,11 @@ struct Backward : Inference {
       send_weight_gradients<Dtype>(args, c, slot.tile, slot.column, slot.share, slot.expert);
   }
 
-  // ---- consumers
-  template <class Dtype, Activation kActivation, class Shape, class Trace>
-  static __device__ __forceinline__ void compute(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                                 Pipeline& ring, const Consumer& consumer, const Trace& trace) {
-    compute_gradients<Dtype, kActivation, Shape>(args, c, slot, ring, consumer, trace);
-  }
-  template <class Dtype, bool kTransposedLayer>
-  static __device__ __forceinline__ void compute_behind_stop(const KernelArgs& args, const TaskSlot& slot,
-                                                             Pipeline& ring, const Consumer& consumer) {
-    compute_over_rows<Dtype, kTransposedLayer>(args, slot, ring, consumer);
-  }
-  template <class Dtype, class Trace, class WarpTrace>
-  static __device__ __forceinline__ void combine_and_add(const KernelArgs& args, const Call& c, Shared& s,
-                                                         Pipeline& ring, uint32_t n, const Trace& trace,
-                                                         const WarpTrace& each_warp) {
-    sm90::combine_and_add<Dtype>(args, c, s, ring, n, trace, each_warp);
-  }
-
-  // ---- all warps, behind their roles
+  // All warps, behind their roles.
   template <class Dtype>
   static __device__ __forceinline__ void sum_behind_stop(const KernelArgs& args, const Call& c) {
     if constexpr (!kTrainsInGroup) sum_weight_parts(args, c);
     sum_biases<Dtype>(args, c);
-  }
-  template <class Dtype, class Returner>
-  static __device__ __forceinline__ void combine_and_route(const KernelArgs& args, const Call& c, Returner& returner) {
-    sm90::combine_and_route<Dtype>(args, c, returner);
   }
   static __device__ __forceinline__ void collect_weights(const KernelArgs& args, const Call& c) {
     collect_weight_gradients(args, c);

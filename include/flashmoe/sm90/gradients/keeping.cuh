@@ -9,19 +9,7 @@
 
 namespace flashmoe::sm90 {
 
-struct Keeping : Inference {
-  static __device__ __forceinline__ void keep_choices(const KeptOutputs& keep, const Call& c, uint32_t b,
-                                                      const PacketScratch& s) {
-    sm90::keep_choices(keep, c, b, s);
-  }
-  static __device__ __forceinline__ void keep_routing(const KeptOutputs& keep, const Call& c, uint32_t b) {
-    sm90::keep_routing(keep, c, b);
-  }
-  static __device__ __forceinline__ void keep_received(const KernelArgs& args, const Call& c, Source* sources,
-                                                       uint32_t first) {
-    sm90::keep_received(args, c, sources, first);
-  }
-
+struct Keeping : Inference, KeptChoices, ReceivedRows {
   // Pre-activations are kept by the row of the call, or among several ranks by the row of the tile: behind the call these are
   // moved to where they stay (gpu/kept_rows.cuh).
   static __device__ __forceinline__ uint32_t first_number(const KernelArgs&, const Call&, uint32_t tile, uint32_t) {

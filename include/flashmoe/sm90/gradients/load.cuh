@@ -26,20 +26,22 @@ __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Cal
   load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, rows, columns, spans, count);
 }
 
-// Loaders: a task behind the stop. Whether the warps are at different stages then.
-template <class Dtype, class Count>
-__device__ __forceinline__ bool load_behind_stop(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                                 Pipeline& ring, Count&& count) {
-  if (!is_of_router(c, slot.index)) {
-    load_over_rows<Dtype>(args, c, slot, ring, count);
-    return false;
+struct LoadsBehindStop {
+  // Loaders: a task behind the stop. Whether the warps are at different stages then.
+  template <class Dtype, class Count>
+  static __device__ __forceinline__ bool load_behind_stop(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                          Pipeline& ring, Count&& count) {
+    if (!is_of_router(c, slot.index)) {
+      load_over_rows<Dtype>(args, c, slot, ring, count);
+      return false;
+    }
+    if (is_of_router_dx(c, slot.index)) {
+      load_router_dx<Dtype>(args, slot, ring, count);
+    } else if (slot.index != kCombines) {  // which loads nothing
+      load_router_weights<Dtype>(args, slot, ring, count);
+    }
+    return true;
   }
-  if (is_of_router_dx(c, slot.index)) {
-    load_router_dx<Dtype>(args, slot, ring, count);
-  } else if (slot.index != kCombines) {  // which loads nothing
-    load_router_weights<Dtype>(args, slot, ring, count);
-  }
-  return true;
-}
+};
 
 }  // namespace flashmoe::sm90

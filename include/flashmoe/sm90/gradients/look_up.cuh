@@ -15,21 +15,23 @@ __device__ __forceinline__ uint32_t kept_row_bytes(const KernelArgs& args) {
   return args.backward.z_columns * Dtype::kBytes;
 }
 
-// Has the L2 fetch what a task reads of kept rows, since these come from memory otherwise, when its epilogue wants them. One warp, when
-// it looks up the task behind it: some ten stages before the epilogue. Fetched with the task's own look-up, they are out of the L2
-// again by then.
-template <class Dtype>
-__device__ __forceinline__ void prefetch_kept(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
-  if (!is_one_of<kDifferentiating>(slot.kind) || slot.index == kNoTile) return;
-  constexpr uint32_t kOne = Dtype::kBytes;
-  const uint32_t bytes = kept_row_bytes<Dtype>(args);
-  const uint32_t each = kTaskFeatures * (bytes == c.shape.intermediate * kOne ? kOne : 2 * kOne);
-  const uint8_t* const from = args.backward.kept.pre_activations + slot.column * each;
-  const uint32_t size = min_of(each, bytes - slot.column * each);
-  for (uint32_t r = Platform::lane(); r < slot.share.rows; r += Platform::kLanes) {
-    prefetch_to_l2(from + uint64_t{slot.tokens[r]} * bytes, size);
+struct PrefetchOfKept {
+  // Has the L2 fetch what a task reads of kept rows, since these come from memory otherwise, when its epilogue wants them. One warp, when
+  // it looks up the task behind it: some ten stages before the epilogue. Fetched with the task's own look-up, they are out of the L2
+  // again by then.
+  template <class Dtype>
+  static __device__ __forceinline__ void prefetch(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
+    if (!is_one_of<kDifferentiating>(slot.kind) || slot.index == kNoTile) return;
+    constexpr uint32_t kOne = Dtype::kBytes;
+    const uint32_t bytes = kept_row_bytes<Dtype>(args);
+    const uint32_t each = kTaskFeatures * (bytes == c.shape.intermediate * kOne ? kOne : 2 * kOne);
+    const uint8_t* const from = args.backward.kept.pre_activations + slot.column * each;
+    const uint32_t size = min_of(each, bytes - slot.column * each);
+    for (uint32_t r = Platform::lane(); r < slot.share.rows; r += Platform::kLanes) {
+      prefetch_to_l2(from + uint64_t{slot.tokens[r]} * bytes, size);
+    }
   }
-}
+};
 
 // The gradient of the product of the shared expert's gate with the token of its tile's row, once all slices of the tile are
 // differentiated.
@@ -50,14 +52,16 @@ __device__ __forceinline__ float shared_logit_gradient(const KernelArgs& args, c
   return sum * row.weight * (1.0f - row.weight);
 }
 
-// Of a row of a task of dX of the shared expert: its factor of the gate, where there is one.
-__device__ __forceinline__ uint32_t look_up_gate(const KernelArgs& args, const Call& c, const Task& task, uint32_t tile,
-                                                 uint32_t in_tile, const Row& row) {
-  if (args.shared_gate == nullptr) return 0;
-  const float gradient = shared_logit_gradient(args, c, tile, in_tile, row);
-  if (task.column == 0 && args.options.shared_logits != nullptr) args.options.shared_logits[row.token] = gradient;
-  return __float_as_uint(gradient);
-}
+struct GateLookUp {
+  // Of a row of a task of dX of the shared expert: its factor of the gate, where there is one.
+  static __device__ __forceinline__ uint32_t look_up_gate(const KernelArgs& args, const Call& c, const Task& task,
+                                                          uint32_t tile, uint32_t in_tile, const Row& row) {
+    if (args.shared_gate == nullptr) return 0;
+    const float gradient = shared_logit_gradient(args, c, tile, in_tile, row);
+    if (task.column == 0 && args.options.shared_logits != nullptr) args.options.shared_logits[row.token] = gradient;
+    return __float_as_uint(gradient);
+  }
+};
 
 // The same for a product over an expert's rows behind the stop.
 template <class Dtype>

@@ -21,29 +21,32 @@ __device__ __forceinline__ uint32_t received_row(const GroupArgs& g, const Call&
   return n < g.received_rows ? n : GroupArgs::kNone;
 }
 
-// One warp: the `first`-th keeper.
-__device__ __forceinline__ void keep_received(const KernelArgs& args, const Call& c, Source* sources, uint32_t first) {
-  using P = Platform;
-  const uint32_t bytes = c.memory.token_row_bytes;
-  const bool all = run_keeper<P>(c, sources, first, [&](uint32_t p, uint32_t token) {
-    const uint32_t row = received_row(args.group, c, p, token);
-    if (row == GroupArgs::kNone) return;
-    const uint8_t* const from = c.dispatched_row(c.rank, p, token);
-    copy_row(args.group.received + uint64_t{row} * bytes, from, bytes);
-    if constexpr (kIsBackward) {
-      if (args.group.x_behind == 0) return;
-      copy_row(args.group.x + uint64_t{row} * bytes, from + args.group.x_behind, bytes);
-    }
-  });
-  P::sync();
-  if (all && P::lane() == 0) P::fetch_add_acq_rel(&c.control()->met.value, uint64_t{1});
-}
+struct ReceivedRows {
+  // One warp: the `first`-th keeper.
+  static __device__ __forceinline__ void keep_received(const KernelArgs& args, const Call& c, Source* sources,
+                                                       uint32_t first) {
+    using P = Platform;
+    const uint32_t bytes = c.memory.token_row_bytes;
+    const bool all = run_keeper<P>(c, sources, first, [&](uint32_t p, uint32_t token) {
+      const uint32_t row = received_row(args.group, c, p, token);
+      if (row == GroupArgs::kNone) return;
+      const uint8_t* const from = c.dispatched_row(c.rank, p, token);
+      copy_row(args.group.received + uint64_t{row} * bytes, from, bytes);
+      if constexpr (kIsBackward) {
+        if (args.group.x_behind == 0) return;
+        copy_row(args.group.x + uint64_t{row} * bytes, from + args.group.x_behind, bytes);
+      }
+    });
+    P::sync();
+    if (all && P::lane() == 0) P::fetch_add_acq_rel(&c.control()->met.value, uint64_t{1});
+  }
 
-// Whether every keeper is done: who acquires that may read the rows. One warp.
-__device__ __forceinline__ bool all_received(const Call& c) {
-  using P = Platform;
-  return P::broadcast(P::load_acquire(&c.control()->met.value, kDevice), 0) == c.policy.keepers;
-}
+  // Whether every keeper is done: who acquires that may read the rows. One warp.
+  static __device__ __forceinline__ bool all_received(const Call& c) {
+    using P = Platform;
+    return P::broadcast(P::load_acquire(&c.control()->met.value, kDevice), 0) == c.policy.keepers;
+  }
+};
 
 // Where a row of a tile has its token's row, as BackwardArgs' products gather it. (What is not received multiplies row 0:
 // ranks that have kept the same call send no such token.)

@@ -52,26 +52,28 @@ __device__ __forceinline__ bool route_back(const KernelArgs& args, const Call& c
   return true;
 }
 
-// Without a router, reduces and combines. With one, the last warp reduces what other ranks wait for, then differentiates logits,
-// and then combines.
-template <class Dtype, class Returner>
-__device__ __forceinline__ void combine_and_route(const KernelArgs& args, const Call& c, Returner& returner) {
-  const auto routes = [&] { return args.backward.logit_gradients != nullptr; };
-  const uint32_t thread = thread_anew();
-  if (routes() && thread / 32 != kWarps - 1) return;
-  if constexpr (kTrainsInGroup) {
+struct CombinesWithRouter {
+  // Without a router, reduces and combines. With one, the last warp reduces what other ranks wait for, then differentiates logits,
+  // and then combines.
+  template <class Dtype, class Returner>
+  static __device__ __forceinline__ void combine_and_route(const KernelArgs& args, const Call& c, Returner& returner) {
+    const auto routes = [&] { return args.backward.logit_gradients != nullptr; };
+    const uint32_t thread = thread_anew();
+    if (routes() && thread / 32 != kWarps - 1) return;
+    if constexpr (kTrainsInGroup) {
 #pragma unroll 1
-    for (bool routed = !routes();; routed = true) {  // a second copy of the code would spill
-      returner.run(c, routed);
-      if (routed) break;
-      if (!route_back<Dtype>(args, c)) return;
+      for (bool routed = !routes();; routed = true) {  // a second copy of the code would spill
+        returner.run(c, routed);
+        if (routed) break;
+        if (!route_back<Dtype>(args, c)) return;
+      }
+    } else {
+      if (routes() && !route_back<Dtype>(args, c)) return;
+      returner.run(c);
     }
-  } else {
-    if (routes() && !route_back<Dtype>(args, c)) return;
-    returner.run(c);
+    count_combined(c);
   }
-  count_combined(c);
-}
+};
 
 // The leading clerk: the task, once all blocks have done what it needs; the stop if they never do. One warp.
 template <class Meanwhile>
@@ -194,32 +196,35 @@ __device__ __forceinline__ void compute_router_dx(const KernelArgs& args, const 
                                    slot.column * kTaskFeatures, args.call.shape.hidden, slot.weights, slot.to);
 }
 
-// A consumer warpgroup: task n, which combines, and those of dX behind it. Not among the tasks before: what combining keeps in
-// registers leaves none for these.
-template <class Dtype, class Trace, class WarpTrace>
-__device__ __forceinline__ void combine_and_add(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
-                                                uint32_t n, const Trace& trace, const WarpTrace& each_warp) {
-  trace.end(Phase::kWait, s.ring.at(n).tile, 0);
-  SumEngine<Dtype, WarpTrace> sums(c, args.out, each_warp);
-  Returner<Platform, SumEngine<Dtype, WarpTrace>, CursorOfWarp> returner(c, sums, s.returns);
-  each_warp.begin(1);
-  returner.run(c);
-  each_warp.end(Phase::kReturn, blockIdx.x, 0, 1);
-  count_combined(c);
-  trace.begin();
-  s.ring.put_done(n);
-#pragma unroll 1
-  for (++n;; ++n) {
-    const TaskSlot& slot = s.ring.wait_full(n);
-    if (slot.kind == TaskKind::kStop) {
-      trace.end(Phase::kWait, 0, 0);
-      return;
-    }
-    trace.end(Phase::kWait, slot.tile, slot.column);
-    compute_router_dx<Dtype>(args, slot, ring);
-    trace.end_product(phase_of_product(slot.kind), slot.tile, slot.column, kNoTile);
+struct AddsRouterDx {
+  // A consumer warpgroup: task n, which combines, and those of dX behind it. Not among the tasks before: what combining keeps in
+  // registers leaves none for these.
+  template <class Dtype, class Trace, class WarpTrace>
+  static __device__ __forceinline__ void combine_and_add(const KernelArgs& args, const Call& c, Shared& s,
+                                                         Pipeline& ring, uint32_t n, const Trace& trace,
+                                                         const WarpTrace& each_warp) {
+    trace.end(Phase::kWait, s.ring.at(n).tile, 0);
+    SumEngine<Dtype, WarpTrace> sums(c, args.out, each_warp);
+    Returner<Platform, SumEngine<Dtype, WarpTrace>, CursorOfWarp> returner(c, sums, s.returns);
+    each_warp.begin(1);
+    returner.run(c);
+    each_warp.end(Phase::kReturn, blockIdx.x, 0, 1);
+    count_combined(c);
+    trace.begin();
     s.ring.put_done(n);
+#pragma unroll 1
+    for (++n;; ++n) {
+      const TaskSlot& slot = s.ring.wait_full(n);
+      if (slot.kind == TaskKind::kStop) {
+        trace.end(Phase::kWait, 0, 0);
+        return;
+      }
+      trace.end(Phase::kWait, slot.tile, slot.column);
+      compute_router_dx<Dtype>(args, slot, ring);
+      trace.end_product(phase_of_product(slot.kind), slot.tile, slot.column, kNoTile);
+      s.ring.put_done(n);
+    }
   }
-}
+};
 
 }  // namespace flashmoe::sm90

@@ -104,65 +104,68 @@ __device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const C
   }
 }
 
-// A consumer warpgroup's part of one task of a backward pass, in one of its shapes.
-template <class Dtype, Activation kActivation, class Shape, class Trace>
-__device__ __forceinline__ void compute_gradients(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                                  Pipeline& ring, const Consumer& consumer, const Trace& trace) {
-  using Stage = typename Shape::Stage;
-  TaskKind kind = slot.kind;  // kept, where there is room: else it is read again after the mainloop
-  const uint32_t group = consumer.anew<Dtype>(ring).group;
-  if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
-  Accumulators<Shape> acc;
-  const uint32_t stages = (kBuild.sliced ? slot.slices : 1) * Stage::stages(slot.k_bytes);
-  multiply_and_hold<Dtype, Shape>(ring, group, stages, is_one_of<kGathering>(kind), acc);
-  trace.begin(1);
-  const auto [group_after, staging] = consumer.anew<Dtype>(ring);
-  const Lane at = Lane::of_thread(group_after);
-  const GradientPlace<Dtype, is_gated(kActivation)> where{args, c, slot};
-  const uint32_t last = ring.last();
-  if constexpr (kByFragments<Dtype>) kind = *static_cast<const volatile TaskKind*>(&slot.kind);
-  if (is_one_of<kDifferentiating>(kind)) {
-    // The loaders have three stages to go on with meanwhile, which they fill long before this ends.
-    const uint32_t landing = ring.data(last) + Shape::a(0) + group_after * Shape::kNextA * kRowBytes;
-    store_gradients<Dtype, kActivation>(staging, landing, acc, where, args.clamped);
-    release_stage<Dtype, Stage>(ring.empty(ring.last()));
-  } else {
-    release_stage<Dtype, Stage>(ring.empty(last));
-    if constexpr (kBuild.sliced) {  // what the shared expert's gate owes to its tokens' dX
-      if (args.shared_gate != nullptr && c.shape.is_shared(slot.expert)) {
-        add_outer<Dtype>(staging, at, acc, reinterpret_cast<const float*>(slot.tokens), args.shared_gate,
-                         where.first_column(), c.shape.hidden);
+struct BackwardTasks {
+  // A consumer warpgroup's part of one task of a backward pass, in one of its shapes.
+  template <class Dtype, Activation kActivation, class Shape, class Trace>
+  static __device__ __forceinline__ void compute(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                 Pipeline& ring, const Consumer& consumer, const Trace& trace) {
+    using Stage = typename Shape::Stage;
+    TaskKind kind = slot.kind;  // kept, where there is room: else it is read again after the mainloop
+    const uint32_t group = consumer.anew<Dtype>(ring).group;
+    if (slot.share.cover <= group * Shape::kNextA) return keep_pace<Dtype, Stage>(ring, stages_of(slot));
+    Accumulators<Shape> acc;
+    const uint32_t stages = (kBuild.sliced ? slot.slices : 1) * Stage::stages(slot.k_bytes);
+    multiply_and_hold<Dtype, Shape>(ring, group, stages, is_one_of<kGathering>(kind), acc);
+    trace.begin(1);
+    const auto [group_after, staging] = consumer.anew<Dtype>(ring);
+    const Lane at = Lane::of_thread(group_after);
+    const GradientPlace<Dtype, is_gated(kActivation)> where{args, c, slot};
+    const uint32_t last = ring.last();
+    if constexpr (kByFragments<Dtype>) kind = *static_cast<const volatile TaskKind*>(&slot.kind);
+    if (is_one_of<kDifferentiating>(kind)) {
+      // The loaders have three stages to go on with meanwhile, which they fill long before this ends.
+      const uint32_t landing = ring.data(last) + Shape::a(0) + group_after * Shape::kNextA * kRowBytes;
+      store_gradients<Dtype, kActivation>(staging, landing, acc, where, args.clamped);
+      release_stage<Dtype, Stage>(ring.empty(ring.last()));
+    } else {
+      release_stage<Dtype, Stage>(ring.empty(last));
+      if constexpr (kBuild.sliced) {  // what the shared expert's gate owes to its tokens' dX
+        if (args.shared_gate != nullptr && c.shape.is_shared(slot.expert)) {
+          add_outer<Dtype>(staging, at, acc, reinterpret_cast<const float*>(slot.tokens), args.shared_gate,
+                           where.first_column(), c.shape.hidden);
+        }
       }
+      store_returned_rows<Dtype>(staging, at, acc, nullptr, where.rows(), where.first_column(), c.shape.hidden,
+                                 slot.weights, slot.to);
     }
-    store_returned_rows<Dtype>(staging, at, acc, nullptr, where.rows(), where.first_column(), c.shape.hidden,
-                               slot.weights, slot.to);
+    trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
   }
-  trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
-}
 
-// A consumer warpgroup's part of one task behind the stop.
-template <class Dtype, bool kTransposedLayer>
-__device__ __forceinline__ void compute_over_rows(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
-                                                  const Consumer& consumer) {
-  const uint32_t stages = Wide::stages(slot.k_bytes);
-  const bool accumulates = args.backward.accumulates != 0;
-  if (stages == 0) {
-    if (accumulates) return;
+  // A consumer warpgroup's part of one task behind the stop.
+  template <class Dtype, bool kTransposedLayer>
+  static __device__ __forceinline__ void compute_behind_stop(const KernelArgs& args, const TaskSlot& slot,
+                                                             Pipeline& ring, const Consumer& consumer) {
+    const uint32_t stages = Wide::stages(slot.k_bytes);
+    const bool accumulates = args.backward.accumulates != 0;
+    if (stages == 0) {
+      if (accumulates) return;
+      const WeightOutput to = WeightOutput::of<Dtype, kTransposedLayer>(args, slot.expert, slot.column);
+      return store_no_gradients<Dtype>(to, Lane::of_thread(consumer.anew<Dtype>(ring).group));
+    }
+    float acc[1][128];
+    if constexpr (kByFragments<Dtype>) {
+      using Shape = TokensByFeatures<Wide, Major::kMn>;  // whose places operands have
+      const uint32_t in_warpgroup = consumer.anew<Dtype>(ring).group;
+      release_stage<Dtype, Wide>(
+          multiply_fragments_and_hold<Dtype, Shape, Major::kMn>(ring, in_warpgroup, stages, acc));
+    } else {
+      multiply_rows<Dtype>(ring, consumer.anew<Dtype>(ring).group, stages, acc[0]);
+    }
+    const auto [group, staging] = consumer.anew<Dtype>(ring);
     const WeightOutput to = WeightOutput::of<Dtype, kTransposedLayer>(args, slot.expert, slot.column);
-    return store_no_gradients<Dtype>(to, Lane::of_thread(consumer.anew<Dtype>(ring).group));
+    if (accumulates) return add_weight_gradients(Lane::of_thread(group), acc, to);
+    store_weight_gradients<Dtype>(staging, Lane::of_thread(group), acc, to);
   }
-  float acc[1][128];
-  if constexpr (kByFragments<Dtype>) {
-    using Shape = TokensByFeatures<Wide, Major::kMn>;  // whose places operands have
-    const uint32_t in_warpgroup = consumer.anew<Dtype>(ring).group;
-    release_stage<Dtype, Wide>(multiply_fragments_and_hold<Dtype, Shape, Major::kMn>(ring, in_warpgroup, stages, acc));
-  } else {
-    multiply_rows<Dtype>(ring, consumer.anew<Dtype>(ring).group, stages, acc[0]);
-  }
-  const auto [group, staging] = consumer.anew<Dtype>(ring);
-  const WeightOutput to = WeightOutput::of<Dtype, kTransposedLayer>(args, slot.expert, slot.column);
-  if (accumulates) return add_weight_gradients(Lane::of_thread(group), acc, to);
-  store_weight_gradients<Dtype>(staging, Lane::of_thread(group), acc, to);
-}
+};
 
 }  // namespace flashmoe::sm90
