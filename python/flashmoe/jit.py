@@ -437,7 +437,7 @@ def _is_program(path: Path) -> bool:
 def _stem(root: Path, variant: Variant, compiler: str | None = None) -> str:
     """Names the result: what it is, and a digest of all that it depends on. `compiler`: what nvcc says of itself."""
     digest = hashlib.sha256()
-    parts = [(str(path.relative_to(root)), path.read_bytes()) for path in sources_of(root, variant)]
+    parts = [(str(path.relative_to(root)), content) for path, content in sources_of(root, variant).items()]
     parts.append(("flags", " ".join(variant.flags).encode()))
     if compiler is not None:
         parts.append(("nvcc", compiler.encode()))
@@ -448,19 +448,20 @@ def _stem(root: Path, variant: Variant, compiler: str | None = None) -> str:
     return f"{variant.title.replace(' ', '-').lower()}-{digest.hexdigest()[:24]}"
 
 
-def sources_of(root: Path, variant: Variant) -> list[Path]:
-    """What `variant` is compiled from: its source and all of ours that it includes, sorted. No header of ours includes
-    another by a condition (tests/test_build_options.py), so that these are what ``nvcc -M`` finds."""
-    found: set[Path] = set()
+def sources_of(root: Path, variant: Variant) -> dict[Path, bytes]:
+    """What `variant` is compiled from: its source and all of ours that it includes, sorted, each with its content. No
+    header of ours includes another by a condition (tests/test_build_options.py), so that these are what ``nvcc -M``
+    finds."""
+    found: dict[Path, bytes] = {}
     todo = [entry_of(root, variant)]
     while todo:
         if (path := todo.pop()) in found:
             continue
-        found.add(path)
-        for name in _INCLUDE.findall(path.read_text()):
+        found[path] = path.read_bytes()
+        for name in _INCLUDE.findall(found[path].decode()):
             candidates = (path.parent / name, root / "include" / name)
             todo += [each for each in candidates if each.is_file()]  # NVSHMEM's are not ours
-    return sorted(found)
+    return dict(sorted(found.items()))
 
 
 def _version(nvcc: Path, cache: Folder) -> str:
