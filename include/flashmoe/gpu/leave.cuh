@@ -43,9 +43,10 @@ __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uin
   Control* control = c.control();
   if (Platform::fetch_add_acq_rel(&control->left.value, uint64_t{1}) + 1 != gridDim.x) return;
   Platform::store_relaxed(&control->left.value, uint64_t{0});
-  Platform::store_relaxed(&control->met.value, uint64_t{0});
-  Platform::store_relaxed(&control->few_tasks.value, uint64_t{0});
-  if constexpr (kIsBackward) Platform::store_relaxed(&control->routed.value, uint64_t{0});
+  auto zero = [](auto&... lines) { (Platform::store_relaxed(&lines.value, uint64_t{0}), ...); };
+  if constexpr (kBuild.few) zero(kBuild.group ? control->few_stored : control->few_met, control->few_tickets);
+  if constexpr (kTrainsInGroup) zero(control->keepers_done);
+  if constexpr (kIsBackward) zero(control->weight_tickets, control->routed);
   bool failed = Platform::load_relaxed(&control->abort.value) != 0;
   if constexpr (!kAlone && Platform::kPeersMapped) {
     if (failed && args.reasons != nullptr) failed = !end_refused(args, c);

@@ -128,15 +128,18 @@ struct alignas(128) Control {
   Line fault_claim;  // the first to add writes the fault record
   Line tiles;        // tiles made in this call; zero between calls
   Line left;         // thread blocks that have left the kernel (GPU); zero between calls
-  Line met;          // thread blocks that have come to the few-token kernel's meeting (GPU); zero between calls
-  Line
-      few_tasks;  // its tasks that were taken behind each block's first, or those of TaskKind::kBehindStop (GPU); zero between calls
-  Line calls;       // calls completed (GPU); kNoMoreCalls once one has failed
-  Line reduces[2];  // [parity] pieces of Reduce taken; zero before the call
-  Line published;   // between calls: words ever published to the ready queue
-  Line list_head;   // between calls: items ever drained from the ready list
-  // Of a backward pass with a router (GPU): thread blocks whose tokens' logits are differentiated, and in the upper half warps
-  // that have combined; zero between calls.
+  Line calls;        // calls completed (GPU); kNoMoreCalls once one has failed
+  Line reduces[2];   // [parity] pieces of Reduce taken; zero before the call
+  Line published;    // between calls: words ever published to the ready queue
+  Line list_head;    // between calls: items ever drained from the ready list
+  // Of the kernel for a few tokens (GPU); zero between calls.
+  Line few_met;      // alone: thread blocks that have come to its meeting
+  Line few_stored;   // in a group: thread blocks whose results are stored
+  Line few_tickets;  // tasks that were taken behind each block's first
+  // Of passes that train (GPU); zero between calls.
+  Line keepers_done;    // among several ranks: keepers that have copied all rows
+  Line weight_tickets;  // tasks that were taken behind the stop
+  // With a router: thread blocks whose tokens' logits are differentiated, and in the upper half warps that have combined.
   Line routed;
   Line noted;    // the first RowNote of the call, 0 without one; zero before the call
   Line refused;  // the last call that ended since some rank has refused it (GPU)

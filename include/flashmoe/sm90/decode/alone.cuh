@@ -45,7 +45,7 @@ __device__ __forceinline__ bool is_among_last(const Block& b) {
 __device__ __forceinline__ bool meet(const Block& b, bool waits) {
   __syncthreads();
   if (b.warp() == 0) {
-    uint64_t* const met = &b.c.control()->met.value;
+    uint64_t* const met = &b.c.control()->few_met.value;
     if (P::lane() == 0) P::add_release(met, uint64_t{1});
     auto all_here = [&] {
       return P::ballot(P::load_acquire(met, kDevice) != gridDim.x) == 0 ? Step::kDone : Step::kIdle;

@@ -41,7 +41,7 @@ __device__ __forceinline__ bool exchange(const Block& b) {
 __device__ __forceinline__ void count_block(const Block& b) {
   const Call& c = b.c;
   bool last = false;
-  if (P::lane() == 0) last = P::fetch_add_acq_rel(&c.control()->met.value, uint64_t{1}) + 1 == gridDim.x;
+  if (P::lane() == 0) last = P::fetch_add_acq_rel(&c.control()->few_stored.value, uint64_t{1}) + 1 == gridDim.x;
   if (P::ballot(last) == 0) return;
   P::sync();
   const uint32_t groups = c.policy.groups;

@@ -175,7 +175,7 @@ __device__ __forceinline__ void load_weights(const Block& b) {
     if (!exists) return;
     const uint32_t before = stages.count - min_of(stages.count, kLast);
     load_task_weights<TheTasks>(b, task, stages, 0, before, stage);
-    i = gridDim.x + static_cast<uint32_t>(P::fetch_add(&b.c.control()->few_tasks.value, uint64_t{1}));
+    i = gridDim.x + static_cast<uint32_t>(P::fetch_add(&b.c.control()->few_tickets.value, uint64_t{1}));
     load_task_weights<TheTasks>(b, task, stages, before, stages.count, stage);
   }
 }

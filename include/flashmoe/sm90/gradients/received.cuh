@@ -38,13 +38,13 @@ struct ReceivedRows {
       }
     });
     P::sync();
-    if (all && P::lane() == 0) P::fetch_add_acq_rel(&c.control()->met.value, uint64_t{1});
+    if (all && P::lane() == 0) P::fetch_add_acq_rel(&c.control()->keepers_done.value, uint64_t{1});
   }
 
   // Whether every keeper is done: who acquires that may read the rows. One warp.
   static __device__ __forceinline__ bool all_received(const Call& c) {
     using P = Platform;
-    return P::broadcast(P::load_acquire(&c.control()->met.value, kDevice), 0) == c.policy.keepers;
+    return P::broadcast(P::load_acquire(&c.control()->keepers_done.value, kDevice), 0) == c.policy.keepers;
   }
 };
 

@@ -158,7 +158,7 @@ __device__ __forceinline__ Task take_weight_task(const KernelArgs& args, const C
   uint64_t ticket = 0;
   // Where the call has failed, tiles may not be what they should: no task is taken.
   const bool failed = P::ballot(P::load_relaxed(&c.control()->abort.value) != 0) != 0;
-  if (P::lane() == 0 && !failed) ticket = P::fetch_add(&c.control()->few_tasks.value, uint64_t{1});
+  if (P::lane() == 0 && !failed) ticket = P::fetch_add(&c.control()->weight_tickets.value, uint64_t{1});
   const auto n = static_cast<uint32_t>(P::broadcast(ticket, 0));
   return failed ? Task{TaskKind::kStop, 0, 0} : task_behind_stop(args, n);
 }
