@@ -1,14 +1,15 @@
 """The speed of two versions of the package on one GPU, in turn in one run.
 
-    python benchmarks/old_new.py --trees OLD NEW [--commits OLD NEW] [--layers SHAPE:TOKENS ...] [--out FILE.json]
+    python benchmarks/old_new.py --trees OLD NEW [--commits OLD NEW] [--layers SHAPE:TOKENS ...] [--backward]
+                                 [--rounds N] [--out FILE.json]
 
 A tree is a folder that holds an importable `flashmoe`, see same_bits.py. The layers are those of docs/measured.md's
-table of one GPU, and 8 tokens of Qwen3. Three processes keep a context and the layer's weights each: the old version,
-the new one, and the old one again, whose times over the first one's are the spread that nothing but chance makes. They
-are timed in turn, round by round, each round beginning with another of them; "busy", behind work that hides the launch,
-and plainly, a call at a time on an idle GPU. Medians are of all single calls, quartiles of the rounds' ratios. Exits
-with 1 if the new version is slower than the old one by more than 1 % and by more than the upper quartile of old over
-old, or its bits are others.
+table of one GPU, and 8 tokens of Qwen3; with --backward, the backward passes of backward.py's layers. Three processes
+keep a context and the layer's weights each: the old version, the new one, and the old one again, whose times over the
+first one's are the spread that nothing but chance makes. They are timed in turn, round by round, each round beginning
+with another of them; "busy", behind work that hides the launch, and plainly, a call at a time on an idle GPU. Medians
+are of all single calls, quartiles of the rounds' ratios. Exits with 1 if the new version is slower than the old one by
+more than 1 % and by more than the upper quartile of old over old, or its bits are others.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ LAYERS = (
     ("mixtral", 8192),
     ("qwen2-moe", 8192),
     ("phi3.5", 8192),
+)
+BACKWARD_LAYERS = (
+    ("qwen3-30b", 8192),
+    ("mixtral", 8192),
+    ("qwen2-moe", 8192),
+    ("phi3.5", 8192),
+    ("paper-E64", 16384),
 )
 VARIANTS = (["--activation", "swiglu"], ["--activation", "gelu"])
 """What `flashmoe compile` is told for these."""
@@ -116,13 +124,13 @@ def clocks_of(player: Player) -> str:
     return said
 
 
-def measure(players: list[Player], shape: str, tokens: int) -> dict[str, Any]:
+def measure(players: list[Player], shape: str, tokens: int, backward: bool, rounds: int) -> dict[str, Any]:
     old, new, again = players
-    hashes = [told["y"] for told in everyone(players, "make", shape=shape, tokens=tokens)]
+    hashes = [told["hash"] for told in everyone(players, "make", shape=shape, tokens=tokens, backward=backward)]
     clocks = clocks_of(old)
     for player in players:
         player.rounds.clear()
-    for i in range(ROUNDS):
+    for i in range(rounds):
         for player in players[i % 3 :] + players[: i % 3]:
             for busy in (True, False):
                 player.time(busy, REPEATS_OF_FEW if tokens <= FEW else REPEATS)
@@ -130,6 +138,7 @@ def measure(players: list[Player], shape: str, tokens: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         "shape": shape,
         "tokens": tokens,
+        "backward": backward,
         "same_bits": len(set(hashes)) == 1,
         "nvidia_smi": {QUERY: clocks},
     }
@@ -164,10 +173,12 @@ def main() -> int:
     parser.add_argument("--trees", nargs=2, type=pathlib.Path, required=True, metavar=("OLD", "NEW"))
     parser.add_argument("--commits", nargs=2, default=("", ""), metavar=("OLD", "NEW"), help="of the trees")
     parser.add_argument("--layers", nargs="+", metavar="SHAPE:TOKENS", help="others than those above")
+    parser.add_argument("--backward", action="store_true", help="the backward pass in place of the forward")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     named = [layer.rsplit(":", 1) for layer in args.layers or ()]
-    layers = [(shape, int(tokens)) for shape, tokens in named] or LAYERS
+    layers = [(shape, int(tokens)) for shape, tokens in named] or (BACKWARD_LAYERS if args.backward else LAYERS)
     old, new = (Tree.at(folder, commit) for folder, commit in zip(args.trees, args.commits, strict=True))
     compile_kernels([old, new], VARIANTS)
     start = time.monotonic()
@@ -179,14 +190,14 @@ def main() -> int:
         "driver": nvidia_smi("driver_version"),
         "command": as_typed("python", sys.argv),
         "trees": {"old": old.described(), "new": new.described()},
-        "rounds": ROUNDS,
+        "rounds": args.rounds,
         "shapes": [],
     }
     columns = f"{'old us':>9} {'new us':>9} new/old old/old (quartiles) "
     print(f"{result['device']}, {result['torch']}, driver {result['driver']}")
     print(f"{'':>17} | busy: {columns}| plain: {columns}")
     for shape, tokens in layers:
-        row = measure(players, shape, tokens)
+        row = measure(players, shape, tokens, args.backward, args.rounds)
         result["shapes"].append(row)
         print(shown(row), flush=True)
     for player in players:

@@ -14,9 +14,25 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import backward
 import flashmoe
 import torch
-from harness import LoneLayer, milliseconds
+from harness import BUSY_CYCLES, LoneLayer, milliseconds
+
+
+def called(layer: LoneLayer, backward_pass: bool) -> tuple[Callable[[int], Any], int]:
+    """What is timed of a layer, and for how many cycles the GPU is occupied before it in "busy" timing."""
+    if not backward_pass:
+        return layer, BUSY_CYCLES
+    return backward.calls_of(layer)["backward"], backward.BUSY_CYCLES
+
+
+def hash_of(results: torch.Tensor | tuple[torch.Tensor, ...]) -> str:
+    """Of the bytes of all."""
+    digest = hashlib.sha256()
+    for result in (results,) if isinstance(results, torch.Tensor) else results:
+        digest.update(result.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def occupy(call: Callable[[int], Any], seconds: float) -> None:
@@ -40,22 +56,23 @@ def main() -> None:
         answers.flush()
 
     answer(device=torch.cuda.get_device_name(), torch=torch.__version__, package=flashmoe.__file__)
-    made = None
+    made, call, cycles = None, None, 0
     for line in sys.stdin:
         told = json.loads(line)
         if told["do"] == "make":
             made = LoneLayer(told["shape"], told["tokens"])
-            y = made(0)
+            call, cycles = called(made, told["backward"])
+            results = call(0)
             made.context.synchronize()
-            answer(y=hashlib.sha256(y.cpu().view(torch.uint8).numpy().tobytes()).hexdigest())
+            answer(hash=hash_of(results))
         elif told["do"] == "time":
-            answer(ms=milliseconds(made, told["repeats"], told["busy"]))
+            answer(ms=milliseconds(call, told["repeats"], told["busy"], cycles=cycles))
         elif told["do"] == "occupy":
-            occupy(made, told["seconds"])
+            occupy(call, told["seconds"])
             answer()
         else:
             made.close()
-            made = None
+            made = call = results = None
             torch.cuda.empty_cache()
             answer()
 
