@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from flashmoe.bench import baselines, compare, counters, figures, papers, report, runner, series, store
+from flashmoe.bench import baselines, compare, counters, runner, store
 from flashmoe.bench.baselines import liger
 from flashmoe.bench.baselines import needs as needs_module
 from flashmoe.bench.baselines.needs import Needs
@@ -22,6 +22,7 @@ from flashmoe.bench.run import Run
 from flashmoe.bench.suites import SUITES, packages
 from flashmoe.cli import main, measure
 from flashmoe.jit import Variant
+from performance import figures, papers, report, series
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -362,7 +363,7 @@ def test_other_suites_are_not_compared(tmp_path, capsys):
 def test_the_page_is_of_the_files_that_are_there(tmp_path):
     """Page and pictures made again: the same text, and pictures of the same files."""
     drawn = report.write(RESULTS, tmp_path / "performance.md")
-    assert PAGE.read_text() == (tmp_path / "performance.md").read_text(), "flashmoe bench --report writes it anew"
+    assert PAGE.read_text() == (tmp_path / "performance.md").read_text(), "tools/performance_page.py writes it anew"
     committed = PAGE.parent / report.PICTURES
     assert {path.name for path in drawn} == {path.name for path in committed.glob("*.png")}
     for path in drawn:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from ..bench import compare, report, runner, store
+from ..bench import compare, runner, store
 from ..bench.plan import Machine, Suite
 from ..bench.run import median
 from ..bench.suites import SUITES
@@ -36,9 +36,6 @@ def command(
     budget: Annotated[float | None, typer.Option(help="Seconds after which no point is begun.")] = None,
     out: Annotated[Path, typer.Option(help="Where results lie.")] = DEFAULT_OUT,
     commit: Annotated[str, typer.Option(help="Of the sources, where git does not know.")] = "",
-    report_: Annotated[
-        Path | None, typer.Option("--report", help="Write this page, and its pictures, from the results in --out.")
-    ] = None,
     compare_: Annotated[
         tuple[Path, Path] | None,
         typer.Option("--compare", help="Two files of one suite: what differs by more than the spread."),
@@ -55,10 +52,6 @@ def command(
         return 0
     if compare_ is not None:
         return _compare(*compare_)
-    if report_ is not None:
-        written = report.write(out, report_)
-        console.print(f"{report_}: {count(len(written), 'picture')}")
-        return 0
     if budget is not None and not budget > 0:
         raise InvalidArgument(f"--budget: expected seconds above 0, got {budget:g}")
     machine, device = store.detected(engine)

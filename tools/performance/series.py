@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .compare import quartiles
-from .programs import program
-from .store import PREFIX, read
+from flashmoe.bench.compare import quartiles
+from flashmoe.bench.programs import program
+from flashmoe.bench.store import PREFIX, read
 
 LEAST_MOST = "least and most of all calls"
 _OF_PROGRAMS = ("fused_gpu", "fused_group")

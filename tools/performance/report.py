@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from flashmoe.bench.plan import Suite
+from flashmoe.bench.suites import SUITES
+
 from . import figures
 from .figures import panels_of
 from .papers import ITEMS, PUBLISHED
-from .plan import Suite
 from .series import LEAST_MOST, File, Time, files
-from .suites import SUITES
 
 PICTURES = Path("images") / "performance"
 """Beside the page."""
@@ -48,7 +49,7 @@ def markdown(found: dict[str, list[File]], drawn: set[str]) -> str:
 
 _INTRODUCTION = """# Performance
 
-This page is made by `flashmoe bench --report docs/performance.md --out benchmarks/results` from the files that it
+This page is made by `python tools/performance_page.py docs/performance.md benchmarks/results` from the files that it
 names, and by nothing else; what was found while the kernels were written is in [measured.md](measured.md). Every point
 was checked beside float64 before it was timed, and a check that fails voids it. Milliseconds are medians of single
 calls, of each call the slowest rank's, with the middle half of all calls in parentheses. "busy" is behind work that
@@ -83,7 +84,7 @@ half a millisecond of launches: where the host launches longer, or waits for the
 
 
 def _baselines() -> str:
-    from .baselines import TABLE
+    from flashmoe.bench.baselines import TABLE
 
     return f"{_BASELINES}\n\n" + _table(("baseline", "adapter", "state"), TABLE)
 
