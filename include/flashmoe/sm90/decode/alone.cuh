@@ -82,7 +82,7 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
   report_routing(b);
   // Nobody reads them any more.
   for (uint32_t u = blockIdx.x * kFewThreads + threadIdx.x; u < b.routing.units; u += gridDim.x * kFewThreads) {
-    *b.c.few_done(u) = 0;
+    *b.memory().done(u) = 0;
   }
   trace.end(Phase::kCombine, blockIdx.x, 0);
   trace.end(Phase::kReturn, blockIdx.x, 0, 1);

@@ -48,7 +48,8 @@ __device__ __forceinline__ void count_block(const Block& b) {
   for (uint32_t i = P::lane(); i < c.shape.ranks * groups; i += P::kLanes) {
     P::store_release(c.return_signal(i / groups, c.rank, i % groups), Signal::make(b.epoch, 0), kSystem);
   }
-  for (uint32_t u = P::lane(); u < b.routing.units; u += P::kLanes) *c.few_done(u) = 0;  // nobody reads them any more
+  for (uint32_t u = P::lane(); u < b.routing.units; u += P::kLanes)
+    *b.memory().done(u) = 0;  // nobody reads them any more
 }
 
 // Warp 0: until all that this rank's tokens get back is here.

@@ -186,7 +186,7 @@ __device__ __forceinline__ void load_weights(const Block& b) {
 // consumers wait for it.
 __device__ __forceinline__ void wait_for_unit(const Block& b, uint32_t unit, uint32_t arrivals) {
   if (P::ballot(b.s.failed != 0) != 0) return;
-  const uint32_t* const done = b.c.few_done(unit);
+  const uint32_t* const done = b.memory().done(unit);
   wait_for_blocks(
       b, [&] { return P::ballot(P::load_acquire(done, kDevice) != arrivals) == 0 ? Step::kDone : Step::kIdle; });
 }
