@@ -1,4 +1,8 @@
 // What a thread block of the kernel for a few tokens (sm90/decode/alone.cuh) knows of its call, and how it waits for the others.
+//
+// FewShared is all of its shared memory. Block is what every function here gets: that, the arguments and the call, from which
+// addresses in device memory follow. This file itself stores to shared memory alone; waiting loads what the others have stored.
+// wait_for_blocks() is run by one warp, fail() by one thread, all_well() by all threads, the rest by any thread.
 #pragma once
 
 #include "flashmoe/gpu/decode_memory.h"

@@ -1,4 +1,9 @@
 // The consumers of the kernel for a few tokens (sm90/decode/alone.cuh): products, activations, weighted rows, and sums over k.
+//
+// Run by warps 0 to 7 of every block, each for itself; tell_of_stored() by one thread of another warp, sum_rows() by all threads
+// when all blocks have met. They read stages and tasks in shared memory, biases, and the routing that the block has there. They
+// store intermediate rows to the own workspace; weighted rows, or parts of their sums, to FewMemory (gpu/decode_memory.h), or
+// in a group to the return rows of the tokens' ranks, in peers' heaps, too; and the sums to the output.
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"

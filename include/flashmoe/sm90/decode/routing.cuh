@@ -1,5 +1,10 @@
 // The routing of a few tokens (sm90/decode/alone.cuh): from logits, which blocks compute in parts, to units of rows, which every
 // block knows.
+//
+// Run by all threads of all blocks, but for functions that name a warp. It reads x, the router and given routing. Blocks pass
+// logits and choices to one another in FewMemory (gpu/decode_memory.h), and no peer has a part in it. Its results are FewRouting,
+// in shared memory; of the block's own tokens report_routing() stores what the host reads to the own workspace. Outputs that
+// it writes are `load` and `router_logits`.
 #pragma once
 
 #include "flashmoe/gpu/route.cuh"

@@ -1,4 +1,8 @@
 // The tasks of a call of few tokens, and the two warps of a block that load them.
+//
+// One thread of warp 8 takes tasks, by tickets in the own rank's Control, and has the copy engine load their weights. Warp 9 loads
+// rows: of x, in a group of those that came to the own heap, and of the own workspace's intermediate rows, once FewMemory's
+// counter of their unit says that all blocks have stored theirs. All goes to the stages in shared memory.
 #pragma once
 
 #include "flashmoe/sm90/decode/block.cuh"
