@@ -347,7 +347,7 @@ def test_a_sample_is_judged_as_the_whole(dtype, monkeypatch):
     monkeypatch.setattr(verify, "_MOST_WEIGHTS", 30 * each)
     few = verdict(layer, y, ids)
     assert few.passed and 0 < few.tokens < 50 == few.of_tokens
-    sampled = verify._few_experts(ids, 30)
+    sampled = verify._some_experts(ids, 30)
     assert len(sampled) <= 30
     wrong = y.copy()
     first = int(np.nonzero(np.isin(ids, sampled).all(axis=1))[0][-1])

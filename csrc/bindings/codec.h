@@ -203,6 +203,6 @@ inline host::Holders holders_of(const ffi::Array<int64_t>& placement) {
 
 // The fields of heap and workspace for these limits, each with its size and purpose (bindings/cpu.cpp).
 using FieldRows = ffi::Array<ffi::Map<ffi::String, ffi::Any>>;
-FieldRows field_rows(const Limits& limits, bool gradients, bool refusals);
+FieldRows field_rows(const Limits& limits, bool gradients, bool refusals, bool few);
 
 }  // namespace flashmoe

@@ -15,6 +15,7 @@
 #include "bindings/codec.h"
 #include "bindings/registry.h"
 #include "cpu/context.h"
+#include "flashmoe/gpu/decode_memory.h"
 #include "host/agreement.h"
 #include "host/interrupt.h"
 #include "network/group.h"
@@ -57,11 +58,12 @@ void append_fields(FieldRows& to, const FieldSpec<Field> (&table)[N], const Limi
 
 }  // namespace
 
-FieldRows field_rows(const Limits& limits, bool gradients, bool refusals) {
+FieldRows field_rows(const Limits& limits, bool gradients, bool refusals, bool few) {
   FieldRows rows;
   append_fields(rows, kHeapTable, limits, "heap");
   append_fields(rows, kWorkTable, limits, "workspace");
   if (make_put_layout(limits).bytes != 0) append_fields(rows, kPutTable, limits, "workspace");
+  if (few) append_fields(rows, gpu::kFewTable, limits, "workspace");
   if (gradients) append_fields(rows, kGradientTable, limits, "heap");
   if (limits.relayed != 0) append_fields(rows, kRelayTable, limits, "heap");
   if (refusals) append_fields(rows, kRefusalTable, limits, "heap");
@@ -80,7 +82,7 @@ namespace {
 
 // machines: of each rank; empty: all are on one.
 FieldRows layout_fields(Map limits, ffi::Array<int64_t> machines) {
-  return guarded([&] { return field_rows(spread_over(limits_of(limits), machines), true, true); });
+  return guarded([&] { return field_rows(spread_over(limits_of(limits), machines), true, true, false); });
 }
 
 // Bytes for each row, row of the shared expert, token received, and own token: four that a call keeps, and four that a

@@ -25,7 +25,7 @@ std::shared_ptr<Context> context(int64_t handle) {
 FieldRows layout_fields(Map map, ffi::Array<int64_t> machines) {
   return guarded([&] {
     const Limits limits = spread_over(limits_of(map), machines);
-    return field_rows(cuda_limits(limits, limits.processors), may_train_in_group(limits), may_refuse(limits));
+    return field_rows(cuda_limits(limits, limits.processors), may_train_in_group(limits), may_refuse(limits), true);
   });
 }
 

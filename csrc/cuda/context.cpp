@@ -4,6 +4,7 @@
 
 #include "cuda/limits.h"
 #include "cuda/report.h"
+#include "flashmoe/gpu/decode_memory.h"
 #include "host/clock.h"
 #include "host/fault_message.h"
 #include "host/text.h"
@@ -52,7 +53,7 @@ void Context::take_memory(const Membership& who) {
   const Limits& limits = common_.limits;
   Call& call = common_.call;
   auto take_own_memory = [&] {
-    workspace_ = DeviceMemory(device_, work_bytes(limits), "workspace");
+    workspace_ = DeviceMemory(device_, gpu::make_few_layout(limits).bytes, "workspace");
     heap_table_ = DeviceMemory(device_, limits.ranks * sizeof(uint8_t*), "heap table");
   };
   if (limits.ranks == 1) {

@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "cuda/policy.h"
+#include "flashmoe/gpu/decode_memory.h"
 #include "flashmoe/protocol/gradients.h"
 #include "host/agreement.h"
 
@@ -244,6 +245,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.call = call_of(common, layer, where);
   args.gated = spec.interleaved ? gpu::GatedRows{2, 1} : gpu::GatedRows{1, spec.intermediate};
   args.clamped = {spec.limit, spec.alpha, spec.up_offset};
+  args.few_layout = gpu::make_few_layout(common.limits);
   args.few_choices = spec.top_k + spec.shared;
   args.weights_on_input = spec.weights_on_input ? 1 : 0;
   args.rule = rule_of(layer);

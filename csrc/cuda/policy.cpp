@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "flashmoe/gpu/decode_memory.h"
 #include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::cuda {
@@ -48,8 +49,8 @@ uint32_t few_most(const CallShape& s, uint32_t element_bytes, bool transposed) {
   if (transposed || s.ranks != 1) return 0;
   const uint32_t top_k = s.routed_top_k();
   // Several slices are choices there, in the general kernel one: more tokens are to have the bits of that.
-  const uint32_t most = element_bytes == 2 && s.shared <= 1 ? kFewTokens : kFewExactTokens;
-  return min_of(most, min_of(kFewChoices / (top_k + s.shared), kMostFewRows * s.routed_experts() / top_k));
+  const uint32_t most = element_bytes == 2 && s.shared <= 1 ? gpu::kFewTokens : gpu::kFewExactTokens;
+  return min_of(most, min_of(gpu::kFewChoices / (top_k + s.shared), kMostFewRows * s.routed_experts() / top_k));
 }
 
 bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
@@ -58,12 +59,12 @@ bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
 }
 
 bool few_in_group(const Limits& limits, const LayerSpec& spec) {
-  if (!limits.few_in_group() || limits.machine_ranks != 0) return false;
+  if (!gpu::has_few_in_group(limits) || limits.machine_ranks != 0) return false;
   if (spec.transposed) return false;
   if (element_bytes(spec.y_type) != 2 || spec.weight_type == DType::kMxFp4) return false;
   // Intermediate rows are of fp32 there, in memory for tiles of rows in e4m3.
   const uint64_t room = limits.max_tiles() * limits.tile_rows;
-  if (spec.quantised() && limits.few_rows() * sizeof(float) > room) return false;
+  if (spec.quantised() && gpu::few_rows(limits) * sizeof(float) > room) return false;
   if (spec.shared != 0 || spec.slices != 1 || spec.capacity_factor != 0) return false;
   const uint64_t rows = uint64_t{limits.ranks} * limits.max_tokens * spec.top_k;
   return spec.return_mode == ReturnMode::kDirect && rows <= uint64_t{kMostFewRows} * spec.experts;
@@ -86,10 +87,10 @@ uint32_t few_parts(const CallShape& s, uint32_t weight_bits) {
   // Of one token there are to be tasks for all multiprocessors, each long enough to be worth its start. Mixtral's single
   // token has 64 tasks of 224 stages. A stage of 4 bits takes as long as four of 16: it is as much to multiply.
   const uint32_t least_stages = weight_bits == 4 ? 4 : 16;
-  if (s.ranks != 1 || s.tokens > kFewExactTokens) return 1;
+  if (s.ranks != 1 || s.tokens > gpu::kFewExactTokens) return 1;
   const uint32_t stages = ceil_div(s.intermediate * weight_bits / 8, sm90::kRowBytes);
   const uint32_t columns = (s.routed_top_k() + s.shared) * align_up(s.hidden, sm90::kBoxFeatures);
-  return std::clamp(min_of(kFewPartColumns / columns, stages / least_stages), 1u, kMostFewParts);
+  return std::clamp(min_of(gpu::kFewPartColumns / columns, stages / least_stages), 1u, gpu::kMostFewParts);
 }
 
 bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {

@@ -7,6 +7,7 @@
 #include "cpu/policy.h"
 #include "cuda/limits.h"
 #include "cuda/policy.h"
+#include "flashmoe/gpu/decode_memory.h"
 #include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::test {
@@ -194,11 +195,12 @@ void check_few_in_group() {
   const auto [limits, layer] = decoding(2048, 768, 128);
   CHECK(cuda::few_in_group(limits, layer));
   // Units of at most 32 rows: an expert has one that is not full, at most.
-  CHECK_EQ(limits.few_rows(), kFewChoices);
-  CHECK(limits.few_units() >= limits.few_rows() / 32 + limits.max_local_experts);
-  const auto field = static_cast<uint32_t>(WorkField::kFewDone);
-  const WorkLayout layout = make_work_layout(limits);
-  CHECK(layout.offset[field + 1] - layout.offset[field] >= limits.few_units() * sizeof(uint32_t));
+  CHECK_EQ(gpu::few_rows(limits), gpu::kFewChoices);
+  CHECK(gpu::few_units(limits) >= gpu::few_rows(limits) / 32 + limits.max_local_experts);
+  const auto field = static_cast<uint32_t>(gpu::FewField::kDone);
+  const gpu::FewLayout layout = gpu::make_few_layout(limits);
+  CHECK_EQ(layout.offset[0], work_bytes(limits));  // behind the workspace
+  CHECK(layout.offset[field + 1] - layout.offset[field] >= gpu::few_units(limits) * sizeof(uint32_t));
   auto refused = [](auto&& change) {
     auto [l, spec] = decoding(2048, 768, 128);
     change(l, spec);
@@ -266,7 +268,7 @@ void check_few_and_joined() {
   CHECK_EQ(parts(few(1, 8, 2), 4096, 14336), 4u);
   CHECK_EQ(parts(few(8, 8, 2), 4096, 14336), 4u);
   CHECK_EQ(parts(few(9, 8, 2), 4096, 14336), 1u);
-  CHECK_EQ(parts(few(1, 8, 1), 128, 65536), kMostFewParts);
+  CHECK_EQ(parts(few(1, 8, 1), 128, 65536), gpu::kMostFewParts);
   CHECK_EQ(parts(few(1, 64, 8), 32768, 65536), 1u);
   CHECK(parts(few(1, 8, 1), 128, 8192) == 8 && parts(few(1, 8, 1), 128, 8192, 8) == 4);  // FP8: half as many stages
   CHECK(parts(few(1, 8, 1), 128, 8192, 4) == 8 && parts(few(1, 32, 4), 2880, 2880, 4) == 2);  // MXFP4: of 4 stages

@@ -1,6 +1,7 @@
 // What the host hands to the kernels, and what they have in common.
 #pragma once
 
+#include "flashmoe/gpu/decode_memory.h"
 #include "flashmoe/protocol/call.h"
 #include "flashmoe/spec/enums.h"
 
@@ -209,6 +210,7 @@ struct BackwardOptions {
 struct KernelArgs {
   // Its epoch is ignored: the kernel counts calls itself (Control::calls), so that a captured graph can be replayed.
   Call call;
+  FewLayout few_layout;  // what of the memory at call.memory.work only the kernel for a few tokens has
 
   // Weights as TMA sees them, all 128-byte swizzled, 128 bytes of K by 128 rows a box, zeros outside:
   //   gate_up  5D {H, 8, gated ? 2 : 1, I / 8, El}, box {., 8, gated ? 2 : 1, gated ? 8 : 16, 1}: with a gate, a box

@@ -35,12 +35,18 @@ __device__ __forceinline__ void hand_over_refusal(const KernelArgs& args, const 
 }
 
 // Makes queue, lists and counters those of a workspace that no call has used. Rows lie behind them.
-__device__ __forceinline__ void clear_workspace(const Call& c) {
+__device__ __forceinline__ void clear_workspace(const KernelArgs& args, const Call& c) {
   static_assert(static_cast<uint32_t>(WorkField::kIntermediate) + 2 == static_cast<uint32_t>(WorkField::kCount));
-  const uint64_t bytes = c.memory.work_layout.offset[static_cast<uint32_t>(WorkField::kIntermediate)];
-  auto* const to = reinterpret_cast<uint4*>(c.memory.work);
+  auto clear = [](void* from, uint64_t bytes) {
+    auto* const to = static_cast<uint4*>(from);
 #pragma unroll 1
-  for (uint64_t i = 0; i < bytes / sizeof(uint4); ++i) to[i] = uint4{};
+    for (uint64_t i = 0; i < bytes / sizeof(uint4); ++i) to[i] = uint4{};
+  };
+  clear(c.memory.work, c.memory.work_layout.offset[static_cast<uint32_t>(WorkField::kIntermediate)]);
+  if constexpr (kBuild.few) {
+    const FewMemory few{args.few_layout, c};
+    clear(few.done(0), few.done_bytes());
+  }
 }
 
 // Until all ranks have left the call. False if one has failed; or has not left for a timeout in which no rank has made progress:
@@ -76,7 +82,7 @@ __device__ __forceinline__ bool end_refused(const KernelArgs& args, const Call& 
   const uint32_t p = refuser<Platform>(c);
   if (p == c.shape.ranks || any_failed(c)) return false;
   hand_over_refusal(args, c, p);
-  clear_workspace(c);
+  clear_workspace(args, c);
   // Behind the reason's loads and the other blocks' stores to peers, which their adds to Control::left have released.
   for (uint32_t q = 0; q < c.shape.ranks; ++q) Platform::store_release(&c.fault(q, c.rank)->left, c.epoch, kSystem);
   if (!all_have_left(c)) return false;

@@ -288,14 +288,14 @@ __device__ __forceinline__ uint32_t choose_experts(const TokenChoice (&token)[kT
   return choose_among<32>(token, experts, top_k, renormalize);
 }
 
-// The same where there are at most kFewLanes experts: so many lanes have a token, and a warp chooses for four in the
-// time of one. `token`: the one of this lane, the warp's number lane / kFewLanes; logits null: none.
-inline constexpr uint32_t kFewLanes = 8;
+// The same where there are at most kTokenLanes experts: so many lanes have a token, and a warp chooses for four in the
+// time of one. `token`: the one of this lane, the warp's number lane / kTokenLanes; logits null: none.
+inline constexpr uint32_t kTokenLanes = 8;
 
-__device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_t experts, uint32_t top_k,
-                                               bool renormalize) {
+__device__ __forceinline__ uint32_t choose_four(const TokenChoice& token, uint32_t experts, uint32_t top_k,
+                                                bool renormalize) {
   using P = Platform;
-  const uint32_t own = P::lane() % kFewLanes, first = P::lane() - own;
+  const uint32_t own = P::lane() % kTokenLanes, first = P::lane() - own;
   const bool exists = token.logits != nullptr && own < experts;
   const float logit = exists ? token.logits[own] : 0.0f;
   uint32_t bad = P::ballot(!can_be_chosen_by(logit));
@@ -306,7 +306,7 @@ __device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_
   for (uint32_t k = 0; k < top_k; ++k) {
     uint32_t top = key;
 #pragma unroll
-    for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) top = max_of(top, __shfl_xor_sync(kFullWarp, top, d));
+    for (uint32_t d = kTokenLanes / 2; d != 0; d /= 2) top = max_of(top, __shfl_xor_sync(kFullWarp, top, d));
     const uint32_t winner = __ffs(P::ballot(key == top) >> first) - 1;  // the first of equals
     if (k == 0) largest = value_of(top);
     if (own == k) {
@@ -320,8 +320,8 @@ __device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_
   float sum = mine;
   if (!renormalize) sum = exists ? expf(logit - largest) : 0.0f;
 #pragma unroll
-  for (uint32_t d = kFewLanes / 2; d != 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
-  constexpr uint32_t kOfToken = (1u << kFewLanes) - 1;
+  for (uint32_t d = kTokenLanes / 2; d != 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
+  constexpr uint32_t kOfToken = (1u << kTokenLanes) - 1;
   if (exists && own < top_k) {
     const bool good = (bad >> first & kOfToken) == 0;
     token.ids[own] = good ? static_cast<int32_t>(chosen) : ExpertId::kBad;
@@ -329,7 +329,8 @@ __device__ __forceinline__ uint32_t choose_few(const TokenChoice& token, uint32_
   }
   uint32_t tokens = 0;
 #pragma unroll
-  for (uint32_t t = 0; t < P::kLanes / kFewLanes; ++t) tokens |= (bad >> t * kFewLanes & kOfToken) != 0 ? 1u << t : 0;
+  for (uint32_t t = 0; t < P::kLanes / kTokenLanes; ++t)
+    tokens |= (bad >> t * kTokenLanes & kOfToken) != 0 ? 1u << t : 0;
   return tokens;
 }
 

@@ -259,19 +259,6 @@ struct Call {
   FLASHMOE_HD float* weights(uint32_t token) const { return workspace<float>(WorkField::kWeights, token); }
   FLASHMOE_HD uint32_t* capacity_prefix(uint32_t b) const { return workspace<uint32_t>(WorkField::kPrefix, b); }
   FLASHMOE_HD uint64_t* capacity_signal(uint32_t b) const { return workspace<uint64_t>(WorkField::kPrefixSignal, b); }
-  FLASHMOE_HD uint64_t* logit(uint32_t token, uint32_t expert) const {
-    return workspace<uint64_t>(WorkField::kLogits, token, expert);
-  }
-  // Of a call of few tokens (sm90/decode/alone.cuh).
-  FLASHMOE_HD FewChoice* few_chosen(uint32_t token, uint32_t k) const {
-    return reinterpret_cast<FewChoice*>(logit(token, align_up(shape.routed_experts(), 2u))) + k;
-  }
-  FLASHMOE_HD uint32_t* few_done(uint32_t unit) const { return workspace<uint32_t>(WorkField::kFewDone, unit); }
-  FLASHMOE_HD uint8_t* few_row(uint32_t row) const { return workspace<uint8_t>(WorkField::kFewRows, row); }
-  // A row of H is `part` times `rows` and more behind the first.
-  FLASHMOE_HD float* few_part(uint32_t part, uint32_t rows, uint32_t row) const {
-    return workspace<float>(WorkField::kFewParts) + (uint64_t{part} * rows + row) * shape.hidden;
-  }
   FLASHMOE_HD uint32_t* joint_word(uint32_t column, uint32_t token) const {
     return workspace<uint32_t>(WorkField::kJoints, column, token);
   }

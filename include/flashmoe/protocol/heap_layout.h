@@ -15,16 +15,6 @@ namespace flashmoe {
 
 inline constexpr uint32_t kMinTokenBlock = 8;
 inline constexpr uint32_t kMaxTokenBlock = 128;
-// At most so many tokens, on a rank that is alone, go through a kernel of their own (GPU: sm90/decode/alone.cuh).
-inline constexpr uint32_t kFewTokens = 256;
-// The most choices that they have there, those of the shared expert's slices too.
-inline constexpr uint32_t kFewChoices = 2048;
-// In a group, so many rows may come to a rank (of kFewChoices), and so many offsets of packets, El + 1 each.
-inline constexpr uint32_t kFewOffsets = 16384;
-// fp32's products there are made without the tensor cores: beyond so many tokens, more slowly than weights arrive.
-inline constexpr uint32_t kFewExactTokens = 8;
-// So many tokens' rows may be sums of parts, kMostFewParts at most: of a token, all rows' parts have so many columns.
-inline constexpr uint32_t kMostFewParts = 8, kFewPartColumns = 32768;
 // The columns of results are returned in at most this many groups, each with a signal of its own.
 inline constexpr uint32_t kMaxGroups = 8;
 
@@ -48,13 +38,6 @@ constexpr std::array<uint32_t, kProducts> each_product(uint32_t v) {
   for (uint32_t& x : all) x = v;
   return all;
 }
-
-// A choice of an expert, which other thread blocks load as one word: it is its own signal.
-struct alignas(16) FewChoice {
-  uint64_t epoch;
-  uint32_t weight;  // a float's bits
-  uint32_t expert;
-};
 
 // The largest call a context serves. Equal on every rank of a group, except where noted.
 struct Limits {
@@ -105,20 +88,6 @@ struct Limits {
   FLASHMOE_HD constexpr uint64_t max_rows() const {
     return ranks * rows_of_rank() + uint64_t{max_tokens} * shared_experts(shared);
   }
-  // Whether a rank of a group has room, in a thread block, for all that ever comes to it in a call: then calls may go through
-  // a kernel of their own, whatever the others' numbers of tokens (sm90/decode/group.cuh). The same on all ranks.
-  FLASHMOE_HD constexpr bool few_in_group() const {
-    const uint64_t packets = uint64_t{ranks} * max_blocks();
-    return ranks > 1 && rdma == 0 && max_tokens <= kFewTokens &&
-           ranks * uint64_t{max_tokens} * min_of(top_k, max_local_experts) <= kFewChoices &&
-           packets * (max_local_experts + 1) <= kFewOffsets;
-  }
-  // Of a call of few tokens: its rows, and units of them, each some rows of an expert or of a slice of the shared one.
-  FLASHMOE_HD constexpr uint32_t few_rows() const {
-    if (ranks > 1) return few_in_group() ? ranks * max_tokens * min_of(top_k, max_local_experts) : 0;
-    return min_of(min_of(max_tokens, kFewTokens) * (top_k + shared), kFewChoices);
-  }
-  FLASHMOE_HD constexpr uint32_t few_units() const { return min_of(few_rows(), experts + shared + few_rows() / 16); }
   // At most one tile of an expert is not full.
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
     return max_rows() / tile_rows + min_of<uint64_t>(all_local_experts(), max_rows());
@@ -200,10 +169,6 @@ enum class WorkField : uint32_t {
   kExpertTiles,
   kExpertTileCounts,
   kReadyTiles,
-  kLogits,
-  kFewDone,
-  kFewRows,
-  kFewParts,
   kJoints,
   kOutOffsets,
   kOutCounts,
@@ -319,28 +284,6 @@ inline constexpr FieldSpec<WorkField> kWorkTable[] = {
     {WorkField::kReadyTiles, "ready_tiles", Writer::kSelf,
      [](const Limits& l) { return FieldShape{{kReadyLists, l.max_ready(), 1, 1}, 8}; },
      "[list] tiles ready for a product; what the next band leaves moves back (OS warp only)"},
-    {WorkField::kLogits, "logits", Writer::kSelf,
-     [](const Limits& l) {
-       const uint32_t chosen = l.ranks == 1 ? l.choices_per_token() * uint32_t{sizeof(FewChoice)} / 8 : 0;
-       return FieldShape{{min_of(l.max_tokens, kFewTokens), align_up(l.experts, 2u) + chosen, 1, 1}, 8};
-     },
-     "[token][expert] router logits of a few tokens, each with the epoch it is of, and behind them the token's choices "
-     "(used on a GPU)"},
-    {WorkField::kFewDone, "few_done", Writer::kSelf,
-     [](const Limits& l) { return FieldShape{{l.few_units(), 1, 1, 1}, 4}; },
-     "[unit] of few tokens: the unit's tasks of GEMM0 that are done; zero between calls (used on a GPU)"},
-    {WorkField::kFewRows, "few_rows", Writer::kSelf,
-     [](const Limits& l) {
-       return FieldShape{{l.ranks == 1 ? l.few_rows() : 0, row_pitch(l.hidden, l.return_bytes), 1, 1}, 1};
-     },
-     "[row][H] weighted expert rows of few tokens (used on a GPU)"},
-    {WorkField::kFewParts, "few_parts", Writer::kSelf,
-     [](const Limits& l) {
-       const uint32_t tokens = l.ranks == 1 ? min_of(l.max_tokens, kFewExactTokens) : 0;
-       return FieldShape{{tokens, kFewPartColumns, 1, 1}, 4};
-     },
-     "[part][row][H] sums of parts of the intermediate columns, where few tokens' rows are made of such (used on a "
-     "GPU)"},
     {WorkField::kJoints, "joints", Writer::kSelf,
      [](const Limits& l) {
        return FieldShape{{l.ranks == 1 && l.choices_per_token() > 1 ? l.columns(kReturning) : 0, l.max_tokens, 1, 1},
@@ -417,8 +360,8 @@ struct Layout {
 };
 
 template <class Field, size_t N>
-Layout<Field> make_layout(const FieldSpec<Field> (&table)[N], const Limits& limits) {
-  Layout<Field> layout;
+Layout<Field> make_layout(const FieldSpec<Field> (&table)[N], const Limits& limits, uint64_t begin = 0) {
+  Layout<Field> layout{.bytes = begin};
   for (uint32_t x = 0; x < N; ++x) {
     const FieldShape shape = table[x].shape(limits);
     uint64_t stride = shape.elem_bytes;

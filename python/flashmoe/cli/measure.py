@@ -75,8 +75,8 @@ def _require(machine: Machine, asked: list[Suite]) -> None:
         raise FlashMoEError("bench: expected PyTorch, whose process groups ranks join, found none; see flashmoe info")
     if without := [suite.name for suite in asked if not list(suite.points(machine))]:
         several = "several GPUs, or FLASHMOE_SHARE_GPUS=2"
-        few = (several, "one") if machine.gpus else ("a GPU", "none")
-        raise InvalidArgument(f"--engine cuda: expected {few[0]} for {', '.join(without)}, found {few[1]}")
+        lacking = (several, "one") if machine.gpus else ("a GPU", "none")
+        raise InvalidArgument(f"--engine cuda: expected {lacking[0]} for {', '.join(without)}, found {lacking[1]}")
 
 
 def _list() -> None:

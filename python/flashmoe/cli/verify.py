@@ -73,16 +73,16 @@ def verify(
     if isinstance(layer, SeededLayer):
         each = prod(layer.gate_up_proj.shape[1:]) + prod(layer.down_proj.shape[1:])
         most = max(layer.top_k, _MOST_WEIGHTS // each)
-    experts = _few_experts(topk_ids, most)
+    experts = _some_experts(topk_ids, most)
     sample = np.nonzero(np.isin(topk_ids, experts).all(axis=1))[0]
-    few, owners = layer_on_host(layer.with_experts(experts)), np.asarray(placement)[experts]
+    some, owners = layer_on_host(layer.with_experts(experts)), np.asarray(placement)[experts]
     ranks = np.repeat(np.arange(len(tokens)), tokens)[sample]
     judged = x[sample], y[sample], topk_ids[sample], ranks
-    error, bound = _judge(few, experts, *judged, owners, return_mode, gpu)
+    error, bound = _judge(some, experts, *judged, owners, return_mode, gpu)
     return Verdict(error, bound, misrouted, len(sample), len(x))
 
 
-def _few_experts(topk_ids: np.ndarray, most: int) -> np.ndarray:
+def _some_experts(topk_ids: np.ndarray, most: int) -> np.ndarray:
     """Ids, ascending, of at most `most` experts: those of the first tokens whose experts fit."""
     chosen: set[int] = set()
     for row in topk_ids.tolist():

@@ -1,5 +1,9 @@
 // The layer of a few tokens (kFewTokens at most) on a rank that is alone: one cooperative launch, one block per SM, 12 warps
-// a block, or 13 where weights have scales.
+// a block, or 13 where weights have scales. All threads of all blocks run it.
+//
+// It reads x, given routing, the router and the experts' weights, and writes the outputs. Between blocks it uses its own rank's
+// memory: FewMemory (gpu/decode_memory.h), and of the workspace intermediate rows and words of Control. Of the heap it writes a
+// fault alone, and there is no peer. Of shared memory it has FewShared (decode/block.cuh).
 //
 // Such a call takes the time to read its experts' weights once, plus every round trip to memory before and between.
 // Through the actors of sm90/roles/kernel.cuh these are a chain of some twenty, for tiles of a few rows that are handed out by
@@ -82,7 +86,7 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
   report_routing(b);
   // Nobody reads them any more.
   for (uint32_t u = blockIdx.x * kFewThreads + threadIdx.x; u < b.routing.units; u += gridDim.x * kFewThreads) {
-    *b.c.few_done(u) = 0;
+    *b.memory().done(u) = 0;
   }
   trace.end(Phase::kCombine, blockIdx.x, 0);
   trace.end(Phase::kReturn, blockIdx.x, 0, 1);

@@ -1,6 +1,11 @@
 // What a thread block of the kernel for a few tokens (sm90/decode/alone.cuh) knows of its call, and how it waits for the others.
+//
+// FewShared is all of its shared memory. Block is what every function here gets: that, the arguments and the call, from which
+// addresses in device memory follow. This file itself stores to shared memory alone; waiting loads what the others have stored.
+// wait_for_blocks() is run by one warp, fail() by one thread, all_well() by all threads, the rest by any thread.
 #pragma once
 
+#include "flashmoe/gpu/decode_memory.h"
 #include "flashmoe/gpu/products.cuh"
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/protocol/fault.h"
@@ -204,6 +209,7 @@ struct Block {
   FewRouting& routing;
   uint64_t epoch;
 
+  __device__ __forceinline__ FewMemory memory() const { return {args.few_layout, c}; }
   // Whether products are summed in parts: as many tokens as have the same bits, whatever they are. In a group these are all:
   // the general kernel's bits (of 16-bit weights), for a row may have come from a rank that runs that.
   __device__ __forceinline__ bool in_parts() const { return !kBuild.group && c.shape.tokens <= kFewExactTokens; }
@@ -229,7 +235,7 @@ struct Block {
     return c.dispatched_row(c.rank, sent.source, sent.token);
   }
   __device__ __forceinline__ uint8_t* result_row(uint32_t row) const {
-    if constexpr (!kBuild.group) return c.few_row(row);
+    if constexpr (!kBuild.group) return memory().row(row);
     const SentRow sent = SentRow::unpack(routing.ids[row]);
     return c.return_row(sent.source, sent.token, sent.k);
   }

@@ -1,5 +1,8 @@
 // What differs with how experts' matrices are stored: Format<Dtype>. This one is of matrices in the type of rows; those in e4m3 and
 // in mxfp4 have theirs (decode/fp8.cuh, decode/mxfp4.cuh), which the entry of such a kernel includes.
+//
+// prepare() and multiply() are run by the consumer warps, load() by the warps that load rows and scales, send_rows() by all
+// threads. Which memory they touch is said in decode/products.cuh, decode/tasks.cuh and decode/send.cuh, to which they pass.
 #pragma once
 
 #include "flashmoe/sm90/decode/products.cuh"

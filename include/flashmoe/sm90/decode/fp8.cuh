@@ -1,4 +1,5 @@
-// Experts in e4m3 (docs/fp8.md): rows are quantised as they are loaded, or in a group as they are sent.
+// Format (decode/format.cuh) of experts in e4m3 (docs/fp8.md): rows are quantised as they are loaded, or in a group as they are sent.
+// Run by the warps that decode/format.cuh names. Which memory they touch is said in the files that are included here.
 #pragma once
 
 #include "flashmoe/sm90/decode/format.cuh"

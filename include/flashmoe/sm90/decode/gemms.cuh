@@ -1,4 +1,9 @@
 // The consumers of the kernel for a few tokens (sm90/decode/alone.cuh): products, activations, weighted rows, and sums over k.
+//
+// Run by warps 0 to 7 of every block, each for itself; tell_of_stored() by one thread of another warp, sum_rows() by all threads
+// when all blocks have met. They read stages and tasks in shared memory, biases, and the routing that the block has there. They
+// store intermediate rows to the own workspace; weighted rows, or parts of their sums, to FewMemory (gpu/decode_memory.h), or
+// in a group to the return rows of the tokens' ranks, in peers' heaps, too; and the sums to the output.
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"
@@ -120,7 +125,7 @@ __device__ __forceinline__ void tell_of_stored(const Block& b) {
     // GEMM0's come first: so of all rounds of a slot that have these none is without.
     if (const Task task = handed.task(); task.product == 0) {
       wait(barrier_of(p.stored, slot), slot.parity);
-      P::add_release(b.c.few_done(task.unit), 1u);
+      P::add_release(b.memory().done(task.unit), 1u);
     }
     arrive(barrier_of(p.task_empty, slot));
   }
@@ -144,7 +149,7 @@ __device__ __forceinline__ void store_weighted(const Block& b, const Biases& bia
 // Sums of a part of the intermediate columns, as they are.
 __device__ __forceinline__ void store_part(const Block& b, uint32_t part, uint32_t column, uint32_t row,
                                            const float (&sums)[kBlocks][2]) {
-  float* const to = b.c.few_part(part, b.routing.rows, row);
+  float* const to = b.memory().part(part, b.routing.rows, row);
 #pragma unroll
   for (uint32_t i = 0; i < kBlocks; ++i, column += kProductRows) {
     if (column < b.c.shape.hidden) *reinterpret_cast<float2*>(to + column) = {sums[i][0], sums[i][1]};
@@ -207,7 +212,7 @@ __device__ __forceinline__ void add_parts(const Block& b, uint32_t choice, uint3
   float of_row[kElements] = {};
 #pragma unroll 4
   for (uint32_t part = 0; part < b.args.few_parts; ++part) {
-    const auto* const from = reinterpret_cast<const uint8_t*>(b.c.few_part(part, b.routing.rows, row));
+    const auto* const from = reinterpret_cast<const uint8_t*>(b.memory().part(part, b.routing.rows, row));
 #pragma unroll
     for (uint32_t j = 0; j < kElements / 4; ++j) {
       const uint4 piece = load_once(from + (chunk * (kElements / 4) + j) * 16);
@@ -230,8 +235,8 @@ __device__ __forceinline__ void add_rows(const Block& b, uint32_t token, uint32_
                                          float (&sum)[16 / Dtype::kBytes]) {
   constexpr uint32_t kAtOnce = 8;
   const uint32_t n = b.args.few_choices;
-  const uint64_t pitch = b.c.few_row(1) - b.c.few_row(0);
-  const uint8_t* const rows = b.c.few_row(0) + chunk * 16;
+  const uint64_t pitch = b.memory().row(1) - b.memory().row(0);
+  const uint8_t* const rows = b.memory().row(0) + chunk * 16;
 #pragma unroll 1
   for (uint32_t p = token * n; p < (token + 1) * n; p += kAtOnce) {
     uint4 pieces[kAtOnce];

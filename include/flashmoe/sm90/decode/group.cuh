@@ -1,5 +1,8 @@
 // The layer of a few tokens on a rank of a group whose memory is mapped: the kernel of sm90/decode/alone.cuh with the protocol's packets
-// in place of its routing, and its returns in place of its meeting.
+// in place of its routing, and its returns in place of its meeting. All threads of all blocks run it.
+//
+// It has that kernel's memory, and both sides' heaps besides: it reads its own, where peers store their calls, packets, rows and
+// returns, and stores its own to theirs. From peers' heaps it loads whether they are alive, and of a fault what they had begun.
 //
 // What goes between ranks, and when, is what the general kernel writes and awaits (docs/protocol.md): to the others it is
 // the same rank. It has none of its actors; what one of them would do is done by
@@ -48,7 +51,8 @@ __device__ __forceinline__ void count_block(const Block& b) {
   for (uint32_t i = P::lane(); i < c.shape.ranks * groups; i += P::kLanes) {
     P::store_release(c.return_signal(i / groups, c.rank, i % groups), Signal::make(b.epoch, 0), kSystem);
   }
-  for (uint32_t u = P::lane(); u < b.routing.units; u += P::kLanes) *c.few_done(u) = 0;  // nobody reads them any more
+  for (uint32_t u = P::lane(); u < b.routing.units; u += P::kLanes)
+    *b.memory().done(u) = 0;  // nobody reads them any more
 }
 
 // Warp 0: until all that this rank's tokens get back is here.

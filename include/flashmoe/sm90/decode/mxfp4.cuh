@@ -1,4 +1,5 @@
-// Experts in mxfp4 (docs/mxfp4.md), whose matrices become the rows' type as they are multiplied.
+// Format (decode/format.cuh) of experts in mxfp4 (docs/mxfp4.md), whose matrices become the rows' type as they are multiplied.
+// Run by the warps that decode/format.cuh names. Which memory they touch is said in the files that are included here.
 #pragma once
 
 #include "flashmoe/sm90/decode/format.cuh"

@@ -1,6 +1,10 @@
 // The packets of a few tokens among several ranks (sm90/decode/group.cuh), on their way out: by some thread blocks, a token block at a
 // time. What protocol/packet.h makes, by a warp for each destination, whose choices it counts, places and stores to the
 // destination itself: of so few there is no need for a team's meetings, nor for a copy in the workspace.
+//
+// Run by all threads of the last blocks. It counts in FewOutbox, in shared memory. It stores offsets, entries and signals to the
+// heaps of all ranks; to the own workspace what the host reads of the routing; to the own heap return rows of choices without an
+// expert; and adds to the output `load`.
 #pragma once
 
 #include "flashmoe/protocol/packet.h"

@@ -1,4 +1,6 @@
 // A consumer warp's products of one stage in the kernel for a few tokens (sm90/decode/alone.cuh).
+//
+// Run by each of warps 0 to 7 for itself. It reads the stage in shared memory, keeps sums in registers, and touches no device memory.
 #pragma once
 
 #include "flashmoe/sm90/decode/block.cuh"

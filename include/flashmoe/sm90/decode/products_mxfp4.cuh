@@ -1,4 +1,6 @@
-// The same of experts in mxfp4, which are decoded to rows' type on the way from shared memory to the tensor cores.
+// What decode/products.cuh is, of experts in mxfp4, which are decoded to rows' type on the way from shared memory to the tensor cores:
+// run by the same warps on the same memory, the scales behind the stage's weights, and a table of pairs in shared memory, which
+// they fill together before their first task.
 //
 // A stage is 256 of K, eight blocks of 32. Of a block of a row ldmatrix gives each of four lanes four bytes, so eight
 // neighbouring numbers: all that the lane has in two steps of mma, for the order of K within them is free, if that of rows

@@ -1,4 +1,5 @@
-// The same of experts in e4m3, by the tensor cores in fp16.
+// What decode/products.cuh is, of experts in e4m3: by the tensor cores in fp16, run by the same warps on the same memory, and the
+// scales behind the stage's rows.
 //
 // Hopper's tensor cores take e4m3 by wgmma alone: of mma.sync's m16n8k32 ptxas makes conversions to fp16 and two m16n8k16.
 // So both are made here where they cost least: weights are converted by the warp that multiplies them, and rows once, by the

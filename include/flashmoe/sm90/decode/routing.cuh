@@ -1,5 +1,10 @@
 // The routing of a few tokens (sm90/decode/alone.cuh): from logits, which blocks compute in parts, to units of rows, which every
 // block knows.
+//
+// Run by all threads of all blocks, but for functions that name a warp. It reads x, the router and given routing. Blocks pass
+// logits and choices to one another in FewMemory (gpu/decode_memory.h), and no peer has a part in it. Its results are FewRouting,
+// in shared memory; of the block's own tokens report_routing() stores what the host reads to the own workspace. Outputs that
+// it writes are `load` and `router_logits`.
 #pragma once
 
 #include "flashmoe/gpu/route.cuh"
@@ -16,7 +21,7 @@ inline constexpr uint32_t kMostChosenByAll = 2 * kFewRouters;
 
 // A logit and its call's epoch are one word, its own signal.
 __device__ __forceinline__ void store_logit(const Block& b, uint32_t token, uint32_t expert, float logit) {
-  P::store_relaxed(b.c.logit(token, expert), b.epoch << 32 | __float_as_uint(logit));
+  P::store_relaxed(b.memory().logit(token, expert), b.epoch << 32 | __float_as_uint(logit));
 }
 
 // A warp's sums of eight experts' rows, from `row` on, with at most eight tokens' over chunks [begin, end).
@@ -224,7 +229,7 @@ __device__ __forceinline__ Tokens tokens_to_decide(const Block& b) {
 __device__ __forceinline__ void collect_logits(const Block& b, uint32_t token, float* to) {
   constexpr uint32_t kAtOnce = 4;  // of a lane: a round trip each would take longer than all else
   const uint32_t experts = b.c.shape.routed_experts();
-  const uint64_t* const from = b.c.logit(token, 0);
+  const uint64_t* const from = b.memory().logit(token, 0);
   for (uint32_t base = P::lane(); P::ballot(base < experts) != 0; base += kAtOnce * P::kLanes) {
     uint64_t words[kAtOnce];
     wait_for_blocks(b, [&] {
@@ -356,8 +361,8 @@ __device__ __forceinline__ bool share_choices(const Block& b) {
   for (uint32_t i = b.warp(); i < own.count; i += kFewWarps) {
     const uint32_t t = own[i];
     for (uint32_t k = P::lane(); k < b.c.shape.top_k; k += P::kLanes) {
-      store_choice(b.c.few_chosen(t, k), {b.epoch, __float_as_uint(b.routing.weights[t * n + k]),
-                                          static_cast<uint32_t>(b.routing.ids[t * n + k])});
+      store_choice(b.memory().chosen(t, k), {b.epoch, __float_as_uint(b.routing.weights[t * n + k]),
+                                             static_cast<uint32_t>(b.routing.ids[t * n + k])});
     }
   }
   for (uint32_t base = b.warp() * P::kLanes; base < b.choices(); base += kAtOnce * kFewThreads) {
@@ -368,7 +373,7 @@ __device__ __forceinline__ bool share_choices(const Block& b) {
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
         const uint32_t p = choice_of(i);
-        choices[i] = load_choice(b.c.few_chosen(p / n, min_of(p % n, top_k)));
+        choices[i] = load_choice(b.memory().chosen(p / n, min_of(p % n, top_k)));
       }
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) here &= choices[i].epoch == b.epoch;

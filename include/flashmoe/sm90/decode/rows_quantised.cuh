@@ -2,6 +2,10 @@
 // quantised as they come. So each is quantised anew for every task that multiplies it, by warps that would else wait: no
 // block waits until others have quantised, and a task of GEMM0 may be half as wide as a block of columns that share a scale.
 // In a group x's rows come quantised, own ones too (decode/send.cuh).
+//
+// Run by warps 9 to 11, each its stages. They read x and its scales, in a group what lies in the own heap and behind the own
+// workspace; the workspace's intermediate rows, once their unit's are stored (wait_for_unit); and scales of weights. They store to
+// the stages in shared memory alone.
 #pragma once
 
 #include "flashmoe/sm90/decode/products_quantised.cuh"

@@ -1,4 +1,6 @@
 // Scales of a task's weights, in the kernel for a few tokens (sm90/decode/alone.cuh): where an expert's are, and those of e4m3.
+//
+// Run by lanes of warps that multiply or load rows, each for itself: they read the caller's scales in device memory, to registers.
 #pragma once
 
 #include "flashmoe/gpu/mxfp4.cuh"

@@ -1,5 +1,8 @@
 // The warps that load the scales of weights in mxfp4 beside these, in the kernel for a few tokens (sm90/decode/alone.cuh).
 //
+// Run by warps 10 and 11, half of a stage's rows each. They read the caller's scales in device memory, and store behind the weights
+// of the stages in shared memory.
+//
 // Of a row they are K / 32 bytes, and the next row's follow: they begin anywhere, which the copy engine does not take. A
 // stage has eight of a row, and these lie in three words, wherever they begin. So words are copied, and behind them is
 // where in the first they begin (StageScaleRow).

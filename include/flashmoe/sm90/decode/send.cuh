@@ -2,6 +2,8 @@
 //
 // To all ranks, before any expert is chosen: most need most of them, and so they are on their way while logits are computed. A
 // rank reads no row that none of its entries names. The packet's signal, by the same block, releases them.
+//
+// Run by all threads of these blocks. It reads x, stores to peers' heaps, and needs no shared memory.
 #pragma once
 
 #include "flashmoe/sm90/decode/block.cuh"

@@ -1,4 +1,8 @@
 // The tasks of a call of few tokens, and the two warps of a block that load them.
+//
+// One thread of warp 8 takes tasks, by tickets in the own rank's Control, and has the copy engine load their weights. Warp 9 loads
+// rows: of x, in a group of those that came to the own heap, and of the own workspace's intermediate rows, once FewMemory's
+// counter of their unit says that all blocks have stored theirs. All goes to the stages in shared memory.
 #pragma once
 
 #include "flashmoe/sm90/decode/block.cuh"
@@ -186,7 +190,7 @@ __device__ __forceinline__ void load_weights(const Block& b) {
 // consumers wait for it.
 __device__ __forceinline__ void wait_for_unit(const Block& b, uint32_t unit, uint32_t arrivals) {
   if (P::ballot(b.s.failed != 0) != 0) return;
-  const uint32_t* const done = b.c.few_done(unit);
+  const uint32_t* const done = b.memory().done(unit);
   wait_for_blocks(
       b, [&] { return P::ballot(P::load_acquire(done, kDevice) != arrivals) == 0 ? Step::kDone : Step::kIdle; });
 }

@@ -1,6 +1,9 @@
 // How a thread block of the kernel for a few tokens waits for other ranks of its group (sm90/decode/group.cuh).
 //
 // Block 0's waits are the rank's OS actor: they keep its heartbeat, watch the others', and name who does not come.
+//
+// Run by warp 0. It polls signals in the own heap. Block 0 stores to the own Status, and reads the peers'; what it names is posted to
+// all ranks. In shared memory are what it saw of the peers (FewShared::seen), and whether the call has failed.
 #pragma once
 
 #include "flashmoe/actors/group_liveness.h"

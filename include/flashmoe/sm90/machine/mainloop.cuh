@@ -39,14 +39,14 @@ struct TokensByFeatures {
 // For at most 64 tokens in e4m3: all of them down, the warpgroup's half of the features across. With TokensByFeatures the
 // second warpgroup would have none, and the tensor cores nothing while the first one promotes.
 template <class Stage_>
-struct FewByFeatures {
+struct TokensByHalfFeatures {
   using Stage = Stage_;
   static constexpr uint32_t kMs = 1, kN = Stage::kFeatures / kConsumers, kNextA = 0, kNextB = kN;
   static constexpr Major kMajorB = Major::kK;
 };
 // For at most 64 features: all of them down, the warpgroup's half of the tokens across.
 template <class Stage_>
-struct FewByTokens {
+struct FeaturesByHalfTokens {
   using Stage = Stage_;
   static constexpr uint32_t kMs = Stage::kMs, kN = Stage::kTokens / kConsumers, kNextA = 0, kNextB = kN;
   static constexpr Major kMajorB = Major::kK;
@@ -60,12 +60,12 @@ inline constexpr bool kTokensDown = false;
 template <class Stage, Major kMajor, uint32_t kFeatures>
 inline constexpr bool kTokensDown<TokensByFeatures<Stage, kMajor, kFeatures>> = true;
 template <class Stage>
-inline constexpr bool kTokensDown<FewByFeatures<Stage>> = true;
+inline constexpr bool kTokensDown<TokensByHalfFeatures<Stage>> = true;
 // Whether it has a task's columns halved between the warpgroups.
 template <class Shape>
 inline constexpr bool kHalvesColumns = false;
 template <class Stage>
-inline constexpr bool kHalvesColumns<FewByFeatures<Stage>> = true;
+inline constexpr bool kHalvesColumns<TokensByHalfFeatures<Stage>> = true;
 
 // A consumer warpgroup's accumulators: kMs times 64 rows by kN columns.
 template <class Shape>
@@ -79,7 +79,7 @@ template <class Dtype, bool kTransposed, bool kGated, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, bool half, F&& f) {
   if constexpr (kQuantised<Dtype>) {
     if constexpr (kGated) {
-      if (cover <= 64) return f.template operator()<FewByFeatures<Wide>>();
+      if (cover <= 64) return f.template operator()<TokensByHalfFeatures<Wide>>();
     }
     f.template operator()<TokensByFeatures<Wide, Major::kK>>();
   } else if constexpr (kTransposed || kIsBackward || kBuild.keeps) {

@@ -1,5 +1,5 @@
 // Consumer warpgroups: a task's product of rows and weights in e4m3, in the shapes TokensByFeatures<Wide>
-// and FewByFeatures<Wide>.
+// and TokensByHalfFeatures<Wide>.
 //
 // The tensor cores add products of e4m3 up with some 14 bits of mantissa, so they do it for one k-block of 128 alone; what
 // they give is multiplied by the scales, and added to sums in fp32. Besides the 128 sums of a thread there are registers

@@ -114,7 +114,7 @@ __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Cal
                                                typename Stage::Ring& ring, uint32_t b) {
   const uint32_t group = threadIdx.x / kWarpgroup, all = c.tokens_in_block(b);
   if constexpr (Stage::kFeatures <= kMiddleGate) {
-    multiply_gate<Dtype, FewByTokens<Stage>>(args, c, scratch, ring, group, 0, all);
+    multiply_gate<Dtype, FeaturesByHalfTokens<Stage>>(args, c, scratch, ring, group, 0, all);
   } else {
     for (uint32_t first = 0; first < all; first += kGateTokens<Dtype, Stage>) {
       const uint32_t tokens = min_of(all - first, kGateTokens<Dtype, Stage>);
@@ -145,13 +145,13 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
     }
     return;
   }
-  const bool few = experts <= kFewLanes, renormalize = args.rule.renormalize != 0;
-  const uint32_t at_once = few ? Platform::kLanes / kFewLanes : 2;  // tokens for which a warp chooses
+  const bool four = experts <= kTokenLanes, renormalize = args.rule.renormalize != 0;
+  const uint32_t at_once = four ? Platform::kLanes / kTokenLanes : 2;  // tokens for which a warp chooses
   for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
     uint32_t bad;
-    if (few) {
-      const uint32_t t = first + Platform::lane() / kFewLanes * kTeamWarps;
-      bad = choose_few(t < tokens ? choice(t) : TokenChoice{}, experts, top_k, renormalize);
+    if (four) {
+      const uint32_t t = first + Platform::lane() / kTokenLanes * kTeamWarps;
+      bad = choose_four(t < tokens ? choice(t) : TokenChoice{}, experts, top_k, renormalize);
     } else {  // beyond the last token, the first once more
       const uint32_t second = first + kTeamWarps < tokens ? first + kTeamWarps : first;
       bad = choose_experts({choice(first), choice(second)}, experts, top_k, renormalize);
