@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/activations.h"
 #include "cpu/gemm.h"
 #include "cpu/types.h"
 
