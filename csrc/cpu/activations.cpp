@@ -92,26 +92,23 @@ Point activated(float v, const AgreedLayer& layer) {
 
 void activate(float* x, const float* up, const AgreedLayer& layer, uint64_t n) {
   switch (layer.activation) {
-    case Activation::kRelu: relu(x, n); return;
-    case Activation::kGelu: gelu(x, n); return;
-    case Activation::kSilu: silu(x, n); return;
-    case Activation::kSwiGlu:
-      silu(x, n);
-      for (uint64_t i = 0; i < n; ++i) x[i] *= up[i];
-      return;
-    case Activation::kGeGlu:
-      gelu(x, n);
-      for (uint64_t i = 0; i < n; ++i) x[i] *= up[i];
-      return;
+    case Activation::kRelu: relu(x, n); break;
+    case Activation::kGelu:
+    case Activation::kGeGlu: gelu(x, n); break;
+    case Activation::kSilu:
+    case Activation::kSwiGlu: silu(x, n); break;
     case Activation::kRelu2:
       relu(x, n);
       for (uint64_t i = 0; i < n; ++i) x[i] *= x[i];
-      return;
+      break;
     case Activation::kClampedSwiGlu:
       for (uint64_t i = 0; i < n; ++i) x[i] = x[i] > layer.limit ? layer.limit : x[i];
       silu(x, n, layer.alpha);
       for (uint64_t i = 0; i < n; ++i) x[i] *= clamped(up[i], -layer.limit, layer.limit) + layer.up_offset;
       return;
+  }
+  if (is_gated(layer.activation)) {
+    for (uint64_t i = 0; i < n; ++i) x[i] *= up[i];
   }
 }
 

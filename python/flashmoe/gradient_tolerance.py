@@ -54,7 +54,7 @@ import numpy as np
 
 from .reference import activate, activate_backward
 from .reference.backward import of_logits
-from .spec import GATED
+from .spec import GATED, PLAIN
 from .tolerance import (
     _FUNCTION_ROUNDINGS,
     _VARIANCE32,
@@ -283,7 +283,7 @@ class _Layer:
         """That a function is worth."""
         if not self.on_gpu or self.dtype != "float32":
             return _FUNCTION_ROUNDINGS
-        return _OF_TAIL if self.activation in ("gelu", "geglu") and self.tf32 else _OF_EXP
+        return _OF_TAIL if PLAIN[self.activation] == "gelu" and self.tf32 else _OF_EXP
 
     def operand(self, v: np.ndarray) -> np.ndarray:
         """A tensor of the call as its products have it."""
@@ -459,7 +459,7 @@ def _parts(z: np.ndarray, layer: _Layer) -> list[np.ndarray]:
 
 def _parts_of_slope(z: np.ndarray, layer: _Layer) -> np.ndarray:
     """What is added up and may cancel in a slope of silu or gelu: z times the slope of the sigmoid, or of Phi."""
-    plain = {"swiglu": "silu", "geglu": "gelu", "clamped_swiglu": "silu"}.get(layer.activation, layer.activation)
+    plain = PLAIN[layer.activation]
     if plain not in ("silu", "gelu"):
         return np.zeros(z.shape)
     alpha = layer.shape.get("alpha", 1.0)

@@ -88,7 +88,7 @@ from .reference import (
     scores,
 )
 from .reference.quantised import BLOCK
-from .spec import GATED, halves_of
+from .spec import GATED, PLAIN, halves_of
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
@@ -475,7 +475,7 @@ def _activated(
         if interleaved:
             z, variance = (np.concatenate([each[:, ::2], each[:, 1::2]], axis=1) for each in (z, variance))
         (gate, up), (gate_variance, up_variance) = np.split(z, 2, axis=1), np.split(variance, 2, axis=1)
-        gated = {"swiglu": "silu", "geglu": "gelu", "clamped_swiglu": "clamped_silu"}[activation]
+        gated = "clamped_silu" if activation == "clamped_swiglu" else PLAIN[activation]
         act, act_variance = _activated(gate, gate_variance, gated, roundings=roundings, **shape)
         limit = shape.get("limit") or math.inf
         up = np.clip(up, -limit, limit) + shape.get("up_offset", 0.0)

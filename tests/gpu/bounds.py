@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from flashmoe.spec import GATED
+from flashmoe.spec import GATED, PLAIN
 from flashmoe.tolerance import UNIT_ROUNDOFF
 from torch import Tensor
 
@@ -390,7 +390,7 @@ def _activated(
                 act_variance = act_variance / alpha**2 + 2.0 * _VARIANCE32 * act**2
                 of_up = of_up + _VARIANCE32 * up**2
         else:
-            act, act_variance = _activated(gate, of_gate, {"swiglu": "silu", "geglu": "gelu"}[activation], dtype, exact)
+            act, act_variance = _activated(gate, of_gate, PLAIN[activation], dtype, exact)
         return act * up, None if variance is None else act_variance * up**2 + act**2 * of_up
     if activation == "relu2":
         a = z.clamp(min=0.0)
