@@ -24,23 +24,35 @@ inline float exponential(float x) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(p) + (std::bit_cast<uint32_t>(shifted) << 23));  // times 2^n
 }
 
-// x[i] = x[i] / (1 + e^(-alpha x[i])), for alpha > 0. The exponent is clamped where SiLU no longer depends on it, in a loop of its own: in one
-// loop the compiler computes both sides of each comparison, divisions and all, and takes three times as long. Clamped, it is
-// about x / 2^127 far below zero, which for the largest x is no longer nearly 0: there x is.
-void silu(float* x, uint64_t n, float alpha = 1.0f) {
+// x[i] = x[i] / (1 + e^-y(x[i])), for a y that grows with x, and is 0 with it. The exponent is clamped where the result no
+// longer depends on it, in a loop of its own: in one loop the compiler computes both sides of each comparison, divisions and
+// all, and takes three times as long. Clamped, it is about x / 2^127 far below zero, which for the largest x is no longer
+// nearly 0: there x is.
+template <class Function>
+void times_sigmoid(float* x, uint64_t n, Function y) {
   constexpr uint64_t kChunk = 64;
-  constexpr float kVanished = -0x1p30f;  // its SiLU was 2^-97
+  constexpr float kVanished = -0x1p30f;  // SiLU of it was 2^-97
   float exponent[kChunk];
   for (uint64_t first = 0; first < n; first += kChunk) {
     float* v = x + first;
     const uint64_t count = n - first < kChunk ? n - first : kChunk;
     for (uint64_t i = 0; i < count; ++i) {
-      const float from = -(alpha * v[i]), e = from > -87.0f ? from : -87.0f;  // a NaN is clamped; its SiLU is still NaN
+      const float from = -y(v[i]), e = from > -87.0f ? from : -87.0f;  // a NaN is clamped; its result is still NaN
       exponent[i] = e < 88.0f ? e : 88.0f;
       v[i] = from > -kVanished ? -0.0f : v[i];
     }
     for (uint64_t i = 0; i < count; ++i) v[i] = v[i] / (1.0f + exponential(exponent[i]));
   }
+}
+
+void silu(float* x, uint64_t n, float alpha = 1.0f) {
+  times_sigmoid(x, n, [alpha](float v) { return alpha * v; });
+}
+
+// (1 + tanh(y / 2)) / 2 is the sigmoid of y = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+constexpr float kLinear = 1.5957691216057308f, kCubic = 0.07135481627260025f;
+void gelu_tanh(float* x, uint64_t n) {
+  times_sigmoid(x, n, [](float v) { return v * (kLinear + kCubic * (v * v)); });
 }
 
 // Comparisons so that NaN stays NaN.
@@ -70,6 +82,14 @@ Point gelu(float v) {
   return {v * phi, phi + v * std::exp(-0.5f * v * v) * 0.39894228040143268f};
 }
 
+// s (1 - s) of e^-|y|, which never overflows, without a difference that cancels. Where v^2 is above 128, e^-|y| is 0; y' must
+// only not be infinite there.
+Point gelu_tanh(float v) {
+  const float square = v * v < 128.0f ? v * v : 128.0f, e = std::exp(-std::fabs(v) * (kLinear + kCubic * square));
+  const float r = 1.0f / (1.0f + e), tail = e * r, s = v < 0.0f ? tail : r;
+  return {v * s, s + v * tail * r * (kLinear + 3.0f * kCubic * square)};
+}
+
 // `v` is the gate, or all there is.
 Point activated(float v, const AgreedLayer& layer) {
   switch (layer.activation) {
@@ -77,6 +97,8 @@ Point activated(float v, const AgreedLayer& layer) {
     case Activation::kRelu2: return {v * v, v > 0.0f ? 2.0f * v : 0.0f};
     case Activation::kGelu:
     case Activation::kGeGlu: return gelu(v);
+    case Activation::kGeluTanh:
+    case Activation::kGeGluTanh: return gelu_tanh(v);
     case Activation::kSilu:
     case Activation::kSwiGlu: return silu(v, 1.0f);
     case Activation::kClampedSwiGlu: {
@@ -95,6 +117,8 @@ void activate(float* x, const float* up, const AgreedLayer& layer, uint64_t n) {
     case Activation::kRelu: relu(x, n); break;
     case Activation::kGelu:
     case Activation::kGeGlu: gelu(x, n); break;
+    case Activation::kGeluTanh:
+    case Activation::kGeGluTanh: gelu_tanh(x, n); break;
     case Activation::kSilu:
     case Activation::kSwiGlu: silu(x, n); break;
     case Activation::kRelu2:

@@ -21,6 +21,11 @@ UNGATED = {
     "gelu_python": "gelu",
     "relu": "relu",
     "relu2": "relu2",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
 }
 """The operator's activation of experts without a gate, by Transformers' name."""
 

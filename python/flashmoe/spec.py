@@ -118,6 +118,8 @@ _ACTIVATIONS = {
     "geglu": ("gelu", "GeGLU"),
     "relu2": ("relu2", "ReLU2"),
     "clamped_swiglu": ("silu", "clamped SwiGLU"),
+    "gelu_tanh": ("gelu_tanh", "tanh GELU"),
+    "geglu_tanh": ("gelu_tanh", "tanh GeGLU"),
 }
 """By name: its `PLAIN` and its title."""
 

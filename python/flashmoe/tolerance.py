@@ -492,10 +492,19 @@ def _activated(
     a = activate(z, activation)
     step = 1e-6 * (1.0 + np.abs(z))
     slope = (activate(z + step, activation) - a) / step
-    # In gelu, 1 + erf cancels for negative z: the error is relative to z. In silu, exp(-z) has a relative
-    # error that grows with |z|, and passes it on where it is not small beside 1.
-    size = {"relu": 0.0, "gelu": z, "silu": a * (1.0 + np.maximum(-z, 0.0))}[activation]
+    # In gelu, 1 + erf cancels for negative z: the error is relative to z. In z times a sigmoid, exp(-y) has a relative
+    # error that grows with |y|, and passes it on where it is not small beside 1.
+    size = a * (1.0 + np.maximum(-_of_sigmoid(z, activation)[0], 0.0))
+    size = {"relu": 0.0, "gelu": z}.get(activation, size)
     return a, variance * slope**2 + _VARIANCE32 * (roundings * size) ** 2
+
+
+def _of_sigmoid(z: np.ndarray, activation: str) -> tuple[np.ndarray, np.ndarray]:
+    """The argument y of the sigmoid that silu and gelu_tanh multiply z by, and its derivative."""
+    if activation != "gelu_tanh":
+        return z, np.ones_like(z)
+    factor = math.sqrt(8.0 / math.pi)
+    return factor * (z + 0.044715 * z**3), factor * (1.0 + 3.0 * 0.044715 * z**2)
 
 
 def _tail_bound(variance_by_token: np.ndarray) -> CallError:

@@ -38,6 +38,11 @@ inline double activate(Activation a, double gate, double up) {
     case Activation::kSilu: return gate / (1 + std::exp(-gate));
     case Activation::kSwiGlu: return activate(Activation::kSilu, gate, up) * up;
     case Activation::kGeGlu: return activate(Activation::kGelu, gate, up) * up;
+    case Activation::kGeluTanh: {
+      const double t = std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate);
+      return gate / (1 + std::exp(-2 * t));  // = gate (1 + tanh(t)) / 2, without its cancellation
+    }
+    case Activation::kGeGluTanh: return activate(Activation::kGeluTanh, gate, up) * up;
     case Activation::kRelu2: return gate > 0 ? gate * gate : 0;
     case Activation::kClampedSwiGlu: break;  // none that these tests draw: it has numbers of its own
   }

@@ -19,14 +19,16 @@ namespace flashmoe {
 
 // Besides, whether there is a gate: GEMM0 has two results for each intermediate column then, a gate, and what the activated
 // gate scales ("up").
-#define FLASHMOE_ACTIVATIONS(ROW) \
-  ROW(kRelu, "relu", false)       \
-  ROW(kGelu, "gelu", false)       \
-  ROW(kSilu, "silu", false)       \
-  ROW(kSwiGlu, "swiglu", true)    \
-  ROW(kGeGlu, "geglu", true)      \
-  ROW(kRelu2, "relu2", false)     \
-  ROW(kClampedSwiGlu, "clamped_swiglu", true)
+#define FLASHMOE_ACTIVATIONS(ROW)             \
+  ROW(kRelu, "relu", false)                   \
+  ROW(kGelu, "gelu", false)                   \
+  ROW(kSilu, "silu", false)                   \
+  ROW(kSwiGlu, "swiglu", true)                \
+  ROW(kGeGlu, "geglu", true)                  \
+  ROW(kRelu2, "relu2", false)                 \
+  ROW(kClampedSwiGlu, "clamped_swiglu", true) \
+  ROW(kGeluTanh, "gelu_tanh", false)          \
+  ROW(kGeGluTanh, "geglu_tanh", true)
 
 // Who chooses a token's experts: the caller, or the router, by its scores: the softmax of the logits over all E, or the
 // sigmoid of each.

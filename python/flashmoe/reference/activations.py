@@ -29,16 +29,33 @@ def _silu_slope(z: np.ndarray) -> np.ndarray:
     return s * (1.0 + z * (1.0 - s))
 
 
+def _gelu_tanh(z: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return z / (1.0 + np.exp(-_twice_the_argument(z)))  # = z (1 + tanh(..)) / 2, without its cancellation
+
+
+def _gelu_tanh_slope(z: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        s = 1.0 / (1.0 + np.exp(-_twice_the_argument(z)))
+    return s * (1.0 + z * (1.0 - s) * math.sqrt(8.0 / math.pi) * (1.0 + 3.0 * 0.044715 * z**2))
+
+
+def _twice_the_argument(z: np.ndarray) -> np.ndarray:
+    """Of tanh."""
+    return math.sqrt(8.0 / math.pi) * (z + 0.044715 * z**3)
+
+
 Function = Callable[[np.ndarray], np.ndarray]
 _PLAIN: dict[str, tuple[Function, Function]] = {
     "relu": (lambda z: np.maximum(z, 0.0), lambda z: (z > 0.0).astype(np.float64)),
     "relu2": (lambda z: np.square(np.maximum(z, 0.0)), lambda z: 2.0 * np.maximum(z, 0.0)),
     "gelu": (_gelu, _gelu_slope),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
     "silu": (_silu, _silu_slope),
 }
 """Without a gate, each with its derivative."""
 
-GATED = {"swiglu": "silu", "geglu": "gelu", "clamped_swiglu": "silu"}
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "clamped_swiglu": "silu"}
 """With a gate, and what is done with this."""
 
 

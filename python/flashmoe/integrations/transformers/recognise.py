@@ -14,7 +14,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLUActivation
+from transformers.activations import (
+    AccurateGELUActivation,
+    FastGELUActivation,
+    GELUActivation,
+    GELUTanh,
+    NewGELUActivation,
+    ReLUSquaredActivation,
+    SiLUActivation,
+)
 from transformers.integrations import moe as interface
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
@@ -25,7 +33,8 @@ from .attributes import remembered, tensor_of
 
 _KINDS: dict[str, tuple[Any, ...]] = {
     "silu": (torch.nn.SiLU, SiLUActivation, torch.nn.functional.silu),
-    "gelu": (GELUActivation, torch.nn.functional.gelu),  # by erf; torch.nn.GELU may be another
+    "gelu": (GELUActivation, torch.nn.functional.gelu),  # by erf; torch.nn.GELU is either of the two
+    "gelu_tanh": (GELUTanh, NewGELUActivation, FastGELUActivation, AccurateGELUActivation),
     "relu": (torch.nn.ReLU, torch.nn.functional.relu, torch.relu),
     "relu2": (ReLUSquaredActivation,),
 }
@@ -183,8 +192,8 @@ def _gate_of_gpt_oss() -> Any:
 def _activation(module: torch.nn.Module, known: dict[Any, str]) -> str:
     act = module.act_fn
     kind = type(act) if isinstance(act, torch.nn.Module) else act
-    if kind is torch.nn.GELU and act.approximate == "none":
-        kind = GELUActivation
+    if kind is torch.nn.GELU:
+        kind = {"none": GELUActivation, "tanh": GELUTanh}.get(act.approximate, kind)
     if kind not in known:
         names = ", ".join(dict.fromkeys(each.__name__ for each in known))
         raise _refusal(module, "act_fn", f"one of {names}", getattr(kind, "__name__", repr(kind)))
