@@ -8,6 +8,8 @@ CLAMPED = {"activation": "clamped_swiglu", "limit": 0.75, "alpha": 1.702, "up_of
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "geglu": {"activation": "geglu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "geglu_tanh": {"activation": "geglu_tanh"},
     "relu2": {"activation": "relu2"},
     "clamped": CLAMPED,
     "clamped, no limit": {"activation": "clamped_swiglu", "alpha": 0.5},

@@ -14,6 +14,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu", "biases": True},
     "silu": {"activation": "silu"},
     "geglu": {"activation": "geglu", "transposed": True},
+    "gelu_tanh": {"activation": "gelu_tanh", "biases": True},
+    "geglu_tanh": {"activation": "geglu_tanh", "interleaved": True},
     "clamped": {"activation": "clamped_swiglu", "limit": 0.7, "alpha": 1.702, "up_offset": 1.0, "biases": True},
     "gpt-oss": {
         "activation": "clamped_swiglu", "limit": 0.7, "alpha": 1.702, "up_offset": 1.0, "biases": True,

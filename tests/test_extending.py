@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = {"flashmoe": "include/flashmoe", "py": "python/flashmoe"}
 """What the page calls two folders."""
+PRODUCT = ("include", "csrc", "python/flashmoe")
+KINDS = (".h", ".cuh", ".cpp", ".cu", ".py")
 
 
 def paths_of(page: str) -> list[str]:
@@ -33,3 +35,16 @@ def test_the_files_of_the_table_are_there() -> None:
 )
 def test_names_are_read_from_the_root(text: str, expected: str) -> None:
     assert paths_of(text) == [expected]
+
+
+def test_an_activation_is_said_in_the_files_of_its_row() -> None:
+    """Of the product, by the last one of the table: in those, and where names that models have for it are."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    own, names = (
+        next(line for line in page.splitlines() if line.startswith(f"| {row} |")).split("|")
+        for row in ("**an activation**", "a name that models have for it")
+    )
+    allowed = {each for path in paths_of("".join(own + names)) for each in ROOT.glob(path)}
+    files = [each for folder in PRODUCT for kind in KINDS for each in (ROOT / folder).rglob(f"*{kind}")]
+    said = {each for each in files if re.search("gelu_?tanh", each.read_text(), re.IGNORECASE)}
+    assert {ROOT / path for path in paths_of(own[2] + own[3])} <= said <= allowed

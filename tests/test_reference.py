@@ -57,6 +57,9 @@ def test_activations_by_hand():
     z = np.array([-40.0, -1.0, 0.0, 1.0, 800.0])
     silu = [-40.0 / (1.0 + math.exp(40.0)), -1.0 / (1.0 + math.e), 0.0, 1.0 / (1.0 + math.exp(-1.0)), 800.0]
     gelu = [-20.0 * math.erfc(40.0 / math.sqrt(2.0)), -0.15865525393145707, 0.0, 0.8413447460685429, 800.0]
+    tanh = [z * 0.5 * (1.0 + math.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3))) for z in (-1.0, 0.0, 1.0)]
+    np.testing.assert_allclose(activate(z, "gelu_tanh"), [0.0, *tanh, 800.0], rtol=3e-15)
+    np.testing.assert_allclose(activate(np.array([-4.0]), "gelu_tanh"), [-7.024594819237269e-05], rtol=1e-14)
     np.testing.assert_allclose(activate(z, "relu"), [0.0, 0.0, 0.0, 1.0, 800.0])
     np.testing.assert_allclose(activate(z, "silu"), silu, rtol=1e-15)
     np.testing.assert_allclose(activate(z, "gelu"), gelu, rtol=1e-15)

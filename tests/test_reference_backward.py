@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,12 +118,13 @@ def _activation(z: Any, options: dict[str, Any]) -> Any:
         "relu": torch.relu,
         "relu2": lambda v: torch.relu(v) ** 2,
         "gelu": functional.gelu,
+        "gelu_tanh": partial(functional.gelu, approximate="tanh"),
         "silu": functional.silu,
     }
     if name in plain:
         return plain[name](z)
     gate, up = (z[::2], z[1::2]) if options.get("interleaved") else z.chunk(2)
     if name != "clamped_swiglu":
-        return {"swiglu": functional.silu, "geglu": functional.gelu}[name](gate) * up
+        return plain[{"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}[name]](gate) * up
     gate, up = gate.clamp(max=options["limit"]), up.clamp(-options["limit"], options["limit"])
     return gate * torch.sigmoid(options["alpha"] * gate) * (up + options["up_offset"])

@@ -389,6 +389,21 @@ def test_gradients_of_choices_without_an_expert(pool: RankPool):
         assert error <= (len(grad) + SIZES["hidden"] + 2 * SIZES["intermediate"]) * 2.0**-23 * size, name
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_slopes_far_out(pool: RankPool, activation: str):
+    """They are 0 and 1, where squares and cubes of pre-activations have no place in float32."""
+    sizes = {"hidden": 2, "intermediate": 2, "experts": 1, "top_k": 1}
+    problem = random_problem(47, [1], **sizes, fused=False, activation=activation, biases=(False, True, False))
+    problem.x[0][:] = [[1.0, 0.0]]
+    problem.gate_up_proj[:] = [[[2.0**100, 0.0], [-(2.0**100), 0.0]]]
+    problem.down_proj[:] = [[[2.0**-100, 0.0], [0.0, 1.0]]]
+    problem.gate_up_bias[:] = 0.0
+    problem.topk_weights[0][:] = 1.0
+    found = train(pool, problem, [np.ones((1, 2), np.float32)])[0][0]
+    assert found["y"].tolist() == [[1.0, 0.0]]
+    assert found["gate_up_bias"].tolist() == [[2.0**-100, 0.0]]
+
+
 # ---- modules and operators -----------------------------------------------------------------------------------------
 
 

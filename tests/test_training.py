@@ -15,7 +15,7 @@ import pytest
 import torch
 from flashmoe import memory
 from flashmoe.launch import RankPool
-from flashmoe.spec import GATED
+from flashmoe.spec import ACTIVATIONS, GATED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_options import CLAMPED, WITH_SHARED
@@ -32,6 +32,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
     "silu": {"activation": "silu"},
     "geglu": {"activation": "geglu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "geglu_tanh": {"activation": "geglu_tanh"},
     "clamped": CLAMPED,
     "not normalised": {"renormalize": False},
     "sigmoid, not normalised": {"score": "sigmoid", "renormalize": False},
@@ -128,7 +130,7 @@ def layers(draw: st.DrawFn) -> tuple[int, list[int], dict[str, Any]]:
         "experts": experts,
         "top_k": draw(st.integers(1, min(experts, 6))),
         "dtype": draw(st.sampled_from(["float32", "float32", "bfloat16"])),
-        "activation": draw(st.sampled_from(["relu", "relu2", "gelu", "silu", *GATED])),
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
         "fused": draw(st.booleans()),
         "transposed": draw(st.booleans()),
         "weights_on_input": draw(st.booleans()),

@@ -24,10 +24,11 @@ transformers = pytest.importorskip("transformers")
 
 import torch.distributed as dist  # noqa: E402
 from flashmoe import growing  # noqa: E402
+from flashmoe.architectures import UNGATED  # noqa: E402
 from flashmoe.context import contexts  # noqa: E402
 from flashmoe.integrations.transformers import experts_forward, recognise  # noqa: E402
 from flashmoe.integrations.transformers.experts import NAME, experts_modules  # noqa: E402
-from flashmoe.reference import moe_reference  # noqa: E402
+from flashmoe.reference import activate, moe_reference  # noqa: E402
 from flashmoe.tolerance import call_error, relative_error  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from torch.distributed.tensor import DTensor, init_device_mesh  # noqa: E402
@@ -248,6 +249,11 @@ COMPUTED = {
     "gated, with biases": {"has_bias": True},
     "swish": {"act_fn": activation("swish")},
     "gated by gelu": {"act_fn": activation("gelu")},
+    **{
+        f"gated by {name}": {"act_fn": activation(name)}
+        for name in ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_new", "gelu_fast", "gelu_accurate")
+    },
+    "gated by torch's gelu by tanh": {"act_fn": torch.nn.GELU(approximate="tanh")},
     "transposed": {"is_transposed": True},
     "transposed, with biases": {"is_transposed": True, "has_bias": True},
     "no gate, relu squared": {"has_gate": False, "act_fn": activation("relu2")},
@@ -256,6 +262,7 @@ COMPUTED = {
     "no gate, gelu": {"has_gate": False, "act_fn": activation("gelu")},
     "no gate, gelu in Python": {"has_gate": False, "act_fn": activation("gelu_python")},
     "no gate, torch's gelu": {"has_gate": False, "act_fn": torch.nn.GELU()},
+    "no gate, gelu by tanh": {"has_gate": False, "act_fn": activation("gelu_pytorch_tanh")},
     "no gate, with biases": {"has_gate": False, "act_fn": activation("relu"), "has_bias": True},
 }
 
@@ -273,12 +280,12 @@ REFUSED = {
         {"is_concatenated": False},
         r"is_concatenated: expected True, got False",
     ),
-    "gated by tanh gelu": ({"act_fn": activation("gelu_pytorch_tanh")}, r"act_fn: .*, got GELUTanh"),
+    "gated by quick gelu": ({"act_fn": activation("quick_gelu")}, r"act_fn: .*, got QuickGELUActivation"),
     "gated by relu": ({"act_fn": activation("relu")}, r"act_fn: .*, got ReLU"),
     "gated by a lambda": ({"act_fn": lambda z: z}, r"act_fn: .*, got <lambda>"),
-    "no gate, tanh gelu": (
-        {"has_gate": False, "act_fn": torch.nn.GELU(approximate="tanh")},
-        r"act_fn: expected one of .*gelu, ReLU, .*, got GELU",
+    "no gate, clipped gelu": (
+        {"has_gate": False, "act_fn": activation("gelu_10")},
+        r"act_fn: expected one of .*gelu, .*, ReLU, .*, got ClippedGELUActivation",
     ),
 }
 
@@ -303,12 +310,40 @@ def test_attributes_of_newer_releases_are_looked_at(name):
 
 def test_an_activation_that_a_configuration_names():
     for name in ("Mixtral", "Qwen3Moe"):
-        model = model_of(name, hidden_act="gelu")
-        expected = logits_of(with_experts(model, "eager"), PROMPT)
-        assert (logits_of(with_experts(model, NAME), PROMPT) - expected).abs().max() <= 1e-5
-        model, refused = with_experts(model_of(name, hidden_act="gelu_pytorch_tanh"), NAME), "GELUTanh"
+        for computed in ("gelu", "gelu_pytorch_tanh"):
+            model = model_of(name, hidden_act=computed)
+            expected = logits_of(with_experts(model, "eager"), PROMPT)
+            assert (logits_of(with_experts(model, NAME), PROMPT) - expected).abs().max() <= 1e-5
+        model, refused = with_experts(model_of(name, hidden_act="quick_gelu"), NAME), "QuickGELUActivation"
         with pytest.raises(flashmoe.InvalidArgument, match=rf"^{name}Experts\.act_fn: expected .*, got {refused};"):
             logits_of(model, PROMPT)
+
+
+def test_gemma_4():
+    """Experts beside a dense MLP, gated by GELU by tanh; and it matters by which."""
+    own = {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24, "head_dim": 16, "global_head_dim": 16}
+    own |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "num_global_key_value_heads": 2}
+    torch.manual_seed(7)
+    config = transformers.Gemma4TextConfig(**SMALL | own, enable_moe_block=True)
+    assert config.hidden_activation == "gelu_pytorch_tanh"
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    assert len(experts_modules(model)) == SMALL["num_hidden_layers"]
+    expected = logits_of(with_experts(model, "eager"), PROMPT)
+    got = logits_of(with_experts(model, NAME), PROMPT)
+    assert (got - expected).abs().max() <= 1e-5
+    assert torch.equal(greedy(model, PROMPT, 64), greedy(with_experts(model, "eager"), PROMPT, 64))
+    for experts in experts_modules(model):
+        experts.act_fn = activation("gelu")
+    assert (logits_of(model, PROMPT) - expected).abs().max() > 1e-4
+
+
+def test_names_of_activations_are_of_the_same_functions():
+    """What a configuration may say, as `flashmoe.architectures` has it, beside what Transformers computes by it."""
+    z = torch.linspace(-8.0, 8.0, 1001, dtype=torch.float64)
+    for name, plain in UNGATED.items():
+        expected = activation(name)(z)
+        torch.testing.assert_close(torch.from_numpy(activate(z.numpy(), plain)), expected, rtol=1e-9, atol=1e-9)
+        assert recognise(some_experts(act_fn=activation(name), has_gate=False)).activation == plain
 
 
 def own_gates():

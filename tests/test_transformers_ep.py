@@ -129,7 +129,7 @@ def _say(rank, ranks, name, changes):
 @pytest.mark.parametrize(
     ("ranks", "name", "changes", "message"),
     [
-        (2, "Mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "MixtralExperts.act_fn: expected one of SiLU, "),
+        (2, "Mixtral", {"hidden_act": "quick_gelu"}, "MixtralExperts.act_fn: expected one of SiLU, "),
         (4, "Qwen3Moe", {}, "Cannot evenly shard 6 experts across 4"),  # says Transformers
         (2, "Llama4", {}, "`ep_size=2` was requested, but `Llama4ForCausalLM` has no `ep_plan`."),  # says Transformers
     ],

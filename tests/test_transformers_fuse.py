@@ -395,6 +395,7 @@ CHANGES = [
     ("DeepseekV3", {"n_group": 2, "topk_group": 1}),
     ("Glm4Moe", {"n_group": 4, "topk_group": 2}),
     ("Mixtral", {"hidden_act": "gelu"}),
+    ("Mixtral", {"hidden_act": "gelu_pytorch_tanh"}),
     ("Llama4", {"hidden_act": "gelu"}),
     ("Llama4", {"num_experts_per_tok": 3}),
     ("Llama4", {"moe_layers": [0, 1]}),
@@ -424,8 +425,10 @@ def test_models_without_such_blocks_are_refused():
         flashmoe.InvalidArgument, match=r"^Llama4ForCausalLM: expected Mixture-of-Experts blocks, got n"
     ):
         fuse(dense)
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^Llama4TextExperts\.act_fn: expected .*, got GELUTanh"):
-        fuse(model_of("Llama4", hidden_act="gelu_pytorch_tanh"))
+    with pytest.raises(
+        flashmoe.InvalidArgument, match=r"^Llama4TextExperts\.act_fn: expected .*, got QuickGELUActivation"
+    ):
+        fuse(model_of("Llama4", hidden_act="quick_gelu"))
 
 
 def test_a_router_of_another_kind_is_refused():

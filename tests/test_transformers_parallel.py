@@ -206,7 +206,7 @@ def _refusals(rank, ranks):
         messages.append(str(caught.value))
 
     note(lambda: parallelize(model_of("Llama4", moe_layers=[]), **ROOM))
-    note(lambda: parallelize(model_of("Mixtral", hidden_act="gelu_pytorch_tanh"), **ROOM))
+    note(lambda: parallelize(model_of("Mixtral", hidden_act="quick_gelu"), **ROOM))
     model = model_of("Mixtral")
     expected = results_of(with_experts(model, NAME), rank)
     known, model.config = model.config, transformers.PretrainedConfig()
@@ -230,7 +230,8 @@ def test_what_is_refused_of_a_model_that_is_to_be_spread(on_ranks):
     )
     assert [message.partition(";")[0] for message in messages] == [
         "Llama4ForCausalLM: expected experts modules, on Transformers' interface or of Llama 4, got none",
-        "MixtralExperts.act_fn: expected one of SiLU, SiLUActivation, silu, GELUActivation, gelu, got GELUTanh",
+        "MixtralExperts.act_fn: expected one of SiLU, SiLUActivation, silu, GELUActivation, gelu, GELUTanh, "
+        "NewGELUActivation, FastGELUActivation, AccurateGELUActivation, got QuickGELUActivation",
         "top_k: expected K, since PreTrainedConfig has no num_experts_per_tok, got None",
         share.partition(";")[0],
         share.partition(";")[0],

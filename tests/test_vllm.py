@@ -76,12 +76,15 @@ REFUSED = {
     "float64": (config(in_dtype="torch.float64"), "in_dtype: expected one of float32, bfloat16, float16, got float64"),
     **{
         name: (config(activation=name), f"activation: expected one of {', '.join(recognise.ACTIVATIONS)}, got {name}")
-        for name in ("gelu_tanh", "relu2", "situ", "swiglustep", "silu_no_mul", "gelu_no_mul", "relu2_no_mul")
+        for name in ("relu2", "situ", "swiglustep", "silu_no_mul", "gelu_no_mul", "relu2_no_mul")
     },
-    "gelu with a limit": (
-        config(activation="gelu", swiglu_limit=7.0),
-        "swiglu_limit: expected None with gelu, got 7.0",
-    ),
+    **{
+        f"{name} with a limit": (
+            config(activation=name, swiglu_limit=7.0),
+            f"swiglu_limit: expected None with {name}, got 7.0",
+        )
+        for name in ("gelu", "gelu_tanh")
+    },
     "swigluoai of another limit": (
         config(activation="swigluoai", swiglu_limit=10.0),
         "swiglu_limit, swiglu_alpha, swiglu_beta: expected (7.0, 1.702, 1.0) with swigluoai, got (10.0, 1.702, 1.0)",
@@ -112,9 +115,15 @@ def test_experts_in_another_fp8_are_refused_by_name():
         assert str(refused.value) == f"{message}; FlashMoE does not compute these experts in vLLM, {ADVICE}"
 
 
+def test_activations_by_their_names_in_vllm():
+    assert recognise.ACTIVATIONS == ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave")
+    for name, expected in (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh")):
+        assert recognise.activation_of(name, None, None, None) == {"activation": expected}
+
+
 @pytest.mark.parametrize("activation", recognise.ACTIVATIONS)
 def test_what_is_computed_is_not_refused(activation):
-    recognise.check(config(activation=activation, swiglu_limit=None if activation == "gelu" else 7.0))
+    recognise.check(config(activation=activation, swiglu_limit=None if activation.startswith("gelu") else 7.0))
 
 
 def test_a_context_that_grows_has_one_number_in_all_processes():

@@ -6,7 +6,7 @@ No GPU is needed. The layer's kernels are compiled as on first use (python/flash
 float32, transposed weights, experts in FP8 and MXFP4, few tokens alone and in groups, forward passes that keep what
 gradients need, and backward passes, with the activations that differ most; traced; for several machines; and, to put to
 other ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance of plain
-layers, of training and of few tokens, and more of the other kinds: some 920 compilations of up to four minutes each, a
+layers, of training and of few tokens, and more of the other kinds: some 1180 compilations of up to four minutes each, a
 night of 8 cores. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or
 that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only far slower; so
 each of these is an error here. What is compiled and the compiler's output go to build-cuda/.

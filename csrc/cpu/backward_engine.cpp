@@ -4,7 +4,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "cpu/activate_backward.h"
+#include "cpu/activations.h"
 #include "cpu/router_backward.h"
 
 namespace flashmoe::cpu {

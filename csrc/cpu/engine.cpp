@@ -5,6 +5,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "cpu/activations.h"
+
 namespace flashmoe::cpu {
 namespace {
 

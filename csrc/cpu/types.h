@@ -1,4 +1,4 @@
-// Arithmetic of the CPU engine on tensor elements: conversions, and activations.
+// Arithmetic of the CPU engine on tensor elements: conversions.
 #pragma once
 
 #include <cmath>
@@ -52,9 +52,5 @@ void round_to(float* v, DType t, uint64_t n);
 void quantise(uint8_t* elements, float* scales, const float* values, uint32_t n);
 // acc[i] += from[i]
 void accumulate(float* acc, const void* from, DType t, uint64_t n);
-
-// x[i] = activation(x[i]), times up[i] with a gate. up may be null otherwise. (In place: with a separate output, the
-// compiler's check for overlap would choose the scalar loop.)
-void activate(float* x, const float* up, const AgreedLayer& layer, uint64_t n);
 
 }  // namespace flashmoe::cpu

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cpu/activations.h"
 #include "cpu/engine.h"
 
 namespace flashmoe::cpu {

@@ -12,14 +12,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .foreign import checkpoint_error, is_count, shown
-from .spec import FP8, MXFP4
+from .spec import BY_GATE, FP8, MXFP4
 
-GATED = dict.fromkeys(("silu", "swish"), "swiglu") | dict.fromkeys(("gelu", "gelu_python"), "geglu")
-"""The operator's activation of experts with a gate, by Transformers' name for what is applied to the gate."""
-
-UNGATED = dict.fromkeys(("silu", "swish"), "silu") | dict.fromkeys(("gelu", "gelu_python"), "gelu")
-UNGATED |= {"relu": "relu", "relu2": "relu2"}
+UNGATED = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+}
 """The operator's activation of experts without a gate, by Transformers' name."""
+
+GATED = {name: BY_GATE[plain] for name, plain in UNGATED.items() if plain in BY_GATE}
+"""The same of experts with a gate, by Transformers' name for what is applied to the gate."""
 
 
 @dataclass(frozen=True)

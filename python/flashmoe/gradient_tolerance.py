@@ -54,7 +54,7 @@ import numpy as np
 
 from .reference import activate, activate_backward
 from .reference.backward import of_logits
-from .spec import GATED
+from .spec import GATED, PLAIN
 from .tolerance import (
     _FUNCTION_ROUNDINGS,
     _VARIANCE32,
@@ -62,6 +62,7 @@ from .tolerance import (
     _activated,
     _gate,
     _linear,
+    _of_sigmoid,
     _rounding,
     _scaled_linear,
     _tail_bound,
@@ -283,7 +284,7 @@ class _Layer:
         """That a function is worth."""
         if not self.on_gpu or self.dtype != "float32":
             return _FUNCTION_ROUNDINGS
-        return _OF_TAIL if self.activation in ("gelu", "geglu") and self.tf32 else _OF_EXP
+        return _OF_TAIL if PLAIN[self.activation] == "gelu" and self.tf32 else _OF_EXP
 
     def operand(self, v: np.ndarray) -> np.ndarray:
         """A tensor of the call as its products have it."""
@@ -458,9 +459,9 @@ def _parts(z: np.ndarray, layer: _Layer) -> list[np.ndarray]:
 
 
 def _parts_of_slope(z: np.ndarray, layer: _Layer) -> np.ndarray:
-    """What is added up and may cancel in a slope of silu or gelu: z times the slope of the sigmoid, or of Phi."""
-    plain = {"swiglu": "silu", "geglu": "gelu", "clamped_swiglu": "silu"}.get(layer.activation, layer.activation)
-    if plain not in ("silu", "gelu"):
+    """What is added up and may cancel in a slope of silu or a gelu: z times the slope of the sigmoid, or of Phi."""
+    plain = PLAIN[layer.activation]
+    if plain in ("relu", "relu2"):
         return np.zeros(z.shape)
     alpha = layer.shape.get("alpha", 1.0)
     gate = z
@@ -471,7 +472,8 @@ def _parts_of_slope(z: np.ndarray, layer: _Layer) -> np.ndarray:
         other = np.where(
             gates, np.abs(_pair_sum(np.where(gates, 0.0, z), layer)) + layer.shape.get("up_offset", 0.0), 0.0
         )
-    s = np.abs(gate) * (1.0 + alpha * np.abs(gate)) * np.exp(-alpha * np.minimum(np.abs(gate), 80.0))
+    y, steepness = _of_sigmoid(alpha * np.abs(gate), plain)
+    s = np.abs(gate) * steepness * (1.0 + y) * np.exp(-np.minimum(y, 80.0))
     if plain == "gelu":
         s = np.abs(gate) * np.exp(-0.5 * np.minimum(gate**2, 80.0))
     return s * other + np.abs(activate(gate, plain))

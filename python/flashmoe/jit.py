@@ -31,7 +31,7 @@ from typing import Any
 
 from . import driver, nvshmem
 from .errors import FlashMoEError
-from .spec import ACTIVATIONS, DTYPES
+from .spec import ACTIVATIONS, DTYPES, TITLES
 from .storage import Folder
 
 FLAGS = ("-cubin", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3")
@@ -44,16 +44,6 @@ _TELLS = ("-Xptxas", "-v")
 _SPILLS = re.compile(r"([0-9]+) bytes spill stores, ([0-9]+) bytes spill loads")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _LOG_LINES = 15  # of a failed compilation, in the error
-
-_ACTIVATIONS = {
-    "relu": "ReLU",
-    "gelu": "GELU",
-    "silu": "SiLU",
-    "swiglu": "SwiGLU",
-    "geglu": "GeGLU",
-    "relu2": "ReLU2",
-    "clamped_swiglu": "clamped SwiGLU",
-}
 
 TRANSPOSED = ("bfloat16", "float16")
 """The types of weights that kernels read transposed: the tensor cores take such operands of 16 bits alone."""
@@ -136,7 +126,7 @@ class Variant:
     def title(self) -> str:
         """For messages, such as ``bf16 SwiGLU``."""
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
-        words = [*self._words(_FIRST), dtype, _ACTIVATIONS[self.activation], *self._words(_BETWEEN)]
+        words = [*self._words(_FIRST), dtype, TITLES[self.activation], *self._words(_BETWEEN)]
         title = " ".join(words + self._words(_LAST))
         return title.replace("group few tokens", "few tokens of a group")
 

@@ -64,7 +64,7 @@ def moe(
     top_k, renormalize:
         With `router`: K; whether the K weights are divided by their sum (that of sigmoids plus 1e-20).
     activation:
-        ``"relu"``, ``"relu2"``, ``"gelu"`` (by erf), ``"silu"``; or gated, one of `flashmoe.spec.GATED`.
+        One of `flashmoe.spec.ACTIVATIONS`, such as ``"gelu"`` (by erf); of `flashmoe.spec.GATED` with a gate.
     router_bias, gate_up_bias, down_bias: [E], [El, 2I] or [El, I], [El, H]
         Optional biases; choice_bias, [E] float32: of the scores, for the choice of experts alone.
     shared_gate_up, shared_down, shared_gate: [2Is, H] or [Is, H], [H, Is], [1, H]

@@ -110,10 +110,32 @@ ENCODINGS = {
 STORED_AS = {encoding.stored: dtype for dtype, encoding in ENCODINGS.items()}
 """The element type of weights, by that of the tensor that has their elements."""
 
-ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu", "relu2", "clamped_swiglu")
+_ACTIVATIONS = {
+    "relu": ("relu", "ReLU"),
+    "gelu": ("gelu", "GELU"),
+    "silu": ("silu", "SiLU"),
+    "swiglu": ("silu", "SwiGLU"),
+    "geglu": ("gelu", "GeGLU"),
+    "relu2": ("relu2", "ReLU2"),
+    "clamped_swiglu": ("silu", "clamped SwiGLU"),
+    "gelu_tanh": ("gelu_tanh", "tanh GELU"),
+    "geglu_tanh": ("gelu_tanh", "tanh GeGLU"),
+}
+"""By name: its `PLAIN` and its title."""
 
-GATED = ("swiglu", "geglu", "clamped_swiglu")
+ACTIVATIONS = tuple(_ACTIVATIONS)
+
+PLAIN = {name: plain for name, (plain, _) in _ACTIVATIONS.items()}
+"""What an activation does with each column of the first product; or, where it is another one's name, with the gate."""
+
+GATED = tuple(name for name, plain in PLAIN.items() if name != plain)
 """Activations with a gate, which have two columns of the first product for each of their own."""
+
+BY_GATE = {PLAIN[name]: name for name in GATED if name != "clamped_swiglu"}
+"""Those of them without numbers of their own, by what they do with the gate."""
+
+TITLES = {name: title for name, (_, title) in _ACTIVATIONS.items()}
+"""What activations are called in messages."""
 
 SCORES = ("softmax", "sigmoid")
 """What a router makes of its logits: their softmax over all E, or the sigmoid of each."""

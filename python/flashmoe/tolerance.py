@@ -88,7 +88,7 @@ from .reference import (
     scores,
 )
 from .reference.quantised import BLOCK
-from .spec import GATED, halves_of
+from .spec import GATED, PLAIN, halves_of
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
@@ -475,7 +475,7 @@ def _activated(
         if interleaved:
             z, variance = (np.concatenate([each[:, ::2], each[:, 1::2]], axis=1) for each in (z, variance))
         (gate, up), (gate_variance, up_variance) = np.split(z, 2, axis=1), np.split(variance, 2, axis=1)
-        gated = {"swiglu": "silu", "geglu": "gelu", "clamped_swiglu": "clamped_silu"}[activation]
+        gated = "clamped_silu" if activation == "clamped_swiglu" else PLAIN[activation]
         act, act_variance = _activated(gate, gate_variance, gated, roundings=roundings, **shape)
         limit = shape.get("limit") or math.inf
         up = np.clip(up, -limit, limit) + shape.get("up_offset", 0.0)
@@ -492,10 +492,19 @@ def _activated(
     a = activate(z, activation)
     step = 1e-6 * (1.0 + np.abs(z))
     slope = (activate(z + step, activation) - a) / step
-    # In gelu, 1 + erf cancels for negative z: the error is relative to z. In silu, exp(-z) has a relative
-    # error that grows with |z|, and passes it on where it is not small beside 1.
-    size = {"relu": 0.0, "gelu": z, "silu": a * (1.0 + np.maximum(-z, 0.0))}[activation]
+    # In gelu, 1 + erf cancels for negative z: the error is relative to z. In z times a sigmoid, exp(-y) has a relative
+    # error that grows with |y|, and passes it on where it is not small beside 1.
+    size = a * (1.0 + np.maximum(-_of_sigmoid(z, activation)[0], 0.0))
+    size = {"relu": 0.0, "gelu": z}.get(activation, size)
     return a, variance * slope**2 + _VARIANCE32 * (roundings * size) ** 2
+
+
+def _of_sigmoid(z: np.ndarray, activation: str) -> tuple[np.ndarray, np.ndarray]:
+    """The argument y of the sigmoid that silu and gelu_tanh multiply z by, and its derivative."""
+    if activation != "gelu_tanh":
+        return z, np.ones_like(z)
+    factor = math.sqrt(8.0 / math.pi)
+    return factor * (z + 0.044715 * z**3), factor * (1.0 + 3.0 * 0.044715 * z**2)
 
 
 def _tail_bound(variance_by_token: np.ndarray) -> CallError:

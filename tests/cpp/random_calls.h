@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "cpu/context.h"
+#include "flashmoe/spec/enums.h"
 #include "limits.h"
 #include "reference.h"
 
@@ -54,10 +55,12 @@ struct Work {
     layer.intermediate = 4 * (1 + below(l.intermediate / 4));
     layer.experts = 1 + below(l.experts);
     layer.top_k = 1 + below(min_of(l.top_k, layer.experts));
-    layer.activation = static_cast<Activation>(below(4));
+    do {
+      layer.activation = static_cast<Activation>(below(kValues<Activation>));
+    } while (layer.activation == Activation::kClampedSwiGlu);  // which has numbers of its own
     layer.renormalize = below(2) == 0;
-    const bool gated = layer.activation == Activation::kSwiGlu;
-    gate_up = Tensor(uint64_t{layer.experts} * layer.intermediate * (gated ? 2 : 1), layer.hidden, dtype, random);
+    const uint32_t halves = is_gated(layer.activation) ? 2 : 1;
+    gate_up = Tensor(uint64_t{layer.experts} * layer.intermediate * halves, layer.hidden, dtype, random);
     down = Tensor(uint64_t{layer.experts} * layer.hidden, layer.intermediate, dtype, random);
     if (below(2) == 0) router = Tensor(layer.experts, layer.hidden, dtype, random);
     layer.gate_up = gate_up.matrix;

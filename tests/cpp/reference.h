@@ -20,7 +20,7 @@ struct ReferenceLayer {
   uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
   Activation activation = Activation::kSwiGlu;
   bool renormalize = true;
-  Matrix gate_up;  // [E * 2I, H] for SwiGLU, else [E * I, H]
+  Matrix gate_up;  // [E * 2I, H] with a gate, else [E * I, H]
   Matrix down;     // [E * H, I]
   Matrix router;   // [E, H]; empty: routing is given
 };
@@ -36,8 +36,13 @@ inline double activate(Activation a, double gate, double up) {
     case Activation::kRelu: return std::max(gate, 0.0);
     case Activation::kGelu: return 0.5 * gate * std::erfc(-gate * M_SQRT1_2);
     case Activation::kSilu: return gate / (1 + std::exp(-gate));
-    case Activation::kSwiGlu: return gate / (1 + std::exp(-gate)) * up;
+    case Activation::kSwiGlu: return activate(Activation::kSilu, gate, up) * up;
     case Activation::kGeGlu: return activate(Activation::kGelu, gate, up) * up;
+    case Activation::kGeluTanh: {
+      const double t = std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate);
+      return gate / (1 + std::exp(-2 * t));  // = gate (1 + tanh(t)) / 2, without its cancellation
+    }
+    case Activation::kGeGluTanh: return activate(Activation::kGeluTanh, gate, up) * up;
     case Activation::kRelu2: return gate > 0 ? gate * gate : 0;
     case Activation::kClampedSwiGlu: break;  // none that these tests draw: it has numbers of its own
   }
@@ -47,7 +52,7 @@ inline double activate(Activation a, double gate, double up) {
 // out += weight * expert(x); scale += |what was added|, the yardstick of the rounding error.
 inline void add_expert(const ReferenceLayer& l, uint32_t expert, double weight, const double* x, double* out,
                        double* scale) {
-  const bool gated = l.activation == Activation::kSwiGlu;
+  const bool gated = is_gated(l.activation);
   const uint64_t first = uint64_t{expert} * l.intermediate * (gated ? 2 : 1);
   std::vector<double> hidden(l.intermediate);
   for (uint32_t i = 0; i < l.intermediate; ++i) {

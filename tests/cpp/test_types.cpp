@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/activations.h"
 #include "cpu/gemm.h"
 #include "cpu/types.h"
 
@@ -188,6 +189,37 @@ void check_silu_ends() {
   }
 }
 
+// ---- GELU by tanh -----------------------------------------------------------------------------------------
+
+// Of every bfloat16 value, with its slope: within the roundings that it is made of, and where e^-y has no place in fp32 what
+// it tends to.
+void check_gelu_tanh() {
+  const AgreedLayer layer{.activation = Activation::kGeluTanh};
+  const double u = 0x1p-24, factor = std::sqrt(8 / M_PI);
+  for (uint32_t pattern = 0; pattern < 0x10000; ++pattern) {
+    const float x = widened(kBf16, static_cast<uint16_t>(pattern)), one = 1.0f;
+    float value = x, slope = 0.0f;
+    activate(&value, nullptr, layer, 1);
+    activate_backward({&slope, nullptr, 1}, &x, nullptr, &one, layer, 1.0f, 1);
+    if (std::isnan(x) || std::isinf(x)) {
+      CHECK(std::isnan(slope));
+      CHECK(std::isnan(x) ? std::isnan(value) : value == std::fmax(x, 0.0f));
+      continue;
+    }
+    const double v = x, y = factor * v * (1 + 0.044715 * v * v), steepness = factor * (1 + 3 * 0.044715 * v * v);
+    const double s = 1 / (1 + std::exp(-y)), bent = std::fabs(v) / (1 + std::exp(std::fabs(y))) * steepness;
+    // Roundings: of y 5, which e^-y has times y, and of what is made of it; where e^-y is small beside 1, so is its error.
+    const double of_s = 6 * std::fmax(-y, 0.0) + 11, of_bent = 6 * std::fabs(y) + 16;
+    CHECK(std::fabs(value - v * s) <= (u * of_s * s + 0x1p-126) * std::fabs(v));
+    const double expected = s + (bent == 0 ? 0 : v * s * (1 - s) * steepness);
+    CHECK(std::fabs(slope - expected) <= u * (of_s * s + of_bent * bent) + 0x1p-120);
+    if (std::fabs(x) > 12.0f) {
+      CHECK_EQ(slope, x > 0.0f ? 1.0f : 0.0f);
+      CHECK(x > 0.0f ? value == x : value >= x * 0x1p-126f);
+    }
+  }
+}
+
 // ---- GEMM -------------------------------------------------------------------------------------------------
 
 float dot(const float* a, const float* b, uint32_t k) {
@@ -243,6 +275,7 @@ int main() {
   check_e4m3();
   check_silu_bits();
   check_silu_ends();
+  check_gelu_tanh();
   struct Shape {
     uint32_t n, k;
   };

@@ -19,7 +19,9 @@ its square, next to that of an exact float32 sum.
 
 **Functions.** exp and the reciprocal by the approximations of the SM: SiLU within 2^-20 of itself. GELU is max(z, 0)
 less its tail |z| erfc(|z| / sqrt 2) / 2, of which a polynomial is within 3.1e-4 for bfloat16, within 5.4e-6 otherwise;
-exact float32 has another, within 1.5e-7 of its argument (include/flashmoe/gpu/activate.cuh).
+exact float32 has another, within 1.5e-7 of its argument (include/flashmoe/gpu/activate.cuh). GELU by tanh is z
+times the sigmoid of a y, as SiLU is that of z, and within as much of itself: y is off by up to four roundings, which
+SiLU is given for its argument, too.
 
 **A shared expert** is one further choice of every token, its row one dot product over all of Is. The kernel of few
 tokens has a choice for each slice of I columns, whose rows are rounded one by one. Which of the two took a call is not
@@ -36,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from flashmoe.spec import GATED
+from flashmoe.spec import GATED, PLAIN
 from flashmoe.tolerance import UNIT_ROUNDOFF
 from torch import Tensor
 
@@ -390,7 +392,7 @@ def _activated(
                 act_variance = act_variance / alpha**2 + 2.0 * _VARIANCE32 * act**2
                 of_up = of_up + _VARIANCE32 * up**2
         else:
-            act, act_variance = _activated(gate, of_gate, {"swiglu": "silu", "geglu": "gelu"}[activation], dtype, exact)
+            act, act_variance = _activated(gate, of_gate, PLAIN[activation], dtype, exact)
         return act * up, None if variance is None else act_variance * up**2 + act**2 * of_up
     if activation == "relu2":
         a = z.clamp(min=0.0)
@@ -404,8 +406,9 @@ def _activated(
     of_function = {
         "relu": torch.zeros_like(z),
         "gelu": _ERFC_ERROR * z + tail_error * (z.clamp(min=0.0) - _activate(z, "gelu")),
-        # exp's argument is rounded, which exp(-z) has as a relative error that grows with |z|.
+        # exp's argument is rounded, which exp(-y) has as a relative error that grows with |y|.
         "silu": a * (_SILU_ERROR + 4.0 * UNIT_ROUNDOFF["float32"] * (-z).clamp(min=0.0)),
+        "gelu_tanh": a * (_SILU_ERROR + 4.0 * UNIT_ROUNDOFF["float32"] * (-_of_tanh(z)).clamp(min=0.0)),
     }[activation]
     return a, variance * slope**2 + of_function**2
 
@@ -415,7 +418,12 @@ def _activate(z: Tensor, activation: str) -> Tensor:
         return z.clamp(min=0.0)
     if activation == "gelu":
         return 0.5 * z * torch.special.erfc(-z / math.sqrt(2.0))
-    return z * torch.sigmoid(z)
+    return z * torch.sigmoid(z if activation == "silu" else _of_tanh(z))
+
+
+def _of_tanh(z: Tensor) -> Tensor:
+    """y, where ``z (1 + tanh(y / 2)) / 2`` is z times the sigmoid of y."""
+    return math.sqrt(8.0 / math.pi) * (z + 0.044715 * z**3)
 
 
 def _binade(value: Tensor, dtype: str) -> Tensor:

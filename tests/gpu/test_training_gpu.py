@@ -64,6 +64,8 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gelu": BIASES | {"activation": "gelu"},
     "silu": GIVEN | {"activation": "silu"},
     "geglu": {"activation": "geglu"},
+    "gelu_tanh": GIVEN | {"activation": "gelu_tanh"},
+    "geglu_tanh": BIASES | {"activation": "geglu_tanh"},
     "clamped": CLAMPED | BIASES,
     "interleaved": {"interleaved": True},
     "transposed": GIVEN | {"transposed": True},
@@ -243,6 +245,24 @@ def test_a_weight_of_zero_on_the_input_has_a_gradient():
         found = gradients_of(context, problem, grads[0])
         check(problem, grads, [found], engine="cuda")
     assert np.abs(found["topk_weights"][::3]).min() > 0.0 and not found["x"][::3].any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_slopes_far_out(activation: str, dtype: str):
+    """They are 0 and 1, where squares and cubes of pre-activations have no place in float32."""
+    sizes = USUAL | GIVEN | {"dtype": dtype, "activation": activation, "top_k": 1, "biases": (False, True, False)}
+    problem, grads = trainable(21, [3], **sizes)
+    for each in (*problem.x, problem.gate_up_proj, problem.down_proj, problem.gate_up_bias):
+        each[:] = 0.0
+    problem.x[0][:, 0] = problem.topk_weights[0][:] = grads[0][:] = 1.0
+    problem.gate_up_proj[:, :2, 0] = [2.0**100, -(2.0**100)]
+    problem.down_proj[:, [0, 1], [0, 1]] = [2.0**-100, 1.0]
+    with context_of(problem) as context:
+        found = gradients_of(context, problem, grads[0])
+    assert found["y"].astype(np.float32)[:, :2].tolist() == [[1.0, 0.0]] * 3
+    slopes = found["gate_up_bias"].astype(np.float32).sum(axis=0)
+    assert slopes[:2].tolist() == [3.0 * 2.0**-100, 0.0]
 
 
 # Calls

@@ -137,6 +137,7 @@ CASES = {
     ),
     "silu, biases": ({"activation": MoEActivation.SILU, "has_bias": True}, SiluAndMul),
     "gelu": ({"activation": MoEActivation.GELU}, GeluAndMul),
+    "gelu by tanh": ({"activation": MoEActivation.GELU_TANH}, lambda: GeluAndMul(approximate="tanh")),
     "gpt-oss's": ({"activation": MoEActivation.SWIGLUOAI, "has_bias": True}, SwigluOAIAndMul),
     "gpt-oss's, halves, other numbers": (
         {
@@ -304,7 +305,7 @@ def test_a_sum_that_its_caller_reduces_is_none_that_is_reduced():
 REFUSED = {
     "tensors over two ranks": ({"parallel": {"tp_size": 2}}, "tp_size: expected 1, got 2"),
     "experts over two ranks": ({"parallel": {"ep_size": 2, "use_ep": True}}, "ep_size: expected 1, got 2"),
-    "tanh": ({"activation": MoEActivation.GELU_TANH}, "activation: expected one of .*, got gelu_tanh"),
+    "relu squared": ({"activation": MoEActivation.RELU2}, "activation: expected one of .*, got relu2"),
     "LoRA": ({"is_lora_enabled": True}, "is_lora_enabled: expected False, got True"),
     "float64": ({"dtype": torch.float64}, "in_dtype: expected one of .*, got float64"),
 }

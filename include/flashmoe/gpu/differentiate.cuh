@@ -27,6 +27,16 @@ __device__ __forceinline__ ValueAndSlope gelu_and_slope(float x) {
   return {fmaf(-u, tail, max_or_nan(x, 0.0f)), fmaf(x, density, x < 0.0f ? tail : 1.0f - tail)};
 }
 
+// The slope is s + x s (1 - s) y', for s = 1 / (1 + exp(-y)). Of exp(-|y|), which never overflows, 1 - s is no difference that
+// cancels. Where x^2 is above 128, exp(-|y|) is 0, and with it x s (1 - s): y' only must not be infinite there.
+__device__ __forceinline__ ValueAndSlope gelu_tanh_and_slope(float x) {
+  constexpr float kLinear = 1.5957691f, kThreeCubic = 0.21406445f;
+  const float square = min_or_nan(x * x, 128.0f);
+  const float e = exp2_approx(gelu_tanh_exponent(fabsf(x), square)), r = reciprocal_approx(1.0f + e), tail = e * r;
+  const float s = x < 0.0f ? tail : r;
+  return {x * s, fmaf(x * tail * r, fmaf(square, kThreeCubic, kLinear), s)};
+}
+
 }  // namespace detail
 
 // Of a gate, or all there is. Where there is no slope, PyTorch's: 0 of relu at 0, the inside's at a limit. kExact: as fp32
@@ -43,6 +53,8 @@ __device__ __forceinline__ ValueAndSlope differentiate(float x, const ClampedSha
     return s;
   } else if constexpr (A == Activation::kGelu || A == Activation::kGeGlu) {
     return detail::gelu_and_slope<kExact>(x);
+  } else if constexpr (A == Activation::kGeluTanh || A == Activation::kGeGluTanh) {
+    return detail::gelu_tanh_and_slope(x);
   } else {
     return detail::silu_and_slope(x);
   }

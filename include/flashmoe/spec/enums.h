@@ -17,14 +17,18 @@ namespace flashmoe {
   ROW(kFloat8E4M3, "float8_e4m3fn") \
   ROW(kMxFp4, "mxfp4")
 
-#define FLASHMOE_ACTIVATIONS(ROW) \
-  ROW(kRelu, "relu")              \
-  ROW(kGelu, "gelu")              \
-  ROW(kSilu, "silu")              \
-  ROW(kSwiGlu, "swiglu")          \
-  ROW(kGeGlu, "geglu")            \
-  ROW(kRelu2, "relu2")            \
-  ROW(kClampedSwiGlu, "clamped_swiglu")
+// Besides, whether there is a gate: GEMM0 has two results for each intermediate column then, a gate, and what the activated
+// gate scales ("up").
+#define FLASHMOE_ACTIVATIONS(ROW)             \
+  ROW(kRelu, "relu", false)                   \
+  ROW(kGelu, "gelu", false)                   \
+  ROW(kSilu, "silu", false)                   \
+  ROW(kSwiGlu, "swiglu", true)                \
+  ROW(kGeGlu, "geglu", true)                  \
+  ROW(kRelu2, "relu2", false)                 \
+  ROW(kClampedSwiGlu, "clamped_swiglu", true) \
+  ROW(kGeluTanh, "gelu_tanh", false)          \
+  ROW(kGeGluTanh, "geglu_tanh", true)
 
 // Who chooses a token's experts: the caller, or the router, by its scores: the softmax of the logits over all E, or the
 // sigmoid of each.
@@ -68,8 +72,8 @@ namespace flashmoe {
   ROW(kGradients, "gradients") \
   ROW(kReturn, "return")
 
-#define FLASHMOE_VALUE(value, name) value,
-#define FLASHMOE_NAME(value, name)  name,
+#define FLASHMOE_VALUE(value, ...)      value,
+#define FLASHMOE_NAME(value, name, ...) name,
 
 // Stored in bytes, so that CallConfig fits into a cache line of 64. ReturnMode, which kernels read, is a word.
 enum class DType : uint8_t { FLASHMOE_DTYPES(FLASHMOE_VALUE) };
@@ -107,8 +111,14 @@ struct Names<Phase> {
   static constexpr const char* kAll[] = {FLASHMOE_PHASES(FLASHMOE_NAME)};
 };
 
+#define FLASHMOE_OR_GATED(value, name, gated) || (gated && a == Activation::value)
+FLASHMOE_HD constexpr bool is_gated(Activation a) {
+  return false FLASHMOE_ACTIVATIONS(FLASHMOE_OR_GATED);
+}
+
 #undef FLASHMOE_VALUE
 #undef FLASHMOE_NAME
+#undef FLASHMOE_OR_GATED
 
 template <class E>
 inline constexpr size_t kValues = sizeof(Names<E>::kAll) / sizeof(Names<E>::kAll[0]);
@@ -117,11 +127,6 @@ template <class E>
 constexpr const char* name_of(E value) {
   const auto i = static_cast<size_t>(value);
   return i < kValues<E> ? Names<E>::kAll[i] : "?";
-}
-
-// Whether GEMM0 has two results for each intermediate column: a gate, and what the activated gate scales ("up").
-FLASHMOE_HD constexpr bool is_gated(Activation a) {
-  return a == Activation::kSwiGlu || a == Activation::kGeGlu || a == Activation::kClampedSwiGlu;
 }
 
 // Of what rows are in; spec/encoding.h has the bits of all.

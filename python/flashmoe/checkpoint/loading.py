@@ -42,8 +42,8 @@ def load_layer(
         layer: the decoder layer's index; None takes the first that is an MoE layer.
         top_k, renormalize: override the config's ``num_experts_per_tok`` and ``norm_topk_prob``. Without a
             ``config.json``, `top_k` is required and `renormalize` is True if not given.
-        activation: overrides the config's ``hidden_act``: ``swiglu`` or ``geglu`` for gated experts, else ``silu``,
-            ``gelu``, ``relu`` or ``relu2``. Without a ``config.json``, gated experts are taken to be ``swiglu``.
+        activation: one of `flashmoe.spec.ACTIVATIONS`, overrides the config's ``hidden_act``. Without a
+            ``config.json``, gated experts are taken to be ``swiglu``.
         slices: into how many slices experts are cut (see `flashmoe.slices`).
         held: ids of the experts, or with `slices` of their slices, whose tensors are read, ascending; default: all. Of
             the others no byte is. `flashmoe.placement.local_experts` has those of a rank.

@@ -3,10 +3,60 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
-GATED = ("swiglu", "geglu", "clamped_swiglu")
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def _gelu(z: np.ndarray) -> np.ndarray:
+    return 0.5 * z * _erfc(-z / math.sqrt(2.0))  # = z (1 + erf(z / sqrt 2)) / 2, without its cancellation
+
+
+def _gelu_slope(z: np.ndarray) -> np.ndarray:
+    return 0.5 * _erfc(-z / math.sqrt(2.0)) + z * np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+
+
+def _silu(z: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return z / (1.0 + np.exp(-z))
+
+
+def _silu_slope(z: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        s = 1.0 / (1.0 + np.exp(-z))
+    return s * (1.0 + z * (1.0 - s))
+
+
+def _gelu_tanh(z: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return z / (1.0 + np.exp(-_twice_the_argument(z)))  # = z (1 + tanh(..)) / 2, without its cancellation
+
+
+def _gelu_tanh_slope(z: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        s = 1.0 / (1.0 + np.exp(-_twice_the_argument(z)))
+    return s * (1.0 + z * (1.0 - s) * math.sqrt(8.0 / math.pi) * (1.0 + 3.0 * 0.044715 * z**2))
+
+
+def _twice_the_argument(z: np.ndarray) -> np.ndarray:
+    """Of tanh."""
+    return math.sqrt(8.0 / math.pi) * (z + 0.044715 * z**3)
+
+
+Function = Callable[[np.ndarray], np.ndarray]
+_PLAIN: dict[str, tuple[Function, Function]] = {
+    "relu": (lambda z: np.maximum(z, 0.0), lambda z: (z > 0.0).astype(np.float64)),
+    "relu2": (lambda z: np.square(np.maximum(z, 0.0)), lambda z: 2.0 * np.maximum(z, 0.0)),
+    "gelu": (_gelu, _gelu_slope),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
+    "silu": (_silu, _silu_slope),
+}
+"""Without a gate, each with its derivative."""
+
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "clamped_swiglu": "silu"}
+"""With a gate, and what is done with this."""
 
 
 def activate(
@@ -20,28 +70,16 @@ def activate(
 ) -> np.ndarray:
     """The activation of pre-activations z [..., I], or [..., 2I] with a gate: gates, then ups, or in turn if
     `interleaved`. `limit`, `alpha` and `up_offset` are of ``clamped_swiglu``. float64."""
-    if activation == "relu":
-        return np.maximum(z, 0.0)
-    if activation == "relu2":
-        return np.square(np.maximum(z, 0.0))
-    if activation == "gelu":
-        return 0.5 * z * _erfc(-z / math.sqrt(2.0))  # = z (1 + erf(z / sqrt 2)) / 2, without its cancellation
-    if activation == "silu":
-        with np.errstate(over="ignore"):
-            return z / (1.0 + np.exp(-z))
+    if activation in _PLAIN:
+        return _PLAIN[activation][0](z)
     if activation not in GATED:
-        known = "relu, relu2, gelu, silu, swiglu, geglu or clamped_swiglu"
-        raise ValueError(f"activation: expected {known}, got {activation!r}")
+        raise ValueError(f"activation: expected one of {', '.join((*_PLAIN, *GATED))}, got {activation!r}")
+    function, _ = _PLAIN[GATED[activation]]
     gate, up = _halves(z, interleaved)
-    if activation == "swiglu":
-        return activate(gate, "silu") * up
-    if activation == "geglu":
-        return activate(gate, "gelu") * up
+    if activation != "clamped_swiglu":
+        return function(gate) * up
     most = math.inf if limit is None else limit
-    return activate(alpha * np.minimum(gate, most), "silu") / alpha * (np.clip(up, -most, most) + up_offset)
-
-
-_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+    return function(alpha * np.minimum(gate, most)) / alpha * (np.clip(up, -most, most) + up_offset)
 
 
 def activate_backward(
@@ -56,17 +94,17 @@ def activate_backward(
 ) -> np.ndarray:
     """The gradient of z [..., I or 2I], for that of ``activate(z)``, [..., I]. Where there is no derivative: 0 of relu
     at 0, that of the inside at a limit. float64."""
-    if activation not in GATED:
-        return grad * _slope(z, activation)
+    if activation in _PLAIN:
+        return grad * _PLAIN[activation][1](z)
+    function, slope_of = _PLAIN[GATED[activation]]
     gate, up = _halves(z, interleaved)
     if activation == "clamped_swiglu":
         most = math.inf if limit is None else limit
         inside = np.minimum(gate, most)
-        act, slope = activate(alpha * inside, "silu") / alpha, _slope(alpha * inside, "silu") * (gate <= most)
+        act, slope = function(alpha * inside) / alpha, slope_of(alpha * inside) * (gate <= most)
         other, passes = np.clip(up, -most, most) + up_offset, np.abs(up) <= most
     else:
-        plain = {"swiglu": "silu", "geglu": "gelu"}[activation]
-        act, slope, other, passes = activate(gate, plain), _slope(gate, plain), up, np.ones(up.shape, bool)
+        act, slope, other, passes = function(gate), slope_of(gate), up, np.ones(up.shape, bool)
     parts = grad * slope * other, grad * act * passes
     return np.stack(parts, axis=-1).reshape(z.shape) if interleaved else np.concatenate(parts, axis=-1)
 
@@ -74,16 +112,3 @@ def activate_backward(
 def _halves(z: np.ndarray, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
     """Gates and ups."""
     return (z[..., ::2], z[..., 1::2]) if interleaved else tuple(np.split(z, 2, axis=-1))
-
-
-def _slope(z: np.ndarray, activation: str) -> np.ndarray:
-    """The derivative of an activation without a gate."""
-    if activation == "relu":
-        return (z > 0.0).astype(np.float64)
-    if activation == "relu2":
-        return 2.0 * np.maximum(z, 0.0)
-    if activation == "gelu":
-        return 0.5 * _erfc(-z / math.sqrt(2.0)) + z * np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-    with np.errstate(over="ignore"):
-        s = 1.0 / (1.0 + np.exp(-z))
-    return s * (1.0 + z * (1.0 - s))

@@ -14,29 +14,35 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLUActivation
+from transformers.activations import (
+    AccurateGELUActivation,
+    FastGELUActivation,
+    GELUActivation,
+    GELUTanh,
+    NewGELUActivation,
+    ReLUSquaredActivation,
+    SiLUActivation,
+)
 from transformers.integrations import moe as interface
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from ...errors import InvalidArgument
-from ...spec import ENCODINGS, FP8, MXFP4
+from ...spec import BY_GATE, ENCODINGS, FP8, MXFP4
 from ...watched import found_on, is_touched
 from .attributes import remembered, tensor_of
 
-_SILU = (torch.nn.SiLU, SiLUActivation, torch.nn.functional.silu)
-_GELU = (GELUActivation, torch.nn.functional.gelu)  # by erf; torch.nn.GELU may be another
-_RELU = (torch.nn.ReLU, torch.nn.functional.relu, torch.relu)
+_KINDS: dict[str, tuple[Any, ...]] = {
+    "silu": (torch.nn.SiLU, SiLUActivation, torch.nn.functional.silu),
+    "gelu": (GELUActivation, torch.nn.functional.gelu),  # by erf; torch.nn.GELU is either of the two
+    "gelu_tanh": (GELUTanh, NewGELUActivation, FastGELUActivation, AccurateGELUActivation),
+    "relu": (torch.nn.ReLU, torch.nn.functional.relu, torch.relu),
+    "relu2": (ReLUSquaredActivation,),
+}
+UNGATED = {kind: name for name, kinds in _KINDS.items() for kind in kinds}
+"""The operator's activation where `act_fn`, by function or module class, is all that lies between the two products."""
 
-GATED = dict.fromkeys(_SILU, "swiglu") | dict.fromkeys(_GELU, "geglu")
-"""The operator's activation where `act_fn`, by function or module class, is applied to the gate and multiplies up."""
-
-UNGATED = (
-    dict.fromkeys(_SILU, "silu")
-    | dict.fromkeys(_GELU, "gelu")
-    | dict.fromkeys(_RELU, "relu")
-    | {ReLUSquaredActivation: "relu2"}
-)
-"""The operator's activation where `act_fn` is all that lies between the two products."""
+GATED = {kind: BY_GATE[name] for kind, name in UNGATED.items() if name in BY_GATE}
+"""The same where it is applied to the gate, and multiplies up."""
 
 _BLOCKS = ENCODINGS[MXFP4].suffixes[0]
 """What follows the name of matrices in that of their elements in MXFP4."""
@@ -186,8 +192,8 @@ def _gate_of_gpt_oss() -> Any:
 def _activation(module: torch.nn.Module, known: dict[Any, str]) -> str:
     act = module.act_fn
     kind = type(act) if isinstance(act, torch.nn.Module) else act
-    if kind is torch.nn.GELU and act.approximate == "none":
-        kind = GELUActivation
+    if kind is torch.nn.GELU:
+        kind = {"none": GELUActivation, "tanh": GELUTanh}.get(act.approximate, kind)
     if kind not in known:
         names = ", ".join(dict.fromkeys(each.__name__ for each in known))
         raise _refusal(module, "act_fn", f"one of {names}", getattr(kind, "__name__", repr(kind)))

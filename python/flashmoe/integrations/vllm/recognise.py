@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import InvalidArgument
-from ...spec import DTYPES, SCALE_BLOCK
+from ...spec import BY_GATE, DTYPES, SCALE_BLOCK
 
 ADVICE = "set VLLM_PLUGINS to the plugins that are to be loaded, without flashmoe"
 """How vLLM is had without this plugin."""
@@ -29,7 +29,7 @@ FP8_FLAGS = {
 """Of vLLM's `Fp8Config`: what the operator has one value of. (Where a matrix has one scale, gate and up have two, of
 which vLLM makes one by quantising anew.)"""
 
-ACTIVATIONS = ("silu", "gelu", "swigluoai", "swigluoai_uninterleave")
+ACTIVATIONS = (*BY_GATE, "swigluoai", "swigluoai_uninterleave")
 """Values of vLLM's `MoEActivation` that the operator has."""
 
 
@@ -62,12 +62,12 @@ def activation_of(name: str, limit: float | None, alpha: float | None, beta: flo
     """The operator's options for a value of `MoEActivation` and its numbers, None where vLLM has its default."""
     if name not in ACTIVATIONS:
         raise refusal("activation", f"one of {', '.join(ACTIVATIONS)}", name)
-    if name == "silu":
-        return {"activation": "swiglu"} if limit is None else {"activation": "clamped_swiglu", "limit": limit}
-    if name == "gelu":
+    if name == "silu" and limit is not None:
+        return {"activation": "clamped_swiglu", "limit": limit}
+    if name in BY_GATE:
         if limit is not None:
-            raise refusal("swiglu_limit", "None with gelu", limit)
-        return {"activation": "geglu"}
+            raise refusal("swiglu_limit", f"None with {name}", limit)
+        return {"activation": BY_GATE[name]}
     if name == "swigluoai":  # gpt-oss's, whose numbers vLLM's kernels have built in
         built_in = (7.0, 1.702, 1.0)
         got = tuple(own if given is None else given for given, own in zip((limit, alpha, beta), built_in, strict=True))

@@ -1,4 +1,4 @@
-// The derivative of what is between an expert's two products.
+// What is between an expert's two products: activations, and their derivatives.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,10 @@
 #include "flashmoe/spec/layer.h"
 
 namespace flashmoe::cpu {
+
+// x[i] = activation(x[i]), times up[i] with a gate. up may be null otherwise. (In place: with a separate output, the
+// compiler's check for overlap would choose the scalar loop.)
+void activate(float* x, const float* up, const AgreedLayer& layer, uint64_t n);
 
 // Pre-activations and their gradients: n gates, and n ups where there is a gate, `step` elements apart in the gradients.
 struct ActivationGradients {
