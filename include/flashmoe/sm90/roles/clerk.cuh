@@ -1,5 +1,14 @@
-// Clerks, one warp of each block of a cluster: the leader's takes tasks, the follower's retires them, and each hands them to the loaders
-// and consumers of its block.
+// Clerk: warp 10 of each block. It looks up tasks (look_up.cuh) and hands them to its block's loaders and consumers, in slots of
+// the task ring. In a cluster of two blocks the first one's clerk takes tasks from the ready queue for both; the second one's
+// retires tasks that both have computed.
+// Reads: the ready queue, tiles, their rows' descriptions and segments (this rank's workspace); the task ring (shared memory).
+// Writes: its ring's slots. The first clerk also: the second ring's word of the task, the queue's head, the queue slot that it
+// empties, and if its wait expires a fault in all ranks' heaps. The second also: counters of tiles and of rows owed, the ready list
+// (workspace), and the signal that all rows of a rank's tokens are computed: with the reduced return in the workspace, else in that
+// rank's heap, over NVLink if it is another rank.
+// Barriers, all of TaskRing: arrives at `full`, `handed`, `done` and `free`; polls `handed`, `done` and `free`.
+// Never touches the stages, weights, token rows or y. In a backward pass it also prefetches kept rows to the L2, takes tickets of
+// tasks behind the queue's stop (workspace), and writes what look_up.cuh says.
 #pragma once
 
 #include "flashmoe/sm90/roles/look_up.cuh"

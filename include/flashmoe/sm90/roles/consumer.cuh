@@ -1,4 +1,6 @@
-// Which consumer warpgroup a thread is one of.
+// Which consumer warpgroup of the block a thread is one of (0 or 1), and where in shared memory that one's staging buffer is.
+// Run by each thread of the consumers (warps 0 to 7), for itself.
+// Reads the thread's number. Writes nothing: it computes an address, and touches neither memory nor barriers.
 #pragma once
 
 #include "flashmoe/sm90/machine/pipeline.cuh"

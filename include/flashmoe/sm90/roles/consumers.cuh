@@ -1,4 +1,13 @@
-// Consumer warpgroups: a block's tasks, one after the other, out of the stages.
+// Consumers: the two warpgroups of warps 0 to 7 of each block. They multiply what is in the stages, task after task, and their
+// epilogues store the results.
+// Read: the task ring, the stages and the scales beside them (shared memory); biases, and weights' scales by row (global).
+// Write: their own staging buffers, and in e4m3 `largest` of a task's slot (shared memory). GEMM0: intermediate rows (this rank's
+// workspace). GEMM1: result rows, to the return rows in the heap of the token's rank, over NVLink if it is another; with the
+// reduced return to staged rows (workspace); in a joined call (a rank alone) with one row a token, to the output y. A pass that
+// trains also reads or stores what its Pass keeps, and stores gradients.
+// Barriers: wait at `full` of the ring and of the stages; arrive at `empty` of both blocks' stages, and at the ring's `done` and
+// `stored`; named barriers 1 and 2 (one warpgroup each) and 5 (both).
+// Never touch the input x, the weights' matrices in global memory, or counters and signals: the clerk retires tasks.
 #pragma once
 
 #include "flashmoe/sm90/epilogue/quantised.cuh"

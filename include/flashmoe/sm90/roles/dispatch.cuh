@@ -1,7 +1,14 @@
-// Dispatch: a token block's way to packets. Gate (logits on the tensor cores, through the GEMM pipeline), choice of
-// experts, packets, the own packet's signal. Sending the others, with their rows: roles/send.cuh.
-//
-// The whole block takes part, but for the OS warp: the loaders load, the consumers multiply, then all choose and build.
+// Dispatch: makes a token block's packets, one for each rank. Run by warps 0 to 10 of a block together, before they take their
+// roles: the loaders' warps load the gate's stages, the consumers' multiply them to logits, then all warps choose experts and build
+// packets.
+// Read: x and the router by TMA, the router's bias; or given top-k ids and weights; or in a backward pass the routing that was
+// kept. For the shared expert's gate, and to quantise rows, x by loads.
+// Write: the stages, as scratch (shared memory). This rank's heap: its packet for itself, and that packet's signal. This rank's
+// workspace: packets for other ranks (the outbox), routing, counts for a capacity, quantised rows, a note of a bad row. Outputs:
+// experts' load, logits, routing to keep. For choices without an expert, what Combine or a Joiner will read: a return row, staged
+// row, joint word, or y.
+// Barriers: the gate's `full` and `empty`, named barrier 3. With a capacity it waits for the token block before.
+// Never touches other ranks' heaps (send.cuh or puts.cuh brings packets there), the task ring or the staging buffers.
 #pragma once
 
 #include "flashmoe/gpu/quantise.cuh"

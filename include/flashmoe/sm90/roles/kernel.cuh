@@ -1,22 +1,31 @@
 // The fused Mixture-of-Experts layer of one rank: one cooperative launch, one block per SM, 12 warps a block, two blocks a
-// cluster, which compute each task together (geometry.h says how it is halved).
+// cluster, which compute each task together (geometry.h says how it is halved). run_roles() is what every thread runs.
 //
-// Roles
-//   all but the OS warp   first dispatch the block's own token blocks: gate, choice of experts, packets, signals
-//   warpgroups 0, 1       consumers: wgmma m64nN; epilogues                          200 registers, forward of TF32: 184
-//   warpgroup 2                                                                      104, forward of TF32: 128
-//     warps 8, 9          loaders: token rows by cp.async, weights and intermediate rows by TMA. TMA takes one thread:
-//                         so during GEMM1 the second warp joins rows (actors/joiner.h) or sees to the returns
-//     warp 10             clerk: looks up tasks' rows; the first block's takes tasks for both, the second's retires them
-//     warp 11             block 0: OS actor (subscriber, scheduler); elsewhere: former, or where peers are not mapped
-//                         sender (actors/put_sender.h), or where several ranks train keeper (actors/keeper.h), or where
-//                         ranks are on several machines relay (actors/relay.h)
-//   Before they take these roles, all warps of the last blocks send rows to ranks that are mapped (sm90/roles/send.cuh).
-//   Whoever is through with its role helps to reduce what goes to other ranks and to combine what came back, or to join rows
-//   (actors/returner.h, joiner.h), so that at the end all warps do. (In a backward pass with a router the last warp of each
-//   block, and behind the experts' tasks the consumers: gradients/router.cuh.)
-//   Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
-//   instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
+// Roles, in the order in which warps take them; a role's file says all that it touches.
+//   warps    what they do                                                               mainly write, in global memory
+//   0 to 10  dispatch the block's own token blocks: gate, choice of experts, packets    own heap, workspace    dispatch.cuh
+//   0 to 11  of the last blocks: send rows and packets to ranks that are mapped         others' heaps          send.cuh
+//   0 to 7   consumers: wgmma on the stages; epilogues: intermediate rows, results      workspace, all heaps   consumers.cuh
+//   8, 9     loaders: weights, token rows and intermediate rows to the stages           for returns: heaps, y  loaders.cuh
+//   10       clerk: the first block's takes tasks for both, the second's retires them   counters, signals      clerk.cuh
+//   11       block 0: OS actor (subscriber, scheduler), actors/os.h                     own heap, task queue
+//            elsewhere: former, actors/former.h                                         tiles, list, signals
+//              or where peers are not mapped sender, actors/put_sender.h                others' heaps          puts.cuh
+//              or where several ranks train keeper, actors/keeper.h                     kept rows, signals
+//              or where ranks are on several machines relay, actors/relay.h             others' heaps          passing_on.cuh
+//   0 to 11  through with their roles: reduce what goes to other ranks, combine what    all heaps, y           sums.cuh
+//            came back, or join rows                                                    y                      join.cuh
+// This file's own code reads the arguments and the count of calls; writes Shared (the call, its barriers), and at the end that
+// count (workspace) and, to the host, what went wrong (gpu/leave.cuh); it waits at barriers of the block and the cluster.
+//
+// A role that finds the call failed may also write a fault to all ranks' heaps (protocol/fault.h).
+// In a backward pass x is dY and y is dX, and roles also do what their Pass says (pass.cuh). With a router only the last warp
+// of each block reduces and combines, and behind the experts' tasks the consumers do (gradients/router.cuh).
+//
+// Consumers have 200 registers a thread (forward of TF32: 184), warps 8 to 11 have 104 (forward of TF32: 128).
+// TMA takes one thread: so during GEMM1 the second loader warp joins rows (actors/joiner.h) or sees to the returns.
+// Not a fourth warpgroup: with 512 threads a block enters with 128 registers a thread, and ptxas then refuses any
+// instruction that needs more, setmaxnreg or not (C7602), as the products of 256 features by 128 tokens do.
 //
 // Pipelines, with the arrivals that a phase of their barriers takes
 //   stages  4 x 48 KiB: full 1 + 64 and both copy engines' bytes, empty 2 x 2                       (machine/pipeline.cuh)

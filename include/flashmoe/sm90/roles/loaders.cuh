@@ -1,4 +1,12 @@
-// Loader warps: a block's tasks, one after the other, into the stages (machine/load.cuh).
+// Loaders: warps 8 and 9 of each block. They fill the stages with a task's weights and rows, task after task.
+// Read: the task ring (shared memory); weights and intermediate rows (this rank's workspace) by TMA; token rows by cp.async, own
+// ones from x or as dispatch has quantised them, other ranks' from this rank's heap; scales of quantised rows and weights.
+// Write: the stages, of wide ones also the other block's half of the weights; the scales beside them; the ring's count of stages.
+// Barriers: wait at the ring's `full`, the stages' `empty`; arrive at the stages' `full`, the ring's `done`; named barrier 4.
+// GEMM1's tasks leave the second warp free: it polls `stored` and joins rows (actors/joiner.h: the queue of late rows, joint words,
+// y), or does a piece of the returns (actors/returner.h: counters, y, return rows and signals in all ranks' heaps). A backward pass
+// also loads what gradients/load.cuh says, and among ranks that warp stores gradients of combine weights to all ranks' heaps.
+// Otherwise loaders write no global memory.
 #pragma once
 
 #include "flashmoe/gpu/tracer.cuh"

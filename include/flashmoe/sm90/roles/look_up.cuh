@@ -1,5 +1,11 @@
-// What a task is to a thread block: its share, where its rows lie and their results go, and how many stages it goes through.
-// The clerks look that up, so that loaders and consumers do not wait for it.
+// What a task is to a thread block: its share of the tile, where its rows lie and its results go, and how many stages it goes
+// through. look_up() is run by the clerk (warp 10 of each block), so that loaders and consumers do not wait for it; the small
+// questions beside it any role may ask.
+// Reads the tile and its rows' descriptions (this rank's workspace), and the kernel's arguments. Writes the task's slot in the ring
+// (shared memory). Touches no barrier: the clerk hands the slot on.
+// It computes addresses in x, y and the heaps, and neither reads nor writes there. A pass that trains has its Pass look up kept
+// values, too; in a backward pass that also writes where rows are gathered from (GroupArgs::gather), and gradients of the shared
+// gate's logits.
 #pragma once
 
 #include "flashmoe/sm90/machine/load.cuh"

@@ -1,4 +1,7 @@
-// What loaders and consumers both know of a product: its weights and biases, and how many columns of results a task has.
+// What loaders and consumers both ask of a product: its weights, their scales and biases, and how many columns of results a task
+// has. Run by any thread of these roles (warps 0 to 9), for itself.
+// Reads the kernel's arguments, the call and a task's slot (shared memory). Writes nothing, and touches no barrier.
+// It says where weights and biases are, and does not read them.
 #pragma once
 
 #include "flashmoe/sm90/roles/ring.cuh"

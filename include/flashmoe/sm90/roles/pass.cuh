@@ -1,7 +1,10 @@
-// What a pass does besides the layer. The forward that serves, the forward that keeps what gradients need and the backward pass
-// have the same roles, which are handed one of three policies: Inference, here, Keeping and Backward (gradients/passes.cuh).
-// Where a build trains (kBuild.keeps, kIsBackward, kTrainsInGroup), the roles call what its policy has; here is what every pass
-// is asked for.
+// What a pass does besides the layer. The roles are written once, and are handed one of three policies as `Pass`: Inference, here,
+// in the forward that serves; Keeping (gradients/keeping.cuh) in the forward that keeps what gradients need; and Backward
+// (gradients/backward.cuh). Where a build trains (kBuild.keeps, kIsBackward, kTrainsInGroup), the roles call what its policy has;
+// here is what every pass is asked for.
+// Run by the clerks (first_number, TasksBehindStop) and the consumers (keeper).
+// Inference reads and writes nothing: its functions are empty or return a constant. The other two have more, for other roles, too:
+// what they touch stands with them.
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"

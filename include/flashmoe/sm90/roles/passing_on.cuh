@@ -1,5 +1,8 @@
-// How a warp copies rows for a RelayWorker (actors/relay.h): by loads and stores, beside the tasks that its block computes in the
-// stages.
+// Copies token rows of a rank on another machine to a rank of this machine: what a RelayWorker (actors/relay.h) has its engine do,
+// where ranks are on several machines. Run by warp 11 of the blocks behind those with formers, beside the tasks that their blocks
+// compute: so by loads and stores, and not through the stages.
+// Reads the rows in this rank's heap. Writes them to the same place in another rank's heap.
+// Touches no barrier, and of shared memory only reads the call's parameters. Packets' entries and signals are the RelayWorker's.
 #pragma once
 
 #include "flashmoe/actors/relay.h"

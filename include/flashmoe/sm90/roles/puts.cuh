@@ -1,4 +1,8 @@
-// How a warp copies rows for a PutSender (actors/put_sender.h).
+// Copies a row of the input x to where puts may read it: what a PutSender (actors/put_sender.h) has its engine do, where peers are
+// not mapped. Run by warp 11 of the blocks behind those with formers.
+// Reads x. Writes the row's place behind this rank's workspace (Call::out_row).
+// Touches no barrier and no other rank's heap, and of shared memory only reads the call's parameters. What goes to other ranks,
+// rows, packets and sums, the PutSender puts.
 #pragma once
 
 #include "flashmoe/actors/put_sender.h"

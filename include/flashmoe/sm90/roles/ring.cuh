@@ -1,9 +1,14 @@
-// Shared memory of the fused kernel's block, and the ring of task slots that its roles pass on.
+// The layout of a block's shared memory, and the task ring: slots in which a clerk hands tasks to the block's loaders and
+// consumers.
 //
 //   stages   4 x 48 KiB   the GEMM pipeline (machine/pipeline.cuh); before the first task, the gate's, scratch of dispatch, and
 //                         the rows that a block sends
 //   staging  2 x  8 KiB   the consumers' epilogues
 //   Shared                everything else
+//
+// Run by clerks, loaders and consumers (warps 0 to 10): TaskRing says who arrives at each of its barriers, and how often.
+// Reads and writes the ring alone: barriers and `loaded` of the own block, and from clerk to clerk `word` and barriers of the
+// cluster's other block. What a slot says the clerk writes (look_up.cuh). Nothing here touches global memory.
 #pragma once
 
 #include "flashmoe/actors/former.h"

@@ -1,4 +1,11 @@
-// What a Returner (actors/returner.h) sums on a GPU: pieces of Reduce and of Combine. An item is 512 bytes of a row.
+// Sums rows that return: what a Returner (actors/returner.h) has its engine do, in pieces of Reduce and Combine. An item is 512
+// bytes of a row. Run by one warp: in a forward pass of ranks on one machine the second loader warp, between tasks; and at the end
+// warps that are through with their roles.
+// Reduce reads staged rows (this rank's workspace) and packets' counts (its heap). It writes a token's sum to the return row in the
+// heap of the token's rank, over NVLink if it is another; where peers are not mapped, over the staged row, to be put. Sums of a
+// token of another machine go in fp32 to the heap of a relay; the relay sums these to the return row, and counts them.
+// Combine reads return rows and counts (this rank's heap), routing and the outbox's counts (workspace). It writes the output y.
+// Touches no barrier, and of shared memory only reads the call's parameters. Who takes which piece, and signals, is the Returner's.
 #pragma once
 
 #include "flashmoe/actors/returner.h"
