@@ -82,8 +82,8 @@ Point gelu(float v) {
   return {v * phi, phi + v * std::exp(-0.5f * v * v) * 0.39894228040143268f};
 }
 
-// s (1 - s) of e^-|y|, which never overflows, without a difference that cancels. Where v^2 is above 128, e^-|y| is 0; y' must
-// only not be infinite there.
+// The slope is s + v s (1 - s) y', for s = 1 / (1 + e^-y). s and 1 - s are made of e^-|y|, which never overflows, so that neither
+// is a difference that cancels. Where v^2 is above 128, e^-|y| is 0, and so is what y' multiplies: the bound keeps y' finite.
 Point gelu_tanh(float v) {
   const float square = v * v < 128.0f ? v * v : 128.0f, e = std::exp(-std::fabs(v) * (kLinear + kCubic * square));
   const float r = 1.0f / (1.0f + e), tail = e * r, s = v < 0.0f ? tail : r;

@@ -27,8 +27,9 @@ __device__ __forceinline__ ValueAndSlope gelu_and_slope(float x) {
   return {fmaf(-u, tail, max_or_nan(x, 0.0f)), fmaf(x, density, x < 0.0f ? tail : 1.0f - tail)};
 }
 
-// The slope is s + x s (1 - s) y', for s = 1 / (1 + exp(-y)). Of exp(-|y|), which never overflows, 1 - s is no difference that
-// cancels. Where x^2 is above 128, exp(-|y|) is 0, and with it x s (1 - s): y' only must not be infinite there.
+// The slope is s + x s (1 - s) y', for s = 1 / (1 + exp(-y)). s and 1 - s are made of exp(-|y|), which never overflows, so that
+// neither is a difference that cancels. Where x^2 is above 128, exp(-|y|) is 0, and so is what y' multiplies: the bound keeps
+// y' finite.
 __device__ __forceinline__ ValueAndSlope gelu_tanh_and_slope(float x) {
   constexpr float kLinear = 1.5957691f, kThreeCubic = 0.21406445f;
   const float square = min_or_nan(x * x, 128.0f);
