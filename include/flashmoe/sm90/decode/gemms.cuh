@@ -1,9 +1,12 @@
-// The consumers of the kernel for a few tokens (sm90/decode/alone.cuh): products, activations, weighted rows, and sums over k.
+// The consumer warps of the kernel for a few tokens (sm90/decode/alone.cuh): both GEMMs, the activation, and, when all rows are there,
+// the sum over each token's k experts.
 //
-// Run by warps 0 to 7 of every block, each for itself; tell_of_stored() by one thread of another warp, sum_rows() by all threads
-// when all blocks have met. They read stages and tasks in shared memory, biases, and the routing that the block has there. They
-// store intermediate rows to the own workspace; weighted rows, or parts of their sums, to FewMemory (gpu/decode_memory.h), or
-// in a group to the return rows of the tokens' ranks, in peers' heaps, too; and the sums to the output.
+// consume_tasks(): warps 0 to 7 of every block, each its columns of every task. They read stages, tasks and routing in shared memory,
+// and biases in device memory. They write intermediate rows to this rank's workspace (GEMM0); and of GEMM1 result rows, each times
+// its choice's weight: on a rank that is alone to FewMemory (gpu/decode_memory.h), in a group to the return rows of the heap
+// of the rank whose token it is, this one's or a peer's. Signals of these are group.cuh's.
+// tell_of_stored(): one thread of warp kFewTeller. It adds to FewMemory's counter of a unit, with release, for all blocks.
+// sum_rows(): all threads of a rank that is alone, behind its grid's meeting. It reads FewMemory and writes the output y.
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"

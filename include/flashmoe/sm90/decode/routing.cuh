@@ -1,10 +1,12 @@
-// The routing of a few tokens (sm90/decode/alone.cuh): from logits, which blocks compute in parts, to units of rows, which every
-// block knows.
+// Routing in the kernel for a few tokens (sm90/decode/alone.cuh): logits, choices, and the units of rows that every block lists for itself
+// in shared memory (FewRouting; a unit is a few rows of one expert).
 //
-// Run by all threads of all blocks, but for functions that name a warp. It reads x, the router and given routing. Blocks pass
-// logits and choices to one another in FewMemory (gpu/decode_memory.h), and no peer has a part in it. Its results are FewRouting,
-// in shared memory; of the block's own tokens report_routing() stores what the host reads to the own workspace. Outputs that
-// it writes are `load` and `router_logits`.
+// Run by all threads of all blocks, but for functions whose comment names a warp. This file's functions read x, the router's weights,
+// and routing that the caller gives. Each block computes some of the logits, and blocks exchange these, and where tokens are many
+// their choices, in FewMemory (gpu/decode_memory.h), in this rank's device memory; each word carries its call's epoch as its signal.
+// report_routing() writes, of every gridDim-th token, its experts and weights to this rank's workspace, where the host reads them.
+// Of the call's outputs `load` (choices of each expert) and `router_logits` are written here, where the caller asks for them.
+// No other rank's memory is read or written: what peers' tokens choose comes in packets (decode/packets.cuh).
 #pragma once
 
 #include "flashmoe/gpu/route.cuh"

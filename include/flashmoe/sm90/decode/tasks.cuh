@@ -1,8 +1,12 @@
-// The tasks of a call of few tokens, and the two warps of a block that load them.
+// The tasks of the kernel for a few tokens (sm90/decode/alone.cuh), and the two warps of every block that load what tasks multiply.
 //
-// One thread of warp 8 takes tasks, by tickets in the own rank's Control, and has the copy engine load their weights. Warp 9 loads
-// rows: of x, in a group of those that came to the own heap, and of the own workspace's intermediate rows, once FewMemory's
-// counter of their unit says that all blocks have stored theirs. All goes to the stages in shared memory.
+// A unit is a few rows, each a token's choice, of one expert. A task is 128 rows of that expert's weights times the unit's rows.
+// Warp 8, one thread: takes tasks from an atomic counter of this rank's device memory (Control::few_tickets), writes each to the
+// block's list of tasks in shared memory, and has TMA load its weights to the stages, a ring of buffers in shared memory.
+// Warp 9, all lanes: has cp.async load the unit's rows to the stages. For GEMM0 these are rows of x, or rows that other ranks have
+// sent to this rank's heap; for GEMM1 intermediate rows of this rank's workspace, once FewMemory's counter of the unit
+// (gpu/decode_memory.h) says that all of the unit's tasks of GEMM0 are stored.
+// Both use the barriers of FewPipeline, in shared memory. No output and no other rank's memory is read or written.
 #pragma once
 
 #include "flashmoe/sm90/decode/block.cuh"

@@ -1,12 +1,12 @@
-// Loaders: warps 8 and 9 of each block. They fill the stages with a task's weights and rows, task after task.
-// Read: the task ring (shared memory); weights and intermediate rows (this rank's workspace) by TMA; token rows by cp.async, own
-// ones from x or as dispatch has quantised them, other ranks' from this rank's heap; scales of quantised rows and weights.
-// Write: the stages, of wide ones also the other block's half of the weights; the scales beside them; the ring's count of stages.
-// Barriers: wait at the ring's `full`, the stages' `empty`; arrive at the stages' `full`, the ring's `done`; named barrier 4.
-// GEMM1's tasks leave the second warp free: it polls `stored` and joins rows (actors/joiner.h: the queue of late rows, joint words,
-// y), or does a piece of the returns (actors/returner.h: counters, y, return rows and signals in all ranks' heaps). A backward pass
-// also loads what gradients/load.cuh says, and among ranks that warp stores gradients of combine weights to all ranks' heaps.
-// Otherwise loaders write no global memory.
+// Loaders: warps 8 and 9 of each block. Task after task they fill the stages (buffers in shared memory, which the consumers empty)
+// with what it multiplies: weights by TMA, GEMM0's token rows by cp.async, GEMM1's intermediate rows by TMA.
+// They read the task ring (shared memory, clerk.cuh); the caller's weights, x and scales; token rows that other ranks have sent to
+// this rank's heap; intermediate rows, and own token rows that dispatch has quantised, in this rank's workspace.
+// They write the stages, and of a wide tile, whose weights both blocks of a cluster multiply, a half to both blocks' stages.
+// They wait at the ring's `full` and the stages' `empty`, and arrive at the stages' `full` and the ring's `done` (slot is free).
+// For GEMM1 warp 8 suffices. Warp 9 then adds up rows of y whose last expert is stored (join.cuh: reads result rows, writes y),
+// or a piece of the rows that return (sums.cuh: reads result rows of this rank's heap, writes return rows and signals to any
+// rank's heap, and y). A backward pass adds gradients/load.cuh. Else loaders write no memory but shared memory.
 #pragma once
 
 #include "flashmoe/gpu/tracer.cuh"

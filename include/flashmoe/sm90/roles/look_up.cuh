@@ -1,11 +1,11 @@
-// What a task is to a thread block: its share of the tile, where its rows lie and its results go, and how many stages it goes
-// through. look_up() is run by the clerk (warp 10 of each block), so that loaders and consumers do not wait for it; the small
-// questions beside it any role may ask.
-// Reads the tile and its rows' descriptions (this rank's workspace), and the kernel's arguments. Writes the task's slot in the ring
-// (shared memory). Touches no barrier: the clerk hands the slot on.
-// It computes addresses in x, y and the heaps, and neither reads nor writes there. A pass that trains has its Pass look up kept
-// values, too; in a backward pass that also writes where rows are gathered from (GroupArgs::gather), and gradients of the shared
-// gate's logits.
+// Works out what a task means for a thread block: which rows of the tile it has (its cluster's other block has the rest), at which
+// addresses its token rows, results and weights lie, and how many stages of the pipeline they fill.
+// look_up() is run by the clerk (warp 10 of each block), a task ahead of the loaders and consumers. The small functions beside it read
+// the kernel's arguments alone, and any role may call them.
+// look_up() reads the tile's and its rows' descriptions in this rank's workspace, and writes the task's slot in the ring (shared memory).
+// It neither reads nor writes at the addresses that it computes, in x, y and all ranks' heaps, and touches no barrier.
+// In training, the Pass (roles/pass.cuh) adds to it: addresses of what a forward pass keeps; and in a backward pass, in device memory of
+// this rank, the list of rows to gather (GroupArgs::gather) and gradients of the shared expert's gate.
 #pragma once
 
 #include "flashmoe/sm90/machine/load.cuh"

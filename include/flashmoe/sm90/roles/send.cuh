@@ -1,13 +1,13 @@
-// Sends token rows to ranks that are mapped: what a Sender (actors/sender.h) has its engine do. Run by all 12 warps of the last
-// blocks of the grid, between dispatch and their roles.
-// Reads this rank's token rows: x, or as dispatch has quantised them; in a backward pass dY, and x if it is dispatched again.
-// Writes, by the copy engine, the warp's own 16 KiB of the stages (shared memory), and from there rows in other ranks' heaps
-// (Call::dispatched_row), over NVLink. Never touches weights, y or the task ring.
-// Barriers: the warp's own two in Shared::send_barriers. Packets' entries, counts and signals are the Sender's.
+// Copies token rows to other ranks whose heaps this GPU has mapped: the engine that a Sender (actors/sender.h) is given. Run by all
+// 12 warps of the last blocks of the grid, behind the choice of experts and before these warps take their roles.
+// Reads this rank's token rows: x, or as dispatch has quantised them, scales included; in a backward pass dY, and x if dispatched again.
+// Writes, by TMA's bulk copies, the warp's own 16 KiB of the stages (shared memory), and from there rows of other ranks' heaps (at
+// Call::dispatched_row). Uses two barriers of the warp's own, Shared::send_barriers. Never touches weights, y or the task ring.
+// The Sender, on the same threads, writes the packets' entries, counts and signals to the same heaps.
 //
-// Why some blocks: a warp of every block would seem to be free for it, while own rows are computed; but a block's first stores to a
-// peer take 0.1 ms, and its loads wait behind them, so that nearly all blocks had no task until 0.16 ms into the call. Why the copy
-// engine, through the stages: these are free until a block computes, so that a few blocks have enough on its way to fill the link.
+// Why some blocks, and not a warp of every block: a block's first stores to a peer take 0.1 ms (H100), and its clerk's loads wait
+// behind them, so that nearly all blocks had no task until 0.16 ms into the call. Why through the stages: they are free until a block
+// computes, and a few blocks then have enough bytes in flight to fill the link.
 #pragma once
 
 #include "flashmoe/actors/sender.h"
