@@ -164,14 +164,14 @@ void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t fi
   }
 }
 
-void Engine::multiply(uint32_t n, uint32_t index, uint32_t block) {
+void Engine::multiply(uint32_t n, TileIndex tile, uint32_t block) {
   const TaskRow& product = kProgram[n];
-  const uint32_t expert = c_.tile(TileIndex::tile(index))->shape.expert;
-  const Timed timed(trace_, phase_of(n), index, block, expert);
+  const uint32_t expert = c_.tile(tile.number())->shape.expert;
+  const Timed timed(trace_, phase_of(n), tile.bits, block, expert);
   const Columns at = columns(n, block, block + 1);
   switch (product.epilogue) {
-    case Epilogue::kActivate: return activate_columns(product, index, at);
-    case Epilogue::kReturn: return return_columns(product, index, at);
+    case Epilogue::kActivate: return activate_columns(product, tile, at);
+    case Epilogue::kReturn: return return_columns(product, tile.whole(), at);
     case Epilogue::kDifferentiate:  // a GPU's: here BackwardEngine multiplies
     case Epilogue::kSend:
     case Epilogue::kOutput: break;  // of no product
@@ -379,8 +379,8 @@ float* Engine::project(std::vector<float>& to, const TaskRow& product, const flo
   return out;
 }
 
-void Engine::activate_columns(const TaskRow& product, uint32_t index, Columns of) {
-  const uint32_t tile = TileIndex::tile(index), slice = TileIndex::slice(index);
+void Engine::activate_columns(const TaskRow& product, TileIndex index, Columns of) {
+  const uint32_t tile = index.number(), slice = index.slice();
   const Tile::Shape& t = c_.tile(tile)->shape;
   const bool gated = spec().gated();
   const uint32_t step = spec().interleaved ? 2 : 1, to_up = weights_of(product, t.expert, slice).to_up;

@@ -8,7 +8,8 @@ namespace flashmoe::gpu {
 
 inline constexpr uint32_t kMaxRanks = 32;  // of a group of GPUs: blocks have tables of them
 
-inline constexpr uint32_t kNoTile = ~0u;  // index of a task that is only rehearsed (sm90/roles/look_up.cuh)
+inline constexpr uint32_t kNoTile = ~0u;    // of a task that is only rehearsed (sm90/roles/look_up.cuh)
+inline constexpr uint32_t kNoExpert = ~0u;  // of a traced span that is no product
 
 // The fused kernel's block.
 inline constexpr uint32_t kWarps = 12;
@@ -29,7 +30,7 @@ struct TraceEvent {
   uint16_t kind;  // Phase
   uint16_t warp;
   uint32_t index, column;
-  uint32_t expert;  // of a product: as TaskSlot has it; else kNoTile
+  uint32_t expert;  // of a product: as TaskSlot has it; else kNoExpert
 };
 static_assert(sizeof(TraceEvent) == 32);
 

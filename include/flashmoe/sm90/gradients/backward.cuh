@@ -52,7 +52,7 @@ struct Backward : Inference,
       number = within(args.group, at.first_number + at.in_tile);
       if (task.column == 0) args.group.gather[at.tile * kTileTokens + at.in_tile] = gather_code(args.group, c, row);
     } else {
-      number = kept_row(c, row, TileIndex::slice(task.index));
+      number = kept_row(c, row, task.tile().slice());
     }
   }
   // A slice of the shared expert has gates and ups apart: dX's tasks go over both.
@@ -63,7 +63,7 @@ struct Backward : Inference,
   template <class Dtype>
   static __device__ __forceinline__ void look_up_behind_stop(const KernelArgs& args, const Call& c, const Task& task,
                                                              TaskSlot& slot) {
-    if (is_of_router_dx(c, task.index)) {
+    if (is_of_router_dx(c, task.group())) {
       look_up_router_dx<Dtype>(args, c, task, slot);
     } else {
       look_up_over_rows<Dtype>(c, task, slot);

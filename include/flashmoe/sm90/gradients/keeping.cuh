@@ -17,7 +17,7 @@ struct Keeping : Inference, KeptChoices, ReceivedRows {
   }
   static __device__ __forceinline__ void look_up_gathered(const KernelArgs&, const Call& c, const Task& task,
                                                           const RowPlace& at, const Row& row, uint32_t& number) {
-    number = kTrainsInGroup ? at.first_number + at.in_tile : kept_row(c, row, TileIndex::slice(task.index));
+    number = kTrainsInGroup ? at.first_number + at.in_tile : kept_row(c, row, task.tile().slice());
   }
 
   // With weights on the input pre-activations are kept before they have weight and bias: the weight's gradient is a sum of

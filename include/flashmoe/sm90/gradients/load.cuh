@@ -31,13 +31,14 @@ struct LoadsBehindStop {
   template <class Dtype, class Count>
   static __device__ __forceinline__ bool load_behind_stop(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                                           Pipeline& ring, Count&& count) {
-    if (!is_of_router(c, slot.index)) {
+    const uint32_t group = slot.task().group();
+    if (!is_of_router(c, group)) {
       load_over_rows<Dtype>(args, c, slot, ring, count);
       return false;
     }
-    if (is_of_router_dx(c, slot.index)) {
+    if (is_of_router_dx(c, group)) {
       load_router_dx<Dtype>(args, slot, ring, count);
-    } else if (slot.index != kCombines) {  // which loads nothing
+    } else if (group != kCombines) {  // which loads nothing
       load_router_weights<Dtype>(args, slot, ring, count);
     }
     return true;

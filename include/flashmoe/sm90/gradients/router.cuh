@@ -79,7 +79,7 @@ struct CombinesWithRouter {
 template <class Meanwhile>
 __device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task, Meanwhile&& meanwhile) {
   using P = Platform;
-  const bool adds = is_of_router_dx(c, task.index);  // to what is combined, by warps that had differentiated before
+  const bool adds = is_of_router_dx(c, task.group());  // to what is combined, by warps that had differentiated before
   const uint64_t all = gridDim.x + (adds ? gridDim.x * kCombiners * kOneCombined : 0);
   const WaitEnd end = wait_until<P>(
       c,
@@ -96,7 +96,7 @@ __device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task,
   if (end == WaitEnd::kExpired && P::lane() == 0) {
     post_fault<P>(c, {.kind = FaultKind::kLocal, .actor = Actor::kProcessor, .awaited = c.rank, .culprit = c.rank});
   }
-  return {TaskKind::kStop, 0, 0};
+  return {TaskKind::kStop};
 }
 
 // The leading clerk: what a cluster does behind the stop of the queue. One warp.
@@ -109,19 +109,19 @@ class TasksBehindStop {
   __device__ __forceinline__ Task next(const KernelArgs& args, const Call& c, Meanwhile&& meanwhile) {
     Task task = held_.kind != TaskKind::kNone ? held_ : take_weight_task(args, c);
     held_.kind = TaskKind::kNone;
-    const bool of_experts = task.kind == TaskKind::kBehindStop && !is_of_router_dx(c, task.index);
+    const bool of_experts = task.kind == TaskKind::kBehindStop && !is_of_router_dx(c, task.group());
     if (combines_ && !of_experts) {
       combines_ = false;
       held_ = task;
       return {TaskKind::kBehindStop, 0, kCombines};
     }
-    if (task.kind == TaskKind::kBehindStop && is_of_router(c, task.index)) task = wait_for_logits(c, task, meanwhile);
+    if (task.kind == TaskKind::kBehindStop && is_of_router(c, task.group())) task = wait_for_logits(c, task, meanwhile);
     return task;
   }
 
  private:
   bool combines_;  // has not yet
-  Task held_{TaskKind::kNone, 0, 0};
+  Task held_;
 };
 
 // Clerk: this block's share of a task of dX. One warp.
@@ -129,7 +129,7 @@ template <class Dtype>
 __device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const Call& c, const Task& task,
                                                   TaskSlot& slot) {
   using P = Platform;
-  const uint32_t tile = task.index - weight_groups(c.shape) - 1, first = cluster_rank() * Wide::kTokens;
+  const uint32_t tile = task.group() - weight_groups(c.shape) - 1, first = cluster_rank() * Wide::kTokens;
   const uint32_t left = c.shape.tokens - tile * kTileTokens;
   const uint32_t rows = left > first ? min_of(left - first, Wide::kTokens) : 0;
 #pragma unroll 1
@@ -139,7 +139,7 @@ __device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const 
     slot.weights[r] = 1.0f;
   }
   if (P::lane() != 0) return;
-  slot.index = task.index;
+  slot.of = task.of;
   slot.tile = tile;
   slot.expert = weight_groups(c.shape);
   slot.column = task.column;
@@ -221,7 +221,7 @@ struct AddsRouterDx {
       }
       trace.end(Phase::kWait, slot.tile, slot.column);
       compute_router_dx<Dtype>(args, slot, ring);
-      trace.end_product(phase_of_product(slot.kind), slot.tile, slot.column, kNoTile);
+      trace.end_product(phase_of_product(slot.kind), slot.tile, slot.column, kNoExpert);
       s.ring.put_done(n);
     }
   }

@@ -152,7 +152,7 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
       return false;
     }
     if constexpr (kIsBackward) {
-      if (slot.index == Pass::kCombines) return true;
+      if (slot.task().group() == Pass::kCombines) return true;
     }
     trace.end(Phase::kWait, slot.tile, slot.column);
     if constexpr (kIsBackward) {
