@@ -172,7 +172,7 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
     f("down_bias", g.down_bias);
     f("accumulates", g.accumulates);
     f("logits", g.logits);
-    f("of_logits", g.of_logits);
+    f("given_logit_gradients", g.given_logit_gradients);
     f("weights_by_bias", g.weights_by_bias);
     f("logit_gradients", g.logit_gradients);
     f("router", g.router);

@@ -165,7 +165,7 @@ struct GradientSpec {
   uint64_t gate_up_bias = 0, down_bias = 0;  // likewise
   uint64_t accumulates = 0;                  // as in BackwardArgs
   // As in BackwardArgs; 0: none, and without logit_gradients none is read.
-  uint64_t logits = 0, of_logits = 0, weights_by_bias = 0, logit_gradients = 0, router = 0;
+  uint64_t logits = 0, given_logit_gradients = 0, weights_by_bias = 0, logit_gradients = 0, router = 0;
 };
 
 }  // namespace flashmoe::cuda

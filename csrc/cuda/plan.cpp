@@ -384,31 +384,32 @@ void Plan::set_gradients(const GradientSpec& g) {
   gpu::BackwardArgs& b = args.backward;
   b.x = at(g.x);
   b.x_row_bytes = g.x_row_bytes;
-  b.z_gradients = at(z.data);
+  b.dz = at(z.data);
   b.weighted = at(weighted.data);
   b.z_columns = z_columns;
   args.call.memory.slice_tiles = static_cast<uint32_t>(layout.tiles);
   args.options.plain_behind = needs_plain(spec) ? layout.plain : 0;
-  args.options.shared_gate_up = at(g.shared_gate_up);
+  args.options.shared_gate_up_gradient = at(g.shared_gate_up);
   const uint64_t gates = uint64_t{spec.shared} * spec.intermediate * spec.hidden;
-  args.shared_ups = at(g.shared_up == 0 ? g.shared_gate_up : g.shared_up - gates * (g.accumulates != 0 ? 4 : bytes));
-  args.options.shared_down = at(g.shared_down);
-  args.options.shared_logits = reinterpret_cast<float*>(g.shared_logits);
+  args.shared_ups_gradient =
+      at(g.shared_up == 0 ? g.shared_gate_up : g.shared_up - gates * (g.accumulates != 0 ? 4 : bytes));
+  args.options.shared_down_gradient = at(g.shared_down);
+  args.options.shared_logit_gradients = reinterpret_cast<float*>(g.shared_logits);
   b.weight_parts = reinterpret_cast<float*>(g.memory + layout.parts);
-  b.weights = reinterpret_cast<float*>(g.weights);
-  b.gate_up = at(g.gate_up);
-  b.down = at(g.down);
-  b.gate_up_bias = at(g.gate_up_bias);
-  b.down_bias = at(g.down_bias);
+  b.combine_gradients = reinterpret_cast<float*>(g.weights);
+  b.gate_up_gradient = at(g.gate_up);
+  b.down_gradient = at(g.down);
+  b.gate_up_bias_gradient = at(g.gate_up_bias);
+  b.down_bias_gradient = at(g.down_bias);
   b.accumulates = g.accumulates != 0 ? 1 : 0;
   b.logits = reinterpret_cast<const float*>(g.logits);
-  b.of_logits = reinterpret_cast<const float*>(g.of_logits);
+  b.given_logit_gradients = reinterpret_cast<const float*>(g.given_logit_gradients);
   b.weights_by_bias = reinterpret_cast<const double*>(g.weights_by_bias);
   b.logit_gradients = at(g.logit_gradients);
-  b.router = at(g.router);
+  b.router_gradient = at(g.router);
   args.intermediate = encode(rows_shape(z.row_bytes, bytes, z_columns, rows), z.data, spec.y_type, "rows of dZ");
-  b.z_columns_map = encode(transposed_shape(z, bytes, z_columns, 1, 0, static_cast<uint32_t>(rows), 1), z.data,
-                           spec.y_type, "columns of dZ");
+  b.dz_columns = encode(transposed_shape(z, bytes, z_columns, 1, 0, static_cast<uint32_t>(rows), 1), z.data,
+                        spec.y_type, "columns of dZ");
   b.weighted_columns =
       encode(transposed_shape(weighted, bytes, spec.intermediate, 1, 0, static_cast<uint32_t>(rows), 1), weighted.data,
              spec.y_type, "columns of activations");

@@ -112,7 +112,7 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   auto* const to = reinterpret_cast<typename Dtype::Element*>(b.logit_gradients) + token * logit_pitch(experts);
   const auto store = [&](uint32_t e, double gradient) {
     auto rounded = static_cast<float>(rule.routed_scale * gradient);
-    if (b.of_logits != nullptr) rounded += b.of_logits[first_logit + e];
+    if (b.given_logit_gradients != nullptr) rounded += b.given_logit_gradients[first_logit + e];
     if (exists) to[e] = Dtype::narrow(bad ? NAN : rounded);
   };
 #pragma unroll 1

@@ -251,10 +251,10 @@ class CudaEngine(Engine):
             dx = dy.new_empty(dy.shape)
         # Among several ranks biases are those of this rank's experts, and each rank's kernel adds its own.
         alone_on_output = alone and not options.weights_on_input
-        by_bias, of_logits = cuda_training.weights_by_bias(tensors, given, ids) if alone_on_output else None, None
+        by_bias, logit_gradients = cuda_training.weights_by_bias(tensors, given, ids) if alone_on_output else None, None
         if tensors.router is not None:
             # Also of no tokens some memory: the kernel tells by it that there is a router.
-            of_logits = dy.new_empty(max(tokens, 1), cuda_training.logit_pitch(layer.layer.experts))
+            logit_gradients = dy.new_empty(max(tokens, 1), cuda_training.logit_pitch(layer.layer.experts))
         elif of_weights is not None and (of_weights.dtype != weights.dtype or not of_weights.is_contiguous()):
             of_weights = weights.new_empty(of_weights.shape)
         of_shared = weights.new_empty(tokens) if "shared_gate" in wanted else None
@@ -276,10 +276,10 @@ class CudaEngine(Engine):
                 "memory": memory.data_ptr(),
                 "weights": _place(of_weights),
                 "logits": _place(cuda_training.kept_logits(kept, tensors)),
-                "of_logits": _place(given.get("router_logits")),
+                "given_logit_gradients": _place(given.get("router_logits")),
                 "weights_by_bias": _place(by_bias),
                 "accumulates": int(accumulates),
-                "logit_gradients": _place(of_logits),
+                "logit_gradients": _place(logit_gradients),
                 "shared_logits": _place(of_shared),
             }
             | {name: written[place].data_ptr() if place in written else 0 for name, place in _GRADIENTS.items()},
@@ -299,7 +299,7 @@ class CudaEngine(Engine):
                 cuda_training.gate_gradient(of_shared, tensors.x, wanted["shared_gate"], accumulates)
             if "router_bias" in wanted:
                 experts = layer.layer.experts
-                cuda_training.bias_gradient(of_logits[:tokens, :experts], wanted["router_bias"], accumulates)
+                cuda_training.bias_gradient(logit_gradients[:tokens, :experts], wanted["router_bias"], accumulates)
 
     def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> tuple[Tensors, Prepared]:
         """The layer of such calls, known from an earlier one or prepared now, and the tensors that it is of: these, or

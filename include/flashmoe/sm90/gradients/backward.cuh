@@ -29,8 +29,8 @@ struct Backward : Inference,
   // Rows of dY and, where they are dispatched again, of x: the same copies with other addresses.
   static __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c, RowCopies& copies, uint32_t q,
                                                    uint32_t token, uint32_t rows) {
-    const uint8_t* first = args.x;
-    uint64_t row_bytes = args.x_row_bytes, behind = 0;
+    const uint8_t* first = args.dy();
+    uint64_t row_bytes = args.dy_row_bytes(), behind = 0;
     FLASHMOE_NO_UNROLL
     while (true) {
       copies.copy(

@@ -58,7 +58,8 @@ struct GateLookUp {
                                                           uint32_t tile, uint32_t in_tile, const Row& row) {
     if (args.shared_gate == nullptr) return 0;
     const float gradient = shared_logit_gradient(args, c, tile, in_tile, row);
-    if (task.column == 0 && args.options.shared_logits != nullptr) args.options.shared_logits[row.token] = gradient;
+    if (task.column == 0 && args.options.shared_logit_gradients != nullptr)
+      args.options.shared_logit_gradients[row.token] = gradient;
     return __float_as_uint(gradient);
   }
 };

@@ -135,7 +135,7 @@ __device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const 
 #pragma unroll 1
   for (uint32_t r = P::lane(); r < Wide::kTokens; r += P::kLanes) {
     const uint64_t token = tile * kTileTokens + first + r;
-    slot.to[r] = reinterpret_cast<uint64_t>(args.out + token * c.memory.return_row_bytes);
+    slot.to[r] = reinterpret_cast<uint64_t>(args.dx() + token * c.memory.return_row_bytes);
     slot.weights[r] = 1.0f;
   }
   if (P::lane() != 0) return;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void load_router_dx(const KernelArgs& args, const Tas
                                                Count&& count) {
   const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
   const FeatureSpans features{&args.router, box * kBoxFeatures, false, 0, false};
-  const BoxRows rows{&args.tokens, slot.tile * kTileTokens + slot.share.first, slot.share.rows};
+  const BoxRows rows{&args.logit_gradient_rows(), slot.tile * kTileTokens + slot.share.first, slot.share.rows};
   intermediate_load<Dtype>(ring, true, features, rows, NoScales{}, slot.k_bytes, count);
 }
 template <class Dtype, class Count>
@@ -204,7 +204,7 @@ struct AddsRouterDx {
                                                          Pipeline& ring, uint32_t n, const Trace& trace,
                                                          const WarpTrace& each_warp) {
     trace.end(Phase::kWait, s.ring.at(n).tile, 0);
-    SumEngine<Dtype, WarpTrace> sums(c, args.out, each_warp);
+    SumEngine<Dtype, WarpTrace> sums(c, args.dx(), each_warp);
     Returner<Platform, SumEngine<Dtype, WarpTrace>, CursorOfWarp> returner(c, sums, s.returns);
     each_warp.begin(1);
     returner.run(c);

@@ -53,16 +53,16 @@ struct WeightTasks {
   static __device__ __forceinline__ WeightTasks of(const KernelArgs& args) {
     const CallShape& s = args.call.shape;
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
-    return {args.backward.down == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
-            args.backward.gate_up == nullptr ? 0 : blocks * ceil_div(args.backward.z_columns, kTaskFeatures)};
+    return {args.backward.down_gradient == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
+            args.backward.gate_up_gradient == nullptr ? 0 : blocks * ceil_div(args.backward.z_columns, kTaskFeatures)};
   }
   // Of a slice of the shared expert: no task has columns of two parts.
   static __device__ __forceinline__ WeightTasks of_slice(const KernelArgs& args) {
     const CallShape& s = args.call.shape;
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures), halves = z_halves(args);
     const uint32_t of_half = ceil_div(args.backward.z_columns / halves, kTaskFeatures);
-    return {args.options.shared_down == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
-            args.options.shared_gate_up == nullptr ? 0 : blocks * of_half * halves};
+    return {args.options.shared_down_gradient == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
+            args.options.shared_gate_up_gradient == nullptr ? 0 : blocks * of_half * halves};
   }
   __device__ __forceinline__ uint32_t all() const { return down + gate_up; }
 };
@@ -75,7 +75,7 @@ struct RouterTasks {
     const CallShape& s = args.call.shape;
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
     if (args.backward.logit_gradients == nullptr) return {0, 0};
-    return {args.backward.router == nullptr ? 0 : blocks * ceil_div(gate_experts_of(s), kTaskFeatures),
+    return {args.backward.router_gradient == nullptr ? 0 : blocks * ceil_div(gate_experts_of(s), kTaskFeatures),
             blocks * ceil_div(s.tokens, kTileTokens)};
   }
 };
@@ -314,11 +314,16 @@ struct WeightOutput {
     const uint32_t bytes = args.backward.accumulates != 0 ? sizeof(float) : Dtype::kBytes;
     const uint32_t column = task.skipped + task.first_column;
     const uint64_t first = across ? column * pitch + first_row : first_row * pitch + column;
-    uint8_t* all = of_router ? args.backward.router : task.of_down ? args.backward.down : args.backward.gate_up;
+    uint8_t* all = of_router      ? args.backward.router_gradient
+                   : task.of_down ? args.backward.down_gradient
+                                  : args.backward.gate_up_gradient;
     uint32_t expert = of_router ? 0 : group;
     if (!of_router && is_of_shared(args.call.shape, expert)) {
       const bool ups = 2 * task.first_column >= args.backward.z_columns;
-      all = task.of_down ? args.options.shared_down : ups ? args.shared_ups : args.options.shared_gate_up, expert = 0;
+      all = task.of_down ? args.options.shared_down_gradient
+            : ups        ? args.shared_ups_gradient
+                         : args.options.shared_gate_up_gradient;
+      expert = 0;
     }
     return {all + (uint64_t{expert} * hidden * task.columns + first) * bytes, across,
             first_row < hidden ? hidden - first_row : 0, task.columns - task.first_column, pitch * bytes};
