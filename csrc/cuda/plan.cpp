@@ -302,9 +302,14 @@ GroupKeptLayout Plan::kept_layout(uint64_t tokens, const gpu::KeptRoom& room) co
   return {spec, tokens, args.call.shape.ranks, args.call.shape.local_experts, room};
 }
 
+RoutingLayout Plan::routing_layout(uint64_t tokens, const gpu::KeptRoom& room) const {
+  return trains_in_group() ? kept_layout(tokens, room).routing : KeptLayout(spec, tokens);
+}
+
 bool Plan::suits(uint64_t tokens, const gpu::KeptRoom& room, const gpu::KeptRoom& needed) const {
   // Up to a fifth more is kept for as long as the graph lives, rather than that all is moved once more.
-  return room.has(needed) && 5 * kept_layout(tokens, room).bytes <= 6 * kept_layout(tokens, needed).bytes;
+  const auto bytes = [&](const gpu::KeptRoom& of) { return kept_layout(tokens, of).routing.logits; };
+  return room.has(needed) && 5 * bytes(room) <= 6 * bytes(needed);
 }
 
 GroupCallLayout Plan::call_layout(const Common& common) const {
@@ -337,9 +342,9 @@ void Plan::set_kept(const Common& common, const TokenSpec& t) {
     return;
   }
   const GroupCallLayout layout = call_layout(common);
-  const uint64_t weights = t.routing + t.tokens * choices_of_token(spec) * sizeof(int32_t);
-  args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(t.routing),
-               reinterpret_cast<float*>(weights)};
+  const RoutingLayout routing(t.routing, spec, t.tokens);
+  args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(routing.ids),
+               reinterpret_cast<float*>(routing.weights)};
   args.group.received = reinterpret_cast<uint8_t*>(t.keep + layout.received);
   args.group.pitch = common.limits.max_tokens;
   args.backward.z_columns = spec.gate_up_rows();
@@ -350,15 +355,12 @@ PassLayout Plan::set_rows(const GradientSpec& g) {
   const uint32_t tokens = args.call.shape.tokens;
   const PassLayout layout = pass_layout(tokens, g.rows);
   const auto at = [](uint64_t address) { return reinterpret_cast<uint8_t*>(address); };
-  if (!trains_in_group()) {
-    const KeptLayout kept(spec, tokens);
-    args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids),
-                          reinterpret_cast<float*>(g.kept + kept.weights)};
-    return layout;
-  }
+  const RoutingLayout routing = routing_layout(tokens, g.rows.room);
+  args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + routing.ids),
+                        reinterpret_cast<float*>(g.kept + routing.weights)};
+  args.backward.logits = reinterpret_cast<const float*>(g.kept + routing.logits);
+  if (!trains_in_group()) return layout;
   const GroupKeptLayout kept = kept_layout(tokens, g.rows.room);
-  args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids),
-                        reinterpret_cast<float*>(g.kept + kept.weights)};
   gpu::GroupArgs& own = args.group;
   own.received = at(g.memory + layout.received);
   own.numbers = reinterpret_cast<const uint32_t*>(g.kept + kept.numbers);
@@ -402,7 +404,6 @@ void Plan::set_gradients(const GradientSpec& g) {
   b.gate_up_bias_gradient = at(g.gate_up_bias);
   b.down_bias_gradient = at(g.down_bias);
   b.accumulates = g.accumulates != 0 ? 1 : 0;
-  b.logits = reinterpret_cast<const float*>(g.logits);
   b.given_logit_gradients = reinterpret_cast<const float*>(g.given_logit_gradients);
   b.weights_by_bias = reinterpret_cast<const double*>(g.weights_by_bias);
   b.logit_gradients = at(g.logit_gradients);

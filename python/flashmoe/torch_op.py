@@ -488,7 +488,7 @@ def _fake_kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     elif getattr(contexts.get(given["context"]), "ranks", 1) != 1:  # as many rows as it will have received
         size, counts = torch.library.get_ctx().new_dynamic_size(), len(cuda_training.ALONE)
     else:
-        size, counts = tensors.x.shape[0] * cuda_training.kept_bytes(tensors, options), 0
+        size, counts = tensors.x.shape[0] * cuda_training.kept_token_bytes(tensors, options), 0
     return tensors.x.new_empty(size, dtype=torch.uint8), torch.empty(counts, dtype=torch.int64)
 
 
