@@ -133,7 +133,7 @@ void remove_layer(int64_t handle, int64_t layer) {
 
 void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t x, int64_t x_row_bytes,
           int64_t x_scale, int64_t out, int64_t topk_ids, int64_t topk_weights, int64_t load, int64_t router_logits,
-          int64_t keep, int64_t routing) {
+          int64_t kept, int64_t routing) {
   guarded([&] {
     const TokenSpec t{.tokens = static_cast<uint32_t>(tokens),
                       .x = static_cast<uint64_t>(x),
@@ -144,7 +144,7 @@ void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t
                       .topk_weights = static_cast<uint64_t>(topk_weights),
                       .load = static_cast<uint64_t>(load),
                       .router_logits = static_cast<uint64_t>(router_logits),
-                      .keep = static_cast<uint64_t>(keep),
+                      .kept = static_cast<uint64_t>(kept),
                       .routing = static_cast<uint64_t>(routing)};
     context(handle)->call(layer, t, stream_of(stream));
   });

@@ -394,7 +394,7 @@ void Engine::activate_columns(const TaskRow& product, TileIndex index, Columns o
   if (gated && !together) {
     up = project(up_, product, rows, t.rows, {t.expert, slice, of.first * step + to_up, step}, pitch);
   }
-  if (layer_.keep != nullptr) keep_pre_activations(tile, slice, of, gate, up, pitch);
+  if (layer_.kept != nullptr) keep_pre_activations(tile, slice, of, gate, up, pitch);
   for (uint32_t r = 0; r < t.rows; ++r) {
     float* row = gate + size_t{r} * pitch;
     activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, spec(), of.count);
@@ -414,12 +414,12 @@ void Engine::keep_pre_activations(uint32_t tile, uint32_t slice, Columns of, con
   const uint32_t width = c_.shape.intermediate * (c_.shape.is_shared(t.expert) ? c_.shape.shared : 1);
   const uint64_t elements = kept_elements(spec(), width);
   const uint64_t first = uint64_t{slice} * c_.shape.intermediate + of.first;
-  uint8_t* row = layer_.keep->pre_activations(c_, tile, elements);
+  uint8_t* row = layer_.kept->pre_activations(c_, tile, elements);
   for (uint32_t r = 0; r < t.rows; ++r, row += elements * element_bytes(spec().y_type)) {
-    layer_.keep->store(row, first, gate + size_t{r} * pitch, of.count);
-    if (up != nullptr) layer_.keep->store(row, width + first, up + size_t{r} * pitch, of.count);
+    layer_.kept->store(row, first, gate + size_t{r} * pitch, of.count);
+    if (up != nullptr) layer_.kept->store(row, width + first, up + size_t{r} * pitch, of.count);
   }
-  if (of.first == 0 && slice == 0) layer_.keep->copy_received(c_, tile);
+  if (of.first == 0 && slice == 0) layer_.kept->copy_received(c_, tile);
 }
 
 void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {

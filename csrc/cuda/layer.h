@@ -151,7 +151,7 @@ struct TokenSpec {
   uint64_t out = 0;
   uint64_t topk_ids = 0, topk_weights = 0;  // 0 with a router
   uint64_t load = 0, router_logits = 0;     // see KernelArgs; 0: not asked for
-  uint64_t keep = 0;     // of Pass::kForward: memory of KeptLayout, or GroupCallLayout, aligned to 16 bytes
+  uint64_t kept = 0;     // of Pass::kForward: memory of KeptLayout, or GroupCallLayout, aligned to 16 bytes
   uint64_t routing = 0;  // and among several ranks: of RoutingLayout, from its beginning on
 };
 

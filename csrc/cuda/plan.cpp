@@ -337,15 +337,15 @@ void Plan::expect(const gpu::KeptRoom& needed) {
 void Plan::set_kept(const Common& common, const TokenSpec& t) {
   if (!trains_in_group()) {
     const KeptLayout layout(spec, t.tokens);
-    args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(t.keep + layout.ids),
-                 reinterpret_cast<float*>(t.keep + layout.weights)};
+    args.kept = {reinterpret_cast<uint8_t*>(t.kept), reinterpret_cast<int32_t*>(t.kept + layout.ids),
+                 reinterpret_cast<float*>(t.kept + layout.weights)};
     return;
   }
   const GroupCallLayout layout = call_layout(common);
   const RoutingLayout routing(t.routing, spec, t.tokens);
-  args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(routing.ids),
+  args.kept = {reinterpret_cast<uint8_t*>(t.kept), reinterpret_cast<int32_t*>(routing.ids),
                reinterpret_cast<float*>(routing.weights)};
-  args.group.received = reinterpret_cast<uint8_t*>(t.keep + layout.received);
+  args.group.received = reinterpret_cast<uint8_t*>(t.kept + layout.received);
   args.group.pitch = common.limits.max_tokens;
   args.backward.z_columns = spec.gate_up_rows();
 }

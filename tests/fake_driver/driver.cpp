@@ -170,9 +170,9 @@ void describe(const gpu::KernelArgs& a, const cuda::LaunchConfig& config, bool f
   put("out", reinterpret_cast<uint64_t>(a.out)), put("topk_ids", reinterpret_cast<uint64_t>(a.topk_ids));
   put("topk_weights", reinterpret_cast<uint64_t>(a.topk_weights)), put("topk_ids_64", a.topk_ids_64);
   put("load", reinterpret_cast<uint64_t>(a.load)), put("router_logits", reinterpret_cast<uint64_t>(a.router_logits));
-  put("kept", reinterpret_cast<uint64_t>(a.keep.pre_activations));
-  put("kept_ids", reinterpret_cast<uint64_t>(a.keep.ids));
-  put("kept_weights", reinterpret_cast<uint64_t>(a.keep.weights));
+  put("kept", reinterpret_cast<uint64_t>(a.kept.pre_activations));
+  put("kept_ids", reinterpret_cast<uint64_t>(a.kept.ids));
+  put("kept_weights", reinterpret_cast<uint64_t>(a.kept.weights));
   put("shared_ups_gradient", reinterpret_cast<uint64_t>(a.shared_ups_gradient));
   put("slice_tiles", c.memory.slice_tiles), put("shared_gate", reinterpret_cast<uint64_t>(a.shared_gate));
   put("keepers", c.policy.keepers), put("config", c.config.hash), put("config_groups", c.config.groups);
@@ -528,7 +528,7 @@ CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFuncti
   if (capture) return 0;
   Call call = args.call;
   call.epoch = ++call.control()->calls.value;
-  route(call, args.keep);
+  route(call, args.kept);
   if (call.shape.ranks > 1) send(call);
   record(args.trace, config->grid_x);
   if (next_fault.kind != FaultKind::kNone) {

@@ -260,7 +260,7 @@ struct KernelArgs {
   uint32_t scales_by_row;  // 1: each row of weights has a scale
   const float* x_scale;    // [T, ceil(H / 128)], of x in e4m3; else null, and x is quantised
 
-  KeptOutputs keep;       // of kernels that keep
+  KeptOutputs kept;       // written by passes that keep
   BackwardArgs backward;  // of backward passes (kBackward)
   GroupArgs group;        // of both, among several ranks
   BackwardOptions options;

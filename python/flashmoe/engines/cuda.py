@@ -85,8 +85,8 @@ class Prepared:
         return len(self.experts)
 
     @property
-    def kept_choices(self) -> int:
-        """What a call keeps experts and weights of, for each token."""
+    def choices(self) -> int:
+        """Of a token, that of a shared expert too: so many experts and weights are kept of it."""
         return self.layer.choices + self.layer.shared_experts
 
 
@@ -242,7 +242,7 @@ class CudaEngine(Engine):
             return
         dy = given["y"] if given["y"].data_ptr() % _ALIGNMENT == 0 else given["y"].clone()
         at = self._kept_routing(layer, tokens, rows.room)
-        ids, weights = at.choices(kept, tokens, layer.kept_choices)
+        ids, weights = at.choices(kept, tokens, layer.choices)
         address, row_bytes = self._rows(tensors.x, layer)
         dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes there if it can
         if dx is None or not dx.is_contiguous():

@@ -177,7 +177,7 @@ __device__ __forceinline__ void load_router_weights(const KernelArgs& args, cons
 #pragma unroll
       for (uint32_t span = 0; span < kBoxBytes / span_bytes(Dtype::kBytes); ++span) {
         tma_load(at.data() + Wide::tokens(0) + span * span_bytes(Dtype::kBytes), &args.backward.x_columns, at.full(),
-                 first_row + span * span_side(Dtype::kBytes), s * kRowsOfStage<Dtype>, 0, 0, 0, kKeepNormally);
+                 first_row + span * span_side(Dtype::kBytes), s * kRowsOfStage<Dtype>, 0, 0, 0, kEvictNormally);
       }
     }
   }
