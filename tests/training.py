@@ -153,13 +153,13 @@ def check(
 def _of_slices(call: RankCall, slices: int, owners: list[int]) -> RankCall:
     """The same call of experts in slices, that these ranks compute."""
     shape = len(call.x), call.ids.shape[1] * slices
-    ids, kept = (
+    ids, computed = (
         np.where(each[..., None] < 0, -1, each[..., None] * slices + np.arange(slices)).reshape(shape)
-        for each in (call.ids, call.kept)
+        for each in (call.ids, call.computed)
     )
     variance = np.repeat(np.broadcast_to(call.weight_variance, call.ids.shape), slices, axis=1)
     weights = np.repeat(call.weights, slices, axis=1)
-    return replace(call, ids=ids, kept=kept, weights=weights, weight_variance=variance, owners=owners)
+    return replace(call, ids=ids, computed=computed, weights=weights, weight_variance=variance, owners=owners)
 
 
 def _compare(parts: dict[str, float], name: str, found: np.ndarray, expected: np.ndarray, bound: float) -> None:

@@ -362,7 +362,7 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
     options.groups = static_cast<uint32_t>(groups);
     options.order = order_of(std::move(order));
     auto call = [handle, options, spec = layer_of(std::move(layer))](
-                    int64_t tokens, bool trace, int64_t perturbation, bool keep, bool redispatch, bool strict,
+                    int64_t tokens, bool trace, int64_t perturbation, bool keeps, bool redispatch, bool strict,
                     const Given& x, const Given& gate_up_proj, const Given& down_proj, const Given& router,
                     const Given& router_bias, const Given& choice_bias, const Given& gate_up_bias,
                     const Given& down_bias, const Given& shared_gate_up, const Given& shared_down,
@@ -374,8 +374,8 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
         const auto context = registry<Context>().get(handle);
         const bool routed = spec.routing != Routing::kGiven;
         const bool scaled = spec.weight_scales != WeightScales::kNone, scaled_shared = scaled && spec.shared != 0;
-        const auto kept = keep ? std::make_shared<Kept>() : nullptr;
-        if (keep) {
+        const auto kept = keeps ? std::make_shared<Kept>() : nullptr;
+        if (keeps) {
           kept->spec = spec, kept->placement = options.placement, kept->redispatch = redispatch;
           kept->shared_up = shared_up.has_value();
           if (routed) kept->logits.resize(static_cast<uint64_t>(tokens) * spec.experts);
@@ -404,10 +404,10 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
             .topk_weight_type = routed || (*topk_weights).dtype().bits == 32 ? DType::kFloat32 : spec.y_type,
             .out = memory_of<void>("out", out),
             .load = memory_of<uint64_t>("load", load, load.has_value()),
-            .router_logits = keep && routed
+            .router_logits = keeps && routed
                                  ? kept->logits.data()
                                  : memory_of<float>("router_logits", router_logits, router_logits.has_value()),
-            .keep = kept.get()};
+            .kept = kept.get()};
         CallOptions o = options;
         o.tokens = static_cast<uint32_t>(tokens);
         o.record_events = trace;
@@ -415,7 +415,7 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
         o.strict = strict;
         Map report = as_map(
             context->call(l, o, {memory_of<int32_t>("topk_ids", chosen), memory_of<float>("topk_weights", weights)}));
-        if (!keep) return report;
+        if (!keeps) return report;
         if (routed && router_logits.has_value()) {
           std::copy(kept->logits.begin(), kept->logits.end(), memory_of<float>("router_logits", router_logits));
         }

@@ -133,7 +133,7 @@ void remove_layer(int64_t handle, int64_t layer) {
 
 void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t x, int64_t x_row_bytes,
           int64_t x_scale, int64_t out, int64_t topk_ids, int64_t topk_weights, int64_t load, int64_t router_logits,
-          int64_t keep, int64_t routing) {
+          int64_t kept, int64_t routing) {
   guarded([&] {
     const TokenSpec t{.tokens = static_cast<uint32_t>(tokens),
                       .x = static_cast<uint64_t>(x),
@@ -144,7 +144,7 @@ void call(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int64_t
                       .topk_weights = static_cast<uint64_t>(topk_weights),
                       .load = static_cast<uint64_t>(load),
                       .router_logits = static_cast<uint64_t>(router_logits),
-                      .keep = static_cast<uint64_t>(keep),
+                      .kept = static_cast<uint64_t>(kept),
                       .routing = static_cast<uint64_t>(routing)};
     context(handle)->call(layer, t, stream_of(stream));
   });
@@ -171,8 +171,7 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
     f("gate_up_bias", g.gate_up_bias);
     f("down_bias", g.down_bias);
     f("accumulates", g.accumulates);
-    f("logits", g.logits);
-    f("of_logits", g.of_logits);
+    f("given_logit_gradients", g.given_logit_gradients);
     f("weights_by_bias", g.weights_by_bias);
     f("logit_gradients", g.logit_gradients);
     f("router", g.router);
@@ -194,16 +193,22 @@ gpu::KeptRoom room_of(const ffi::Array<int64_t>& room) {
   return {at(0), at(1), at(2)};
 }
 
-int64_t kept_bytes(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> room) {
+// The fields of RoutingLayout, of what a call of the layer keeps.
+ffi::Array<int64_t> kept_routing(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> room) {
   return guarded([&] {
-    return static_cast<int64_t>(context(handle)->kept_bytes(layer, static_cast<uint32_t>(tokens), room_of(room)));
+    const RoutingLayout r = context(handle)->kept_routing(layer, static_cast<uint32_t>(tokens), room_of(room));
+    const auto as_given = [](uint64_t value) { return static_cast<int64_t>(value); };
+    return ffi::Array<int64_t>{as_given(r.ids), as_given(r.weights), as_given(r.logits), as_given(r.bytes)};
   });
 }
 
-// Of a rank alone: bytes that a call keeps of a token with so many choices and rows of pre-activations of so many bytes.
-int64_t kept_token_bytes(int64_t rows, int64_t choices, int64_t row_bytes) {
-  const auto count = [](int64_t n) { return static_cast<uint64_t>(n); };
-  return static_cast<int64_t>(KeptLayout(count(rows), count(choices), count(row_bytes)).bytes);
+// Of a rank alone: bytes that a call keeps of a token.
+int64_t kept_token_bytes(Map layer) {
+  return guarded([&] { return static_cast<int64_t>(KeptLayout(layer_of(std::move(layer)), 1).bytes); });
+}
+
+int64_t logit_pitch_of(int64_t experts) {
+  return gpu::logit_pitch(static_cast<uint32_t>(experts));
 }
 
 // rows, received: of KeptRows; of a rank alone not looked at.
@@ -260,6 +265,10 @@ Map training_bytes(Map layer, Map map) {
     const uint64_t received = tokens * min_of<uint64_t>(choices, limits.ranks - 1);
     Map out;
     const auto set = [&](const char* name, uint64_t bytes) { out.Set(name, static_cast<int64_t>(bytes)); };
+    const auto set_routing = [&](const RoutingLayout& r) {
+      set("kept_routing", r.logits - r.ids);
+      set("kept_logits", r.bytes - r.logits);
+    };
     const PassLayout pass(spec, tokens, rows_kept, experts, received, redispatch, alone);
     set("tile_rows", pass.plain);
     set("pass_tokens", pass.gather - pass.received);
@@ -268,7 +277,7 @@ Map training_bytes(Map layer, Map map) {
     if (alone) {
       const KeptLayout kept(spec, tokens);
       set("kept_rows", kept.ids);
-      set("kept_routing", kept.bytes - kept.ids);
+      set_routing(kept);
       return out;
     }
     const auto count = [](uint64_t n) { return static_cast<uint32_t>(n); };
@@ -276,8 +285,8 @@ Map training_bytes(Map layer, Map map) {
     const GroupKeptLayout kept(spec, tokens, limits.ranks, experts, room);
     set("kept_rows", kept.received);
     set("kept_tokens", kept.numbers - kept.received);
-    set("kept_numbers", kept.ids - kept.numbers);
-    set("kept_routing", kept.bytes - kept.ids);
+    set("kept_numbers", kept.routing.ids - kept.numbers);
+    set_routing(kept.routing);
     const GroupCallLayout call(spec, limits, experts, redispatch);
     set("call_rows", call.received);
     set("call_tokens", call.ranks - call.received);
@@ -359,8 +368,9 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_refuse, flashmoe::cuda::refuse)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_remove_layer, flashmoe::cuda::remove_layer)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call, flashmoe::cuda::call)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_backward, flashmoe::cuda::backward)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_bytes, flashmoe::cuda::kept_bytes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_routing, flashmoe::cuda::kept_routing)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_kept_token_bytes, flashmoe::cuda::kept_token_bytes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_logit_pitch, flashmoe::cuda::logit_pitch_of)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_pass_bytes, flashmoe::cuda::pass_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_call_bytes, flashmoe::cuda::call_bytes)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_expected_room, flashmoe::cuda::expected_room)

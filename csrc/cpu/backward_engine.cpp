@@ -52,9 +52,9 @@ const uint8_t* BackwardEngine::x_of(const Row& row, const Kept::Row& kept) const
   return c_.dispatched_row(c_.rank, row.source, row.token) + redispatched_behind(c_, *layout_);
 }
 
-void BackwardEngine::multiply(uint32_t n, uint32_t index) {
-  if (n == kFirst) return hidden_gradients(TileIndex::tile(index), TileIndex::slice(index));
-  return_gradients(index);
+void BackwardEngine::multiply(uint32_t n, TileIndex tile) {
+  if (n == kFirst) return hidden_gradients(tile.number(), tile.slice());
+  return_gradients(tile.whole());
 }
 
 void BackwardEngine::find_rows(uint32_t tile) {

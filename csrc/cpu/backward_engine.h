@@ -18,13 +18,13 @@ class BackwardEngine : public Engine {
   bool dispatch(uint32_t b);
   void send_rows(uint32_t q, uint32_t token, uint32_t rows);
   template <uint32_t n>
-  void multiply(uint32_t index, uint32_t) {
-    multiply(n, index);
+  void multiply(TileIndex tile, uint32_t) {
+    multiply(n, tile);
   }
   void sum(const Piece& piece) { piece.of == Piece::kReduce ? reduce(piece) : combine(piece); }
 
  private:
-  void multiply(uint32_t n, uint32_t index);
+  void multiply(uint32_t n, TileIndex tile);
   void find_rows(uint32_t tile);
   float* load_gradients(uint32_t tile, uint32_t columns);
   // The x of a row whose task runs.

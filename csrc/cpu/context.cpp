@@ -315,7 +315,7 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
                    [](int32_t id) { return std::max(id, -1); });
     std::copy_n(call_.weights(t), choices, routing.weights + uint64_t{t} * choices);
   }
-  if (layer.keep != nullptr) layer.keep->finish(call_);
+  if (layer.kept != nullptr) layer.kept->finish(call_);
   CallReport made = report(options, start, end);
   broken_ = false;
   return made;

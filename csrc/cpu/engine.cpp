@@ -166,14 +166,14 @@ void Engine::add_bias(float* rows, uint32_t count, const void* bias, uint64_t fi
   }
 }
 
-void Engine::multiply(uint32_t n, uint32_t index, uint32_t block) {
+void Engine::multiply(uint32_t n, TileIndex tile, uint32_t block) {
   const TaskRow& product = kProgram[n];
-  const uint32_t expert = c_.tile(TileIndex::tile(index))->shape.expert;
-  const Timed timed(trace_, phase_of(n), index, block, expert);
+  const uint32_t expert = c_.tile(tile.number())->shape.expert;
+  const Timed timed(trace_, phase_of(n), tile.bits, block, expert);
   const Columns at = columns(n, block, block + 1);
   switch (product.epilogue) {
-    case Epilogue::kActivate: return activate_columns(product, index, at);
-    case Epilogue::kReturn: return return_columns(product, index, at);
+    case Epilogue::kActivate: return activate_columns(product, tile, at);
+    case Epilogue::kReturn: return return_columns(product, tile.whole(), at);
     case Epilogue::kDifferentiate:  // a GPU's: here BackwardEngine multiplies
     case Epilogue::kSend:
     case Epilogue::kOutput: break;  // of no product
@@ -381,8 +381,8 @@ float* Engine::project(std::vector<float>& to, const TaskRow& product, const flo
   return out;
 }
 
-void Engine::activate_columns(const TaskRow& product, uint32_t index, Columns of) {
-  const uint32_t tile = TileIndex::tile(index), slice = TileIndex::slice(index);
+void Engine::activate_columns(const TaskRow& product, TileIndex index, Columns of) {
+  const uint32_t tile = index.number(), slice = index.slice();
   const Tile::Shape& t = c_.tile(tile)->shape;
   const bool gated = spec().gated();
   const uint32_t step = spec().interleaved ? 2 : 1, to_up = weights_of(product, t.expert, slice).to_up;
@@ -396,7 +396,7 @@ void Engine::activate_columns(const TaskRow& product, uint32_t index, Columns of
   if (gated && !together) {
     up = project(up_, product, rows, t.rows, {t.expert, slice, of.first * step + to_up, step}, pitch);
   }
-  if (layer_.keep != nullptr) keep_pre_activations(tile, slice, of, gate, up, pitch);
+  if (layer_.kept != nullptr) keep_pre_activations(tile, slice, of, gate, up, pitch);
   for (uint32_t r = 0; r < t.rows; ++r) {
     float* row = gate + size_t{r} * pitch;
     activate(row, up == nullptr ? nullptr : up + size_t{r} * pitch, spec(), of.count);
@@ -416,12 +416,12 @@ void Engine::keep_pre_activations(uint32_t tile, uint32_t slice, Columns of, con
   const uint32_t width = c_.shape.intermediate * (c_.shape.is_shared(t.expert) ? c_.shape.shared : 1);
   const uint64_t elements = kept_elements(spec(), width);
   const uint64_t first = uint64_t{slice} * c_.shape.intermediate + of.first;
-  uint8_t* row = layer_.keep->pre_activations(c_, tile, elements);
+  uint8_t* row = layer_.kept->pre_activations(c_, tile, elements);
   for (uint32_t r = 0; r < t.rows; ++r, row += elements * element_bytes(spec().y_type)) {
-    layer_.keep->store(row, first, gate + size_t{r} * pitch, of.count);
-    if (up != nullptr) layer_.keep->store(row, width + first, up + size_t{r} * pitch, of.count);
+    layer_.kept->store(row, first, gate + size_t{r} * pitch, of.count);
+    if (up != nullptr) layer_.kept->store(row, width + first, up + size_t{r} * pitch, of.count);
   }
-  if (of.first == 0 && slice == 0) layer_.keep->copy_received(c_, tile);
+  if (of.first == 0 && slice == 0) layer_.kept->copy_received(c_, tile);
 }
 
 void Engine::return_columns(const TaskRow& product, uint32_t tile, Columns of) {

@@ -42,8 +42,8 @@ class Engine {
   bool dispatch(uint32_t b);
   // A task of product n of the program.
   template <uint32_t n>
-  void multiply(uint32_t index, uint32_t block) {
-    multiply(n, index, block);
+  void multiply(TileIndex tile, uint32_t block) {
+    multiply(n, tile, block);
   }
 
   // ---- of a Sender ----------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Engine {
   }
   // out[token, columns] = sum of its return rows, in ascending order
   void combine(uint32_t token, Columns of);
-  void multiply(uint32_t n, uint32_t index, uint32_t block);
+  void multiply(uint32_t n, TileIndex tile, uint32_t block);
   // The right operand's rows for an expert; of the shared one's gate_up, for a slice.
   struct Weights {
     const void* data;
@@ -162,7 +162,7 @@ class Engine {
   float* project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
                  uint32_t columns);
   // intermediate[tile, :, columns] = activation(rows * weights^T + bias)
-  void activate_columns(const TaskRow& product, uint32_t index, Columns of);
+  void activate_columns(const TaskRow& product, TileIndex index, Columns of);
   // row's home = weight * (rows * weights^T + bias), columns
   void return_columns(const TaskRow& product, uint32_t tile, Columns of);
   // kept[expert, :, columns] = sum over the expert's rows of intermediate^T x

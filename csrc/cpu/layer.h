@@ -35,7 +35,7 @@ struct Layer {
   void* out = nullptr;             // [T, H]
   uint64_t* load = nullptr;        // [E], to which each expert's choices are added, of all tokens; may be null
   float* router_logits = nullptr;  // [T, E], written: the logits as they are scored; may be null
-  Kept* keep = nullptr;            // takes what gradients need of the call; null: nothing is kept
+  Kept* kept = nullptr;            // takes what gradients need of the call; null: nothing is kept
 };
 
 }  // namespace flashmoe::cpu

@@ -199,10 +199,9 @@ void Context::launch(Plan& plan, DriverStream stream) {
   ++calls_;
 }
 
-uint64_t Context::kept_bytes(int64_t layer, uint32_t tokens, const gpu::KeptRoom& room) {
+RoutingLayout Context::kept_routing(int64_t layer, uint32_t tokens, const gpu::KeptRoom& room) {
   const std::lock_guard lock(mutex_);
-  const Plan& plan = plan_of(layer);
-  return common_.limits.ranks == 1 ? KeptLayout(plan.spec, tokens).bytes : plan.kept_layout(tokens, room).bytes;
+  return plan_of(layer).routing_layout(tokens, room);
 }
 
 uint64_t Context::pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows) {

@@ -45,7 +45,7 @@ class Context {
 
   // Bytes that a call of so many tokens keeps, of a layer of Pass::kForward; and that a call of Pass::kBackward needs. room,
   // rows: among several ranks.
-  uint64_t kept_bytes(int64_t layer, uint32_t tokens, const gpu::KeptRoom& room);
+  RoutingLayout kept_routing(int64_t layer, uint32_t tokens, const gpu::KeptRoom& room);
   uint64_t pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows);
 
   // Of a layer of Pass::kForward, among several ranks. Bytes of memory where its calls have their rows (refused while
@@ -53,7 +53,7 @@ class Context {
   uint64_t call_bytes(int64_t layer, DriverStream stream);
   gpu::KeptRoom expected_room(int64_t layer);
   // Behind a call, which has left its rows in `memory`: launches what counts them; and what moves them to `kept`, memory of
-  // kept_bytes for this room, but for the routing, which is the caller's, or does nothing if they need more.
+  // kept_routing for this room, but for the routing, which is the caller's, or does nothing if they need more.
   void count_rows(int64_t layer, uint64_t memory, DriverStream stream);
   void move_rows(int64_t layer, uint64_t memory, uint64_t kept, const gpu::KeptRoom& room, DriverStream stream);
   // Waits until they are counted, not moved, and throws what the call ran into. The room is this one, if they have been moved

@@ -66,31 +66,36 @@ inline uint64_t later_slices(const LayerSpec& spec) {
   return max_of(spec.shared, 1u) - 1;
 }
 
-// Where what a call keeps of so many rows and choices lies in its memory: pre-activations first (KeptOutputs).
-struct KeptLayout {
-  uint64_t ids, weights, bytes;
+// Where the routing of own tokens lies, which is the last of what a call keeps, from `at` on: choices, and of a router logits.
+struct RoutingLayout {
+  uint64_t ids, weights, logits, bytes;
 
-  KeptLayout(uint64_t rows, uint64_t choices, uint64_t row_bytes)
-      : ids(rows * row_bytes), weights(ids + choices * sizeof(int32_t)), bytes(weights + choices * sizeof(float)) {}
-  KeptLayout(const LayerSpec& spec, uint64_t tokens)
-      : KeptLayout(tokens * rows_of_token(spec), tokens * choices_of_token(spec), kept_row_bytes(spec)) {}
+  RoutingLayout(uint64_t at, const LayerSpec& spec, uint64_t tokens)
+      : ids(at),
+        weights(ids + tokens * choices_of_token(spec) * sizeof(int32_t)),
+        logits(weights + tokens * choices_of_token(spec) * sizeof(float)),
+        bytes(logits + (spec.routing == Routing::kGiven ? 0 : tokens * spec.experts * sizeof(float))) {}
 };
 
-// The same among several ranks, by the room that there is: pre-activations first (MovedRows), the routing of the rank's own
-// tokens, whose number is known, last.
+// Where what a call keeps lies in its memory: pre-activations first (KeptOutputs).
+struct KeptLayout : RoutingLayout {
+  KeptLayout(const LayerSpec& spec, uint64_t tokens)
+      : RoutingLayout(tokens * rows_of_token(spec) * kept_row_bytes(spec), spec, tokens) {}
+};
+
+// The same among several ranks, by the room that there is: pre-activations first (MovedRows).
 struct GroupKeptLayout {
-  uint64_t received, numbers, first_row, ids, weights, bytes;
+  static constexpr uint64_t kAlign = 16;
+  uint64_t received, numbers, first_row;
+  RoutingLayout routing;
 
   GroupKeptLayout(const LayerSpec& spec, uint64_t tokens, uint64_t ranks, uint64_t local_experts,
-                  const gpu::KeptRoom& room) {
-    constexpr uint64_t kAlign = 16;
-    received = room.rows * kept_row_bytes(spec);
-    numbers = received + room.received * spec.token_row_bytes();
-    first_row = align_up(numbers + ranks * room.pitch * sizeof(uint32_t), kAlign);
-    ids = align_up(first_row + (local_experts + later_slices(spec) + 1) * sizeof(uint32_t), kAlign);
-    weights = ids + tokens * choices_of_token(spec) * sizeof(int32_t);
-    bytes = weights + tokens * choices_of_token(spec) * sizeof(float);
-  }
+                  const gpu::KeptRoom& room)
+      : received(room.rows * kept_row_bytes(spec)),
+        numbers(received + room.received * spec.token_row_bytes()),
+        first_row(align_up(numbers + ranks * room.pitch * sizeof(uint32_t), kAlign)),
+        routing(align_up(first_row + (local_experts + later_slices(spec) + 1) * sizeof(uint32_t), kAlign), spec,
+                tokens) {}
 };
 
 // Where such a call has its rows until it is over: pre-activations by tile, first; then received rows, as far as a context of
@@ -146,8 +151,8 @@ struct TokenSpec {
   uint64_t out = 0;
   uint64_t topk_ids = 0, topk_weights = 0;  // 0 with a router
   uint64_t load = 0, router_logits = 0;     // see KernelArgs; 0: not asked for
-  uint64_t keep = 0;     // of Pass::kForward: memory of KeptLayout, or GroupCallLayout, aligned to 16 bytes
-  uint64_t routing = 0;  // and among several ranks: for ids, [T, K] int32, and behind them weights, [T, K] fp32
+  uint64_t kept = 0;     // of Pass::kForward: memory of KeptLayout, or GroupCallLayout, aligned to 16 bytes
+  uint64_t routing = 0;  // and among several ranks: of RoutingLayout, from its beginning on
 };
 
 // What a backward pass has besides, whose TokenSpec has dY for x and dX for out. All contiguous but x; memory is aligned to
@@ -165,7 +170,7 @@ struct GradientSpec {
   uint64_t gate_up_bias = 0, down_bias = 0;  // likewise
   uint64_t accumulates = 0;                  // as in BackwardArgs
   // As in BackwardArgs; 0: none, and without logit_gradients none is read.
-  uint64_t logits = 0, of_logits = 0, weights_by_bias = 0, logit_gradients = 0, router = 0;
+  uint64_t given_logit_gradients = 0, weights_by_bias = 0, logit_gradients = 0, router = 0;
 };
 
 }  // namespace flashmoe::cuda

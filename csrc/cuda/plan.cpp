@@ -304,9 +304,14 @@ GroupKeptLayout Plan::kept_layout(uint64_t tokens, const gpu::KeptRoom& room) co
   return {spec, tokens, args.call.shape.ranks, args.call.shape.local_experts, room};
 }
 
+RoutingLayout Plan::routing_layout(uint64_t tokens, const gpu::KeptRoom& room) const {
+  return trains_in_group() ? kept_layout(tokens, room).routing : KeptLayout(spec, tokens);
+}
+
 bool Plan::suits(uint64_t tokens, const gpu::KeptRoom& room, const gpu::KeptRoom& needed) const {
   // Up to a fifth more is kept for as long as the graph lives, rather than that all is moved once more.
-  return room.has(needed) && 5 * kept_layout(tokens, room).bytes <= 6 * kept_layout(tokens, needed).bytes;
+  const auto bytes = [&](const gpu::KeptRoom& of) { return kept_layout(tokens, of).routing.logits; };
+  return room.has(needed) && 5 * bytes(room) <= 6 * bytes(needed);
 }
 
 GroupCallLayout Plan::call_layout(const Common& common) const {
@@ -334,15 +339,15 @@ void Plan::expect(const gpu::KeptRoom& needed) {
 void Plan::set_kept(const Common& common, const TokenSpec& t) {
   if (!trains_in_group()) {
     const KeptLayout layout(spec, t.tokens);
-    args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(t.keep + layout.ids),
-                 reinterpret_cast<float*>(t.keep + layout.weights)};
+    args.kept = {reinterpret_cast<uint8_t*>(t.kept), reinterpret_cast<int32_t*>(t.kept + layout.ids),
+                 reinterpret_cast<float*>(t.kept + layout.weights)};
     return;
   }
   const GroupCallLayout layout = call_layout(common);
-  const uint64_t weights = t.routing + t.tokens * choices_of_token(spec) * sizeof(int32_t);
-  args.keep = {reinterpret_cast<uint8_t*>(t.keep), reinterpret_cast<int32_t*>(t.routing),
-               reinterpret_cast<float*>(weights)};
-  args.group.received = reinterpret_cast<uint8_t*>(t.keep + layout.received);
+  const RoutingLayout routing(t.routing, spec, t.tokens);
+  args.kept = {reinterpret_cast<uint8_t*>(t.kept), reinterpret_cast<int32_t*>(routing.ids),
+               reinterpret_cast<float*>(routing.weights)};
+  args.group.received = reinterpret_cast<uint8_t*>(t.kept + layout.received);
   args.group.pitch = common.limits.max_tokens;
   args.backward.z_columns = spec.gate_up_rows();
 }
@@ -352,15 +357,12 @@ PassLayout Plan::set_rows(const GradientSpec& g) {
   const uint32_t tokens = args.call.shape.tokens;
   const PassLayout layout = pass_layout(tokens, g.rows);
   const auto at = [](uint64_t address) { return reinterpret_cast<uint8_t*>(address); };
-  if (!trains_in_group()) {
-    const KeptLayout kept(spec, tokens);
-    args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids),
-                          reinterpret_cast<float*>(g.kept + kept.weights)};
-    return layout;
-  }
+  const RoutingLayout routing = routing_layout(tokens, g.rows.room);
+  args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + routing.ids),
+                        reinterpret_cast<float*>(g.kept + routing.weights)};
+  args.backward.logits = reinterpret_cast<const float*>(g.kept + routing.logits);
+  if (!trains_in_group()) return layout;
   const GroupKeptLayout kept = kept_layout(tokens, g.rows.room);
-  args.backward.kept = {at(g.kept), reinterpret_cast<int32_t*>(g.kept + kept.ids),
-                        reinterpret_cast<float*>(g.kept + kept.weights)};
   gpu::GroupArgs& own = args.group;
   own.received = at(g.memory + layout.received);
   own.numbers = reinterpret_cast<const uint32_t*>(g.kept + kept.numbers);
@@ -386,31 +388,31 @@ void Plan::set_gradients(const GradientSpec& g) {
   gpu::BackwardArgs& b = args.backward;
   b.x = at(g.x);
   b.x_row_bytes = g.x_row_bytes;
-  b.z_gradients = at(z.data);
+  b.dz = at(z.data);
   b.weighted = at(weighted.data);
   b.z_columns = z_columns;
   args.call.memory.slice_tiles = static_cast<uint32_t>(layout.tiles);
   args.options.plain_behind = needs_plain(spec) ? layout.plain : 0;
-  args.options.shared_gate_up = at(g.shared_gate_up);
+  args.options.shared_gate_up_gradient = at(g.shared_gate_up);
   const uint64_t gates = uint64_t{spec.shared} * spec.intermediate * spec.hidden;
-  args.shared_ups = at(g.shared_up == 0 ? g.shared_gate_up : g.shared_up - gates * (g.accumulates != 0 ? 4 : bytes));
-  args.options.shared_down = at(g.shared_down);
-  args.options.shared_logits = reinterpret_cast<float*>(g.shared_logits);
+  args.shared_ups_gradient =
+      at(g.shared_up == 0 ? g.shared_gate_up : g.shared_up - gates * (g.accumulates != 0 ? 4 : bytes));
+  args.options.shared_down_gradient = at(g.shared_down);
+  args.options.shared_logit_gradients = reinterpret_cast<float*>(g.shared_logits);
   b.weight_parts = reinterpret_cast<float*>(g.memory + layout.parts);
-  b.weights = reinterpret_cast<float*>(g.weights);
-  b.gate_up = at(g.gate_up);
-  b.down = at(g.down);
-  b.gate_up_bias = at(g.gate_up_bias);
-  b.down_bias = at(g.down_bias);
+  b.combine_gradients = reinterpret_cast<float*>(g.weights);
+  b.gate_up_gradient = at(g.gate_up);
+  b.down_gradient = at(g.down);
+  b.gate_up_bias_gradient = at(g.gate_up_bias);
+  b.down_bias_gradient = at(g.down_bias);
   b.accumulates = g.accumulates != 0 ? 1 : 0;
-  b.logits = reinterpret_cast<const float*>(g.logits);
-  b.of_logits = reinterpret_cast<const float*>(g.of_logits);
+  b.given_logit_gradients = reinterpret_cast<const float*>(g.given_logit_gradients);
   b.weights_by_bias = reinterpret_cast<const double*>(g.weights_by_bias);
   b.logit_gradients = at(g.logit_gradients);
-  b.router = at(g.router);
+  b.router_gradient = at(g.router);
   args.intermediate = encode(rows_shape(z.row_bytes, bytes, z_columns, rows), z.data, spec.y_type, "rows of dZ");
-  b.z_columns_map = encode(transposed_shape(z, bytes, z_columns, 1, 0, static_cast<uint32_t>(rows), 1), z.data,
-                           spec.y_type, "columns of dZ");
+  b.dz_columns = encode(transposed_shape(z, bytes, z_columns, 1, 0, static_cast<uint32_t>(rows), 1), z.data,
+                        spec.y_type, "columns of dZ");
   b.weighted_columns =
       encode(transposed_shape(weighted, bytes, spec.intermediate, 1, 0, static_cast<uint32_t>(rows), 1), weighted.data,
              spec.y_type, "columns of activations");

@@ -33,6 +33,7 @@ struct Plan {
   void set_tokens(const Common& common, const TokenSpec& tokens);
   // Of passes that train among several ranks: where a call of so many tokens has what it keeps, and until it is over.
   GroupKeptLayout kept_layout(uint64_t tokens, const gpu::KeptRoom& room) const;
+  RoutingLayout routing_layout(uint64_t tokens, const gpu::KeptRoom& room) const;
   GroupCallLayout call_layout(const Common& common) const;
   // Of passes that train: where a backward pass has its memory.
   PassLayout pass_layout(uint64_t tokens, const KeptRows& rows) const;

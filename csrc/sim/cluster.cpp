@@ -55,7 +55,7 @@ typename Cluster<P>::Slot Cluster<P>::look_up(const Task& task) const {
   Slot s{.task = task, .stages = 0, .stage = 0, .epilogue = 0, .handed = 0, .begun = 0, .written = 0};
   if (task.kind == TaskKind::kStop) return s;
   with_product(task.kind, [&]<uint32_t n>() {
-    const TaskTimes::Point times = machine_.tasks.at(n, c_.tile(task.index)->shape.rows);
+    const TaskTimes::Point times = machine_.tasks.at(n, c_.tile(task.tile().number())->shape.rows);
     s.stages = ceil_div(c_.shape.extent(kProgram[n].over) * 2, sm90::kRowBytes);
     s.stage = of_us(times.stage_us);
     s.epilogue = of_us(times.epilogue_us);
@@ -121,11 +121,12 @@ void Cluster<P>::compute() {
 template <class P>
 Time Cluster<P>::send_results(Slot& s) {
   Group& group = Group::of_lane();
-  const Tile::Shape shape = c_.tile(s.task.index)->shape;
+  const uint32_t tile = s.task.tile().whole();
+  const Tile::Shape shape = c_.tile(tile)->shape;
   const uint32_t bytes = min_of(sm90::kTaskFeatures, c_.shape.hidden - s.task.column * sm90::kTaskFeatures) * 2;
   Time sent = 0;
   for (uint32_t i = 0; i < shape.segments; ++i) {
-    const Segment segment = c_.segments(s.task.index)[i];
+    const Segment segment = c_.segments(tile)[i];
     if (segment.source == c_.rank) continue;
     const Links::Transfer t =
         group.send(c_.rank, segment.source, uint64_t{segment.count} * bytes, World::of_lane().now());
@@ -192,7 +193,8 @@ template <class P>
 void Cluster<P>::find_late_rows(uint32_t b, uint64_t n) {
   constexpr uint32_t kMost = sm90::kTileTokens / sm90::kClusterBlocks;
   const Task task = slot(n).task;
-  const sm90::Share share = sm90::share_of(c_.tile(task.index)->shape.rows, b);
+  const uint32_t tile = task.tile().whole();
+  const sm90::Share share = sm90::share_of(c_.tile(tile)->shape.rows, b);
   JoinEngine adder(rank_.memory, machine_.sum_piece);
   Joiner<Joining, JoinEngine> joiner(c_, adder, block_[b].late);
   while (done_ <= n) {
@@ -200,7 +202,7 @@ void Cluster<P>::find_late_rows(uint32_t b, uint64_t n) {
     World::of_lane().look(&done_);
     World::of_lane().wait();
   }
-  const Row* const rows = c_.tile_row(task.index, share.first);
+  const Row* const rows = c_.tile_row(tile, share.first);
   joiner.template find<kMost>([&](uint32_t i) { return i < share.rows ? rows[i].token : 0u; }, share.rows, task.column,
                               share.wide ? 2 : 1);
 }

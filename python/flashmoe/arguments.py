@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypedDict
 
@@ -207,7 +207,7 @@ def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options)
     for name, (expected, dtype) in WRITTEN.items():
         if (tensor := getattr(tensors, name)) is not None:
             operands[name] = as_operand(name, tensor, expected, (dtype,))
-    layer = _layer(operands, options, *_experts_and_top_k(room, operands, options))
+    layer = layer_of_operands(operands, options, *_experts_and_top_k(room, operands, options))
     tokens = operands["x"].shape[0]
     placement = placement_of(room, options.placement, layer.parts)
     local = len(placements.local_experts(placement, room.rank))
@@ -530,7 +530,7 @@ def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Opti
     return experts, bounded("top_k", columns, 1, experts, "E=")
 
 
-def _layer(operands: dict[str, Described], options: Options, experts: int, top_k: int) -> LayerSpec:
+def layer_of_operands(operands: Mapping[str, Described], options: Options, experts: int, top_k: int) -> LayerSpec:
     """The layer that the operands and options are of, but for the return mode and the capacity factor."""
     x_type, weight_type = operands["x"].dtype, operands["gate_up_proj"].dtype
     inner = -2 if options.transposed else -1
@@ -565,7 +565,7 @@ def check_quantised(layer: LayerSpec) -> None:
             )
 
 
-def _slices(operands: dict[str, Described], intermediate: int, inner: int) -> int:
+def _slices(operands: Mapping[str, Described], intermediate: int, inner: int) -> int:
     """Into how many slices of width I the shared expert is cut."""
     given = [name for name in ("shared_gate_up", "shared_down", "shared_gate", "shared_up") if name in operands]
     if not given:

@@ -83,7 +83,7 @@ class RankCall:
     """[T, H]: dY."""
     ids: np.ndarray
     """[T, K]: the experts chosen, dropped ones too."""
-    kept: np.ndarray
+    computed: np.ndarray
     """[T, K]: the same, -1 where dropped."""
     weights: np.ndarray
     """[T, K]."""
@@ -221,7 +221,7 @@ def _found(
         biases = (None if b is None else np.asarray(b[expert], np.float64) for b in (gate_up_bias, down_bias))
         part = _Expert(layer, up[expert], down[expert], *biases)
         for home in homes:
-            t, k = np.nonzero(home.call.kept == expert)
+            t, k = np.nonzero(home.call.computed == expert)
             variance = np.broadcast_to(home.call.weight_variance, home.call.ids.shape)[t, k, None]
             of_weight = part.rows(home, t, home.call.weights[t, k, None], variance, home.call.owners[expert], sums)
             home.of_weights[t, k], home.of_weights_variance[t, k] = of_weight

@@ -298,7 +298,7 @@ def _training_terms_on_gpu(made_for: ContextSpec, activation: str) -> list[Term]
     rows: list[tuple[str, str, tuple[int, ...], int, str]] = [
         ("kept_rows", "kept", (tokens, choices, columns_z), size, "[token][choice][column] pre-activations"),
         ("kept_routing", "kept", (tokens,), bytes_of["kept_routing"] // tokens, "[token] choices and their weights"),
-        ("kept_logits", "kept", (tokens, layer.experts), 4, "[token][expert] the router's logits"),
+        ("kept_logits", "kept", (tokens, bytes_of["kept_logits"] // tokens // 4), 4, "[token][expert] router's logits"),
         ("z_gradients", "pass", (tile_rows, columns_z), size, "[row of a tile][column] dZ"),
         ("weighted", "pass", (tile_rows, columns), size, "[row of a tile][column] activations x weight"),
         ("weight_parts", "pass", (bytes_of["weight_parts"] // (tokens * choices * 4), tokens, choices), 4,

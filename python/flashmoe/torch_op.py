@@ -105,14 +105,14 @@ def _moe(
 
 
 def _run(
-    given: Mapping[str, Any], load: Tensor | None = None, router_logits: Tensor | None = None, keep: bool = False
+    given: Mapping[str, Any], load: Tensor | None = None, router_logits: Tensor | None = None, keeps: bool = False
 ) -> Any:
     """The call of `_moe`'s arguments: its result, or that and what it keeps."""
     tensors = _tensors_of(given)._replace(load=load, router_logits=router_logits)
     number, tokens = given["context"], tensors.x.shape[0]
     try:
         options = _options_of(given)
-        if keep:
+        if keeps:
             return _in_context(number, tokens, lambda ctx: run_and_keep(ctx, tensors, options))
         return _in_context(number, tokens, lambda ctx: run(ctx, tensors, options, False))
     except Exception as error:
@@ -137,11 +137,11 @@ def _moe_observed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _observed(bound.arguments)
 
 
-def _observed(given: Mapping[str, Any], keep: bool = False) -> tuple[Any, Tensor, Tensor]:
+def _observed(given: Mapping[str, Any], keeps: bool = False) -> tuple[Any, Tensor, Tensor]:
     """What `_run` returns of the call, and what its load grows by and its logits."""
     load, logits = _observations(given)
     asked = {"load": load if given["load_size"] else None, "router_logits": logits if given["with_logits"] else None}
-    return _run(given, **asked, keep=keep), load, logits
+    return _run(given, **asked, keeps=keeps), load, logits
 
 
 def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -261,7 +261,7 @@ def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 def _kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `_moe_kept` returns."""
-    (y, kept, counted), load, logits = _observed(given, keep=True)
+    (y, kept, counted), load, logits = _observed(given, keeps=True)
     return y, load, logits, kept, counted
 
 
@@ -488,7 +488,7 @@ def _fake_kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     elif getattr(contexts.get(given["context"]), "ranks", 1) != 1:  # as many rows as it will have received
         size, counts = torch.library.get_ctx().new_dynamic_size(), len(cuda_training.ALONE)
     else:
-        size, counts = tensors.x.shape[0] * cuda_training.kept_bytes(tensors, options), 0
+        size, counts = tensors.x.shape[0] * cuda_training.kept_token_bytes(tensors, options), 0
     return tensors.x.new_empty(size, dtype=torch.uint8), torch.empty(counts, dtype=torch.int64)
 
 

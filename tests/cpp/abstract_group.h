@@ -165,10 +165,11 @@ class AbstractEngine {
   }
 
   template <uint32_t n>
-  void multiply(uint32_t index, uint32_t block) {
-    if constexpr (kProgram[n].epilogue == Epilogue::kActivate) activate(index, block);
-    if constexpr (kProgram[n].epilogue == Epilogue::kDifferentiate) activate(index, block);
-    if constexpr (kProgram[n].epilogue == Epilogue::kReturn) contribute(index, block);
+  void multiply(TileIndex index, uint32_t block) {
+    const uint32_t tile = index.whole();
+    if constexpr (kProgram[n].epilogue == Epilogue::kActivate) activate(tile, block);
+    if constexpr (kProgram[n].epilogue == Epilogue::kDifferentiate) activate(tile, block);
+    if constexpr (kProgram[n].epilogue == Epilogue::kReturn) contribute(tile, block);
   }
 
   void activate(uint32_t tile, uint32_t n) {

@@ -94,7 +94,7 @@ struct Work {
     Layer l = layer();
     l.out = out.data();
     l.router_logits = kept->logits.data();
-    l.keep = kept.get();
+    l.kept = kept.get();
     context.call(l, options);
   }
   // All gradients, one behind the other.

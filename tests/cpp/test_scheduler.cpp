@@ -31,12 +31,12 @@ class Bench {
   Bench(const OrderPolicy& order, uint32_t gemm0_columns, uint32_t gemm1_columns, uint32_t groups = 1)
       : group_(limits()), problem_(problem(order, gemm0_columns, gemm1_columns, groups)), call_(prepared()) {}
 
-  void gemm0(uint32_t tile, uint32_t expert) { push(TaskKind::kGemm0, ReadyTile::column(expert, 0), tile); }
+  void gemm0(uint32_t tile, uint32_t expert) { push(Ready::of_tile(TaskKind::kGemm0, {tile}, expert, 0)); }
   void gemm1(uint32_t tile, uint32_t expert, bool remote) {
-    push(TaskKind::kGemm1, ReadyTile::column(expert, remote), tile);
+    push(Ready::of_tile(TaskKind::kGemm1, {tile}, expert, remote));
   }
   // All experts are formed, into so many tiles.
-  void formed(uint32_t tiles) { push(TaskKind::kFormed, call_.shape.local_experts, tiles); }
+  void formed(uint32_t tiles) { push(Ready::formed(call_.shape.local_experts, tiles)); }
   // Processors ask for so many tasks more.
   void ask(uint32_t tasks) { call_.control()->queue_head.value += tasks; }
 
@@ -47,7 +47,7 @@ class Bench {
     Order order;
     for (; *call_.queue_slot(published_) != 0; ++published_) {
       const Task task = Task::unpack(*call_.queue_slot(published_));
-      order.push_back({static_cast<uint32_t>(task.kind), task.index, task.column});
+      order.push_back({static_cast<uint32_t>(task.kind), task.tile().whole(), task.column});
     }
     return order;
   }
@@ -69,7 +69,7 @@ class Bench {
     group_.rank(0).prepare(problem_);
     return group_.rank(0).call;
   }
-  void push(TaskKind kind, uint32_t column, uint32_t index) { push_ready<P>(call_, true, {kind, column, index}); }
+  void push(Ready ready) { push_ready<P>(call_, true, ready); }
 
   AbstractGroup<P> group_;
   const Problem problem_;

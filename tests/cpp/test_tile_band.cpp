@@ -11,26 +11,27 @@
 namespace flashmoe::test {
 namespace {
 
-using Ready = std::vector<uint64_t>;
-using Band = std::vector<uint32_t>;
+using Words = std::vector<uint64_t>;
+using Band = std::vector<TileIndex>;
 
-Ready random_tiles(std::mt19937_64& random, uint32_t n, uint32_t experts) {
-  Ready ready;
+Words random_tiles(std::mt19937_64& random, uint32_t n, uint32_t experts) {
+  Words ready;
   for (uint32_t i = 0; i < n; ++i) {
-    const uint32_t column = ReadyTile::column(static_cast<uint32_t>(random() % experts), random() % 2);
-    ready.push_back(Task{Product<kFirst>::kKind, column, static_cast<uint32_t>(random())}.pack());
+    const auto expert = static_cast<uint32_t>(random() % experts), remote = static_cast<uint32_t>(random() % 2);
+    const TileIndex tile{static_cast<uint32_t>(random())};
+    ready.push_back(Ready::of_tile(Product<kFirst>::kKind, tile, expert, remote).pack());
   }
   return ready;
 }
 
 uint32_t expert_of(uint64_t word) {
-  return ReadyTile::expert(Task::unpack(word));
+  return Ready::unpack(word).expert();
 }
 
 // What is taken; `ready` becomes the list: that, then what is left.
-Band by_expert(Ready& ready, uint32_t most, uint32_t sight) {
+Band by_expert(Words& ready, uint32_t most, uint32_t sight) {
   const auto seen = ready.begin() + std::min<std::ptrdiff_t>(sight, std::ssize(ready));
-  Ready taken;
+  Words taken;
   for (auto first = ready.begin(); first != seen; ++first) {
     if (std::find(taken.begin(), taken.end(), *first) != taken.end()) continue;  // indices differ
     std::copy_if(first, seen, std::back_inserter(taken),
@@ -41,7 +42,7 @@ Band by_expert(Ready& ready, uint32_t most, uint32_t sight) {
                         [&](uint64_t word) { return std::find(taken.begin(), taken.end(), word) != taken.end(); });
   std::copy(taken.begin(), taken.end(), ready.begin());
   Band band;
-  for (const uint64_t word : taken) band.push_back(Task::unpack(word).index);
+  for (const uint64_t word : taken) band.push_back(Ready::unpack(word).tile());
   return band;
 }
 
@@ -52,10 +53,10 @@ void run(const char* name, uint32_t rounds) {
   for (uint32_t round = 0; round < rounds; ++round) {
     const auto n = static_cast<uint32_t>(1 + random() % (2 * sight));
     const uint32_t most = std::min(n, static_cast<uint32_t>(1 + random() % kMaxRaster));
-    Ready ready = random_tiles(random, n, 1 + static_cast<uint32_t>(random() % n)), expected_list = ready;
+    Words ready = random_tiles(random, n, 1 + static_cast<uint32_t>(random() % n)), expected_list = ready;
     Band in_order(most), grouped(most);
     P::run_warp([&] { take_in_order<P>(in_order.data(), most, ready.data()); });
-    for (uint32_t i = 0; i < most; ++i) CHECK_EQ(in_order[i], Task::unpack(ready[i]).index);
+    for (uint32_t i = 0; i < most; ++i) CHECK(in_order[i] == Ready::unpack(ready[i]).tile());
 
     const Band expected = by_expert(expected_list, most, sight);
     P::run_warp([&] { take_by_expert<P>(grouped.data(), most, n, ready.data()); });

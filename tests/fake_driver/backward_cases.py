@@ -61,14 +61,17 @@ def test_a_backward_pass(ctx, device, activation, columns, transposed):
         0, dy.data_ptr(), 2 * H, tensors.x.data_ptr(), 4 * H,
     )  # fmt: skip
     assert (of["kept"], of["kept_ids"]) == (kept.data_ptr(), kept.data_ptr() + 2 * tokens * K * columns)
-    assert (of["gate_up"], of["down"]) == (wanted["gate_up_proj"].data_ptr(), wanted["down_proj"].data_ptr())
-    assert (of["gate_up_bias"], of["down_bias"], of["z_columns"]) == (0, 0, columns)
+    assert (of["gate_up_gradient"], of["down_gradient"]) == (
+        wanted["gate_up_proj"].data_ptr(),
+        wanted["down_proj"].data_ptr(),
+    )
+    assert (of["gate_up_bias_gradient"], of["down_bias_gradient"], of["z_columns"]) == (0, 0, columns)
     assert (seen["gemm0_columns"], seen["gemm1_columns"]) == (1, 1)
     assert seen["intermediate_row_bytes"] == 2 * columns
-    first = of["z_gradients"]
+    first = of["dz"]
     assert of["weighted"] == first + tiles * 256 * 2 * columns
     assert of["weight_parts"] == of["weighted"] + tiles * 256 * 2 * I
-    rows, z, weighted = seen["intermediate_rows"], of["z_columns_map"], of["weighted_columns"]
+    rows, z, weighted = seen["intermediate_rows"], of["dz_columns"], of["weighted_columns"]
     assert (rows["base"], rows["dims"], rows["box"]) == (first, [columns, tiles * 256], [64, 32])
     assert (z["base"], z["dims"], z["box"]) == (first, [columns, tiles * 256, 1, 1, 1], [64, 64, 1, 1, 1])
     assert (weighted["dims"], weighted["strides"][0]) == ([I, tiles * 256, 1, 1, 1], 2 * I)
@@ -140,12 +143,12 @@ def test_a_backward_pass_of_a_shared_expert(device, options, dtype, of_up, up_st
     assert device[-1] == jit.Variant(name, transposed="transposed" in options, backward=True, sliced=True)
     tiles = tokens * (K + 1) // 256 + E + 1
     rows = (tiles + 2 * 2) * 256
-    assert seen["slice_tiles"] == tiles and of["weighted"] == of["z_gradients"] + rows * 2 * I * size
+    assert seen["slice_tiles"] == tiles and of["weighted"] == of["dz"] + rows * 2 * I * size
     assert seen["intermediate_rows"]["dims"] == [2 * I, rows] and of["weighted_columns"]["dims"][1] == rows
     assert of["kept_ids"] == kept.data_ptr() + tokens * (K + shared) * 2 * I * size
     assert seen["options"][:3] == [0, wanted["shared_gate_up"].data_ptr(), wanted["shared_down"].data_ptr()]
     assert seen["options"][3] != 0 and seen["shared_gate"] == tensors.shared_gate.data_ptr()
-    assert seen["shared_ups"] == wanted["shared_gate_up"].data_ptr()
+    assert seen["shared_ups_gradient"] == wanted["shared_gate_up"].data_ptr()
     up, down = seen["shared_gate_up"], seen["shared_down"]
     assert (up["dims"], [up["strides"][n] // size for n in (0, 1, 3)]) == (of_up, up_strides)
     assert (down["dims"], down["strides"][3] // size) == (of_down, down_stride)

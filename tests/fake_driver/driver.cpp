@@ -90,12 +90,13 @@ std::string described(const gpu::BackwardArgs& b) {
   };
   out << "{";
   put("kept", b.kept.pre_activations), put("kept_ids", b.kept.ids), put("kept_weights", b.kept.weights), put("x", b.x);
-  put("z_gradients", b.z_gradients), put("weighted", b.weighted), put("weight_parts", b.weight_parts);
-  put("weights", b.weights), put("gate_up", b.gate_up), put("down", b.down), put("gate_up_bias", b.gate_up_bias);
-  put("down_bias", b.down_bias);
+  put("dz", b.dz), put("weighted", b.weighted), put("weight_parts", b.weight_parts);
+  put("combine_gradients", b.combine_gradients), put("gate_up_gradient", b.gate_up_gradient);
+  put("down_gradient", b.down_gradient), put("gate_up_bias_gradient", b.gate_up_bias_gradient);
+  put("down_bias_gradient", b.down_bias_gradient);
   out << "\"x_row_bytes\": " << b.x_row_bytes << ", \"z_columns\": " << b.z_columns
-      << ", \"z_columns_map\": " << described(b.z_columns_map)
-      << ", \"weighted_columns\": " << described(b.weighted_columns) << "}";
+      << ", \"dz_columns\": " << described(b.dz_columns) << ", \"weighted_columns\": " << described(b.weighted_columns)
+      << "}";
   return out.str();
 }
 
@@ -115,8 +116,9 @@ std::string described(const gpu::GroupArgs& g) {
 }
 
 std::string described(const sm90::BackwardOptions& o) {
-  const uint64_t words[] = {o.plain_behind, reinterpret_cast<uint64_t>(o.shared_gate_up),
-                            reinterpret_cast<uint64_t>(o.shared_down), reinterpret_cast<uint64_t>(o.shared_logits)};
+  const uint64_t words[] = {o.plain_behind, reinterpret_cast<uint64_t>(o.shared_gate_up_gradient),
+                            reinterpret_cast<uint64_t>(o.shared_down_gradient),
+                            reinterpret_cast<uint64_t>(o.shared_logit_gradients)};
   return list(words, 4);
 }
 
@@ -168,10 +170,10 @@ void describe(const gpu::KernelArgs& a, const cuda::LaunchConfig& config, bool f
   put("out", reinterpret_cast<uint64_t>(a.out)), put("topk_ids", reinterpret_cast<uint64_t>(a.topk_ids));
   put("topk_weights", reinterpret_cast<uint64_t>(a.topk_weights)), put("topk_ids_64", a.topk_ids_64);
   put("load", reinterpret_cast<uint64_t>(a.load)), put("router_logits", reinterpret_cast<uint64_t>(a.router_logits));
-  put("kept", reinterpret_cast<uint64_t>(a.keep.pre_activations));
-  put("kept_ids", reinterpret_cast<uint64_t>(a.keep.ids));
-  put("kept_weights", reinterpret_cast<uint64_t>(a.keep.weights));
-  put("shared_ups", reinterpret_cast<uint64_t>(a.shared_ups));
+  put("kept", reinterpret_cast<uint64_t>(a.kept.pre_activations));
+  put("kept_ids", reinterpret_cast<uint64_t>(a.kept.ids));
+  put("kept_weights", reinterpret_cast<uint64_t>(a.kept.weights));
+  put("shared_ups_gradient", reinterpret_cast<uint64_t>(a.shared_ups_gradient));
   put("slice_tiles", c.memory.slice_tiles), put("shared_gate", reinterpret_cast<uint64_t>(a.shared_gate));
   put("keepers", c.policy.keepers), put("config", c.config.hash), put("config_groups", c.config.groups);
   put("renormalize", a.rule.renormalize), put("gate_up_bias", reinterpret_cast<uint64_t>(a.gate_up_bias));
@@ -526,7 +528,7 @@ CudaResult cuLaunchKernelEx(const cuda::LaunchConfig* config, cuda::DriverFuncti
   if (capture) return 0;
   Call call = args.call;
   call.epoch = ++call.control()->calls.value;
-  route(call, args.keep);
+  route(call, args.kept);
   if (call.shape.ranks > 1) send(call);
   record(args.trace, config->grid_x);
   if (next_fault.kind != FaultKind::kNone) {

@@ -12,7 +12,6 @@ import torch
 from fake_gpu import SIZES, E, H, I, K, driver, launched, on_gpu
 from fake_group import kept_by_halves, on_ranks, pretend, rows_of_halves
 from flashmoe.arguments import Options, Tensors
-from flashmoe.engines import cuda_training
 
 STAYS, MOVES_AGAIN = "call count record move wait ", "call count record move wait move "
 IN_TURN = [
@@ -95,7 +94,9 @@ def keep_in_turn(rank, ranks, name, environment, cubin, calls, redispatch):
             _, kept, counted = made._engine.call_and_keep(tensors, options)
             log, at = driver.fake_log().decode(), kept.data_ptr()
             move, ids_at = json.loads(driver.fake_last_move()), launched()["kept_ids"]
-            ids, weights = cuda_training.kept_routing(kept, kept.numel(), tokens, K)
+            each, end = 4 * tokens * K, kept.numel()  # the routing comes last
+            ids = kept[end - 2 * each : end - each].view(torch.int32).view(tokens, K)
+            weights = kept[end - each :].view(torch.float32).view(tokens, K)
             places = [each - at for each in move[:4]] + move[4:]
             read = ids.tolist(), weights.tolist()
             found.append(Kept(counted.tolist(), kept.numel(), at, places, ids_at - at, log, *read))

@@ -126,11 +126,11 @@ def test_a_backward_pass(wide, trained, order, accumulates):
     wanted = {name: on_gpu(WIDTH, H, dtype=dtype) for name in trained}
     wide._engine.backward(kept, counted, options, given, wanted, accumulates)
     seen = launched()
-    of_gates, of_ups = seen["options"][1], seen["shared_ups"] + WIDTH * H * dtype.itemsize
+    of_gates, of_ups = seen["options"][1], seen["shared_ups_gradient"] + WIDTH * H * dtype.itemsize
     assert [of_gates, of_ups][0 if trained[0] == "shared_gate_up" else 1] == wanted[trained[0]].data_ptr()
     if len(trained) == 2:
         assert (of_gates, of_ups) == tuple(wanted[name].data_ptr() for name in trained)
-    assert of_gates and seen["shared_ups"] and of_gates != of_ups
+    assert of_gates and seen["shared_ups_gradient"] and of_gates != of_ups
     matrix = seen["shared_gate_up"]
     assert matrix["dims"] == [H, I, 2, 1, SHARED] and matrix["box"] == [64, 64, 1, 1, 1]
     apart = up.data_ptr() - gate.data_ptr() if order == "the up behind" else 2 * H * WIDTH

@@ -18,18 +18,18 @@ namespace flashmoe {
 
 // Product n has done one more block of the tile's columns, of all its slices; with the last one, what follows is ready.
 template <uint32_t n, class P>
-FLASHMOE_FN void retire_column(const Call& c, uint32_t index) {
-  const uint32_t tile = TileIndex::tile(index);
+FLASHMOE_FN void retire_column(const Call& c, TileIndex index) {
+  const uint32_t tile = index.number();
   bool last = false;
   if (P::lane() == 0) {
-    const uint32_t columns = c.policy.columns[n] * (TileIndex::has_slice(index) ? c.shape.shared : 1);
+    const uint32_t columns = c.policy.columns[n] * (index.has_slice() ? c.shape.shared : 1);
     last = P::fetch_add_acq_rel(&c.tile(tile)->done[n], 1u) + 1 == columns;
     if (last) P::store_relaxed(&c.tile(tile)->done[n], 0u);
   }
   const Tile::Shape shape = c.tile(tile)->shape;
   for_each_product([&]<uint32_t m>() {
     if constexpr (Product<m>::kAfter == Product<n>::kKind) {
-      push_ready<P>(c, last, {Product<m>::kKind, ReadyTile::column(shape.expert, shape.remote), tile});
+      push_ready<P>(c, last, Ready::of_tile(Product<m>::kKind, {tile}, shape.expert, shape.remote));
     }
   });
 }
@@ -49,8 +49,8 @@ FLASHMOE_FN void retire_owed(const Call& c, uint32_t tile, uint32_t column) {
 template <class P>
 FLASHMOE_FN void retire(const Call& c, const Task& task) {
   with_product(task.kind, [&]<uint32_t n>() {
-    if constexpr (Product<n>::kLeadsOn) retire_column<n, P>(c, task.index);
-    if constexpr (n == kReturning) retire_owed<P>(c, task.index, task.column);
+    if constexpr (Product<n>::kLeadsOn) retire_column<n, P>(c, task.tile());
+    if constexpr (n == kReturning) retire_owed<P>(c, task.tile().whole(), task.column);
   });
 }
 
@@ -79,10 +79,10 @@ struct OneWorker {
 // Once the task's rows are written, with all features (part 2): queues those that are their token's later one.
 template <class P, class Engine>
 FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engine>& joiner) {
-  const uint32_t rows = c.tile(task.index)->shape.rows;
+  const uint32_t tile = task.tile().whole(), rows = c.tile(tile)->shape.rows;
   for (uint32_t base = 0; base < rows; base += P::kLanes) {
     const uint32_t n = min_of(rows - base, P::kLanes);
-    joiner.template find<P::kLanes>([&](uint32_t i) { return i < n ? c.tile_row(task.index, base + i)->token : 0u; }, n,
+    joiner.template find<P::kLanes>([&](uint32_t i) { return i < n ? c.tile_row(tile, base + i)->token : 0u; }, n,
                                     task.column, 2);
   }
 }
@@ -115,7 +115,7 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
       return (joins && joiner.step()) || (combines && returner.step() == Step::kProgress);
     });
     if (task.kind == TaskKind::kStop) break;
-    with_product(task.kind, [&]<uint32_t n>() { engine.template multiply<n>(task.index, task.column); });
+    with_product(task.kind, [&]<uint32_t n>() { engine.template multiply<n>(task.tile(), task.column); });
     if (is_one_of<kHome>(task.kind) && joins) {
       find_late_rows<P>(c, task, joiner);
       joiner.step();

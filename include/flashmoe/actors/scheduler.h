@@ -26,7 +26,7 @@ class Scheduler {
   // short of; lane 0 writes it.
   struct Memory {
     Band band[kProducts];                          // each product's, being published
-    uint32_t tiles[kProducts][kMaxRaster];         // of those bands
+    TileIndex tiles[kProducts][kMaxRaster];        // of those bands
     uint32_t returning_first[kMaxGroups][kLists];  // where the return group's next band begins in each list
   };
 
@@ -99,13 +99,13 @@ class Scheduler {
       if (n == 0) break;
       drained_ += n;
       moved = true;
-      const Task task = Task::unpack(P::lane() < n ? word_ : 0);
-      for_each_product([&]<uint32_t n>() { append_tiles<n>(task); });
-      const bool formed = task.kind == TaskKind::kFormed;
+      const Ready ready = Ready::unpack(P::lane() < n ? word_ : 0);
+      for_each_product([&]<uint32_t n>() { append_tiles<n>(ready); });
+      const bool formed = ready.kind() == TaskKind::kFormed;
       if (P::ballot(formed) != 0) {
         uint32_t experts, tiles;
-        P::exclusive_scan(formed ? task.column : 0, experts);
-        P::exclusive_scan(formed ? task.index : 0, tiles);
+        P::exclusive_scan(formed ? ready.experts() : 0, experts);
+        P::exclusive_scan(formed ? ready.tiles() : 0, tiles);
         formed_ += experts;
         tiles_ += tiles;
       }
@@ -118,16 +118,16 @@ class Scheduler {
 
   // Appends those of the lanes' items that are for product n to its lists.
   template <uint32_t n>
-  FLASHMOE_FN void append_tiles(const Task& task) {
+  FLASHMOE_FN void append_tiles(const Ready& ready) {
     FLASHMOE_UNROLL
     for (uint32_t list = 0; list < ready_lists(n); ++list) {
-      bool has = task.kind == Product<n>::kKind;
+      bool has = ready.kind() == Product<n>::kKind;
       if constexpr (n == kReturning) {
-        const bool hurries = c_.policy.order.gemm1_lists > 1 && ReadyTile::remote(task);
+        const bool hurries = c_.policy.order.gemm1_lists > 1 && ready.remote();
         has = has && hurries == (list == 0);
       }
       append(ready_[first_list(n) + list], has,
-             [&](uint32_t position) { *ready_tile(first_list(n) + list, position) = task.pack(); });
+             [&](uint32_t position) { *ready_tile(first_list(n) + list, position) = ready.pack(); });
     }
   }
   FLASHMOE_FN uint64_t* ready_tile(uint32_t list, uint32_t position) const {
@@ -209,7 +209,7 @@ class Scheduler {
   }
 
   // The tiles of a new band, up to `most` of the n that are ready; returns how many.
-  FLASHMOE_FN uint32_t take_tiles(uint32_t* to, uint32_t most, uint32_t n, uint64_t* ready) {
+  FLASHMOE_FN uint32_t take_tiles(TileIndex* to, uint32_t most, uint32_t n, uint64_t* ready) {
     most = min_of(most, n);
     // Hardly an expert has two tiles: no weights to share, and tasks so short that it is enough to keep up with them.
     if (formed_ == c_.shape.local_experts && tiles_ <= formed_) {
@@ -227,7 +227,7 @@ class Scheduler {
     const uint32_t tasks = min_of(limit, w.tiles * w.columns - w.next);
     const uint32_t i = w.next + P::lane();
     has = P::lane() < tasks;
-    if (has) task = {Product<n>::kKind, w.first_column + i / w.tiles, memory_.tiles[n][i % w.tiles]};
+    if (has) task = {Product<n>::kKind, w.first_column + i / w.tiles, memory_.tiles[n][i % w.tiles].bits};
     set(memory_.band[n].next, w.next + tasks);
     return tasks;
   }
@@ -245,7 +245,7 @@ class Scheduler {
     P::release_fence(kDevice);
     P::sync();
     for (uint32_t base = 0; base < c_.policy.clusters; base += P::kLanes) {
-      published_ += publish<P>(c_, published_, base + P::lane() < c_.policy.clusters, {TaskKind::kStop, 0, 0});
+      published_ += publish<P>(c_, published_, base + P::lane() < c_.policy.clusters, {TaskKind::kStop});
     }
     ended_ = true;
     if (P::lane() != 0) return;

@@ -259,7 +259,7 @@ __device__ __forceinline__ bool move_tile(const KernelArgs& args, const Call& c,
   const uint32_t inner = kBuild.sliced ? c.inner_tile(tile, place.nth * kTileRows, place.slice) : tile;
   for (uint32_t r = warp; r < shape.rows; r += kMoveWarps) {
     copy_row(to.pre_activations + uint64_t{rows.number[r]} * bytes,
-             args.keep.pre_activations + (uint64_t{inner} * kTileRows + r) * bytes, bytes);
+             args.kept.pre_activations + (uint64_t{inner} * kTileRows + r) * bytes, bytes);
   }
   return true;
 }

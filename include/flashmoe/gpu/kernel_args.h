@@ -9,7 +9,8 @@ namespace flashmoe::gpu {
 
 inline constexpr uint32_t kMaxRanks = 32;  // of a group of GPUs: blocks have tables of them
 
-inline constexpr uint32_t kNoTile = ~0u;  // index of a task that is only rehearsed (sm90/roles/look_up.cuh)
+inline constexpr uint32_t kNoTile = ~0u;    // of a task that is only rehearsed (sm90/roles/look_up.cuh)
+inline constexpr uint32_t kNoExpert = ~0u;  // of a traced span that is no product
 
 // The fused kernel's block.
 inline constexpr uint32_t kWarps = 12;
@@ -30,7 +31,7 @@ struct TraceEvent {
   uint16_t kind;  // Phase
   uint16_t warp;
   uint32_t index, column;
-  uint32_t expert;  // of a product: as TaskSlot has it; else kNoTile
+  uint32_t expert;  // of a product: as TaskSlot has it; else kNoExpert
 };
 static_assert(sizeof(TraceEvent) == 32);
 
@@ -113,32 +114,32 @@ FLASHMOE_HD constexpr uint32_t logit_pitch(uint32_t experts) {
   return align_up(experts, 8u);
 }
 
-// What a backward pass reads and writes besides, whose x, out, gate_up, down and intermediate are dY, dX, down_proj,
-// gate_up_proj and dZ. Rows of tiles: 256 a tile, one behind the other, in the order of intermediate rows.
+// What a backward pass reads and writes besides; its dY and dX are where the call has x and out (KernelArgs::dy). Rows of tiles:
+// 256 a tile, one behind the other, in the order of intermediate rows.
 struct BackwardArgs {
   KeptOutputs kept;  // read
   const uint8_t* x;  // [T, H], rows x_row_bytes apart
   uint64_t x_row_bytes;
-  uint8_t* z_gradients;     // [tiles * 256, 2I or I] dZ, in the order of gate_up_proj's rows
-  uint8_t* weighted;        // [tiles * 256, I] activations times the combine weight
-  TensorMap z_columns_map;  // both as operands whose rows are contracted: boxes of a span
+  uint8_t* dz;           // [tiles * 256, 2I or I] gradients of pre-activations, in the order of gate_up_proj's rows
+  uint8_t* weighted;     // [tiles * 256, I] activations times the combine weight
+  TensorMap dz_columns;  // both as operands whose rows are contracted: boxes of a span
   TensorMap weighted_columns;
-  uint32_t z_columns;   // 2I or I
-  float* weight_parts;  // [2 blocks of columns][T C] what each has of a combine weight's gradient
-  float* weights;       // [T, top_k], written: the sums of these; null: not wanted
-  uint8_t* gate_up;     // written: the gradients of gate_up_proj and down_proj, contiguous; null: not wanted
-  uint8_t* down;
-  uint8_t* gate_up_bias;  // likewise, of the biases
-  uint8_t* down_bias;
+  uint32_t z_columns;              // 2I or I
+  float* weight_parts;             // [2 blocks of columns][T C] what each has of a combine weight's gradient
+  float* combine_gradients;        // [T, top_k], written: the sums of these; null: not wanted
+  uint8_t* gate_up_gradient;       // written, contiguous, of gate_up_proj; null: not wanted
+  uint8_t* down_gradient;          // likewise, of down_proj,
+  uint8_t* gate_up_bias_gradient;  // and of the biases
+  uint8_t* down_bias_gradient;
   uint32_t accumulates;  // 1: these four are float32, and added to
   // Of a router (gpu/router_backward.cuh, sm90/gradients/router.cuh), whose matrix is KernelArgs::router.
-  const float* logits;            // [T, E], as they were scored
-  const float* of_logits;         // [T, E]: gradients of theirs that the caller has besides; may be null
-  const double* weights_by_bias;  // [T, top_k]: what down_bias adds to the combine weights' gradients; may be null
-  uint8_t* logit_gradients;       // [T, logit_pitch(E)], written, of x's type; null: no router
-  TensorMap logit_columns;        // these and x as operands whose rows are contracted
+  const float* logits;                 // [T, E], as they were scored
+  const float* given_logit_gradients;  // [T, E]: what the caller has of theirs besides; may be null
+  const double* weights_by_bias;       // [T, top_k]: what down_bias adds to the combine weights' gradients; may be null
+  uint8_t* logit_gradients;            // [T, logit_pitch(E)], written, of x's type; null: no router
+  TensorMap logit_columns;             // these and x as operands whose rows are contracted
   TensorMap x_columns;
-  uint8_t* router;  // [E, H], written, or as `accumulates` says: the router's gradient; null: not wanted
+  uint8_t* router_gradient;  // [E, H], written, or as `accumulates` says; null: not wanted
 };
 
 // A forward pass among several ranks keeps as much as it has received, which is known when it is over: two small kernels
@@ -186,13 +187,15 @@ struct GroupArgs {
   uint32_t pitch;
   uint32_t rows, received_rows;  // in all, in a backward pass
   // Backward passes.
-  uint8_t* x;  // [received_rows, H], as `received` has dY; written where x is dispatched again, else read
+  uint8_t* x;  // [received_rows, H], beside received_dy(); written where x is dispatched again, else read
   const uint32_t* first_row;  // [El + 1] number of each expert's first row
   uint32_t*
       gather;  // [tiles * 256], written: a row's token, or of other ranks' its number among those received | kRemote
   uint64_t weights_at;     // where in a heap the gradients of its tokens' combine weights are, [T, K] floats,
   uint32_t weights_pitch;  // a token's so many bytes behind the one's before (protocol/gradients.h)
   uint64_t x_behind;       // where x is dispatched again: how far behind its row of dY; else 0 (redispatched_behind)
+
+  FLASHMOE_HD const uint8_t* received_dy() const { return received; }
 };
 
 // What backward passes of layers with some options have besides. (Behind all other arguments: so kernels of layers without
@@ -201,10 +204,10 @@ struct BackwardOptions {
   // With weights on the input dZ has the weight as a factor, and `weighted` has not. Where gate_up_bias has
   // a gradient, rows of dZ without it lie so many bytes behind; else 0.
   uint64_t plain_behind;
-  // Of a shared expert, written: as gate_up and down of BackwardArgs, [2Is or Is, H] and [H, Is], or
+  // Of a shared expert, written: as gate_up_gradient and down_gradient of BackwardArgs, [2Is or Is, H] and [H, Is], or
   // transposed; and [T] float32, the gradients of the products of its gate with x. Null: not wanted.
-  uint8_t *shared_gate_up, *shared_down;
-  float* shared_logits;
+  uint8_t *shared_gate_up_gradient, *shared_down_gradient;
+  float* shared_logit_gradients;
 };
 
 struct KernelArgs {
@@ -259,15 +262,22 @@ struct KernelArgs {
   uint32_t scales_by_row;  // 1: each row of weights has a scale
   const float* x_scale;    // [T, ceil(H / 128)], of x in e4m3; else null, and x is quantised
 
-  KeptOutputs keep;       // of kernels that keep
+  KeptOutputs kept;       // written by passes that keep
   BackwardArgs backward;  // of backward passes (kBackward)
   GroupArgs group;        // of both, among several ranks
   BackwardOptions options;
   uint32_t strict;      // 1: a row for which no choice can be made is an error
   const char* reasons;  // [R][kReasonBytes] in the own heap (protocol/refusal.h); null: no rank can refuse a call
   // Of backward passes of a shared expert, beside `options`: where the matrix would begin in whose second half the ups' gradients
-  // lie, which is options.shared_gate_up where gates and ups have one. (Last, so that other kernels are the same.)
-  uint8_t* shared_ups;
+  // lie, which is options.shared_gate_up_gradient where gates and ups have one. (Last, so that other kernels are the same.)
+  uint8_t* shared_ups_gradient;
+
+  // What a backward pass has in the places of x, out, and the maps of intermediate rows and of tokens: dY, dX, the rows of dZ,
+  // and those of the logits' gradients.
+  FLASHMOE_HD const uint8_t* dy() const { return x; }
+  FLASHMOE_HD uint64_t dy_row_bytes() const { return x_row_bytes; }
+  FLASHMOE_HD uint8_t* dx() const { return out; }
+  FLASHMOE_HD const TensorMap& logit_gradient_rows() const { return tokens; }
 };
 static_assert(sizeof(KernelArgs) <= 4096);
 

@@ -86,8 +86,8 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   const bool bad = kept_id(0) == ExpertId::kBad;  // no choice was made by its logits: all their gradients are NaN
   const auto expert = [&](uint32_t k) {
     const int32_t id = bad ? 0 : kept_id(k);
-    const auto kept = static_cast<uint32_t>(id >= 0 ? id : ~id);
-    return kBuild.sliced ? kept / shape.slices : kept;
+    const auto chosen = static_cast<uint32_t>(id >= 0 ? id : ~id);
+    return kBuild.sliced ? chosen / shape.slices : chosen;
   };
   const auto of_weight = [&](uint32_t k) {  // which biases owe a part to
     const double of_experts = choice_gradient(args, static_cast<uint32_t>(token), k, parts);
@@ -112,7 +112,7 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   auto* const to = reinterpret_cast<typename Dtype::Element*>(b.logit_gradients) + token * logit_pitch(experts);
   const auto store = [&](uint32_t e, double gradient) {
     auto rounded = static_cast<float>(rule.routed_scale * gradient);
-    if (b.of_logits != nullptr) rounded += b.of_logits[first_logit + e];
+    if (b.given_logit_gradients != nullptr) rounded += b.given_logit_gradients[first_logit + e];
     if (exists) to[e] = Dtype::narrow(bad ? NAN : rounded);
   };
 #pragma unroll 1

@@ -40,7 +40,7 @@ struct Tracer {
   // The span ends; if none is begun before the next end at this depth, that one's begins here. So what is between two
   // tasks, the trace's own stores with it, is in the wait for the second.
   __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column, uint32_t depth = 0) const {
-    if constexpr (kOn) record(phase, index, column, kNoTile, depth);
+    if constexpr (kOn) record(phase, index, column, kNoExpert, depth);
   }
   // The same of a product of expert `expert`; without a tile it is rehearsed.
   __device__ __forceinline__ void end_product(Phase phase, uint32_t tile, uint32_t column, uint32_t expert) const {

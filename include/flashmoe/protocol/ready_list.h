@@ -10,14 +10,14 @@ namespace flashmoe {
 
 // All lanes; pushes the words of the lanes with `has`.
 template <class P>
-FLASHMOE_FN void push_ready(const Call& c, bool has, Task task) {
+FLASHMOE_FN void push_ready(const Call& c, bool has, Ready ready) {
   uint32_t total;
   const uint32_t position = count_before<P>(has, total);
   if (total == 0) return;
   uint64_t base = 0;
   if (P::lane() == 0) base = P::fetch_add(&c.control()->list_tail.value, uint64_t{total});
   base = P::broadcast(base, 0);
-  if (has) P::store_release(c.list_slot(base + position), task.pack(), kDevice);
+  if (has) P::store_release(c.list_slot(base + position), ready.pack(), kDevice);
 }
 
 // All lanes of the OS warp; lane i looks at the i-th item behind `head`, without acquiring it.

@@ -47,7 +47,7 @@ FLASHMOE_FN Task wait_task(const Call& c, uint64_t ticket, Meanwhile&& meanwhile
     if (end == WaitEnd::kExpired && P::lane() == 0) {
       post_fault<P>(c, {.kind = FaultKind::kLocal, .actor = Actor::kProcessor, .awaited = c.rank, .culprit = c.rank});
     }
-    return {TaskKind::kStop, 0, 0};
+    return {TaskKind::kStop};
   }
   P::sync();  // what lane 0 acquired, every lane may read
   if (P::lane() == 0) P::store_relaxed(slot, uint64_t{0});

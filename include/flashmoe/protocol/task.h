@@ -6,19 +6,38 @@
 
 namespace flashmoe {
 
-// A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load.
-//   index   the tile (TileIndex); or, behind the stop of a backward pass, a group of weights (sm90/gradients/weights.cuh)
-//   column  the block of columns
-// In the ready list the word says what has become ready: tile `index` for a product (column: see
-// ReadyTile); or, of kind kFormed, that `column` more local experts have all their tiles, which are `index` in all.
+// A tile as a task names it. In GEMM0 a tile of the shared expert is worked on slice by slice (CallShape::shared): the upper
+// bits then say of which slice the task is, counted from 1.
+struct TileIndex {
+  static constexpr uint32_t kTileBits = 22, kMostTiles = 1u << kTileBits, kMostSlices = (1u << (32 - kTileBits)) - 1;
+
+  uint32_t bits;
+
+  FLASHMOE_HD static constexpr TileIndex of_slice(uint32_t tile, uint32_t slice) {
+    return {tile | (slice + 1) << kTileBits};
+  }
+  FLASHMOE_HD constexpr uint32_t number() const { return bits & (kMostTiles - 1); }
+  // The same of tasks that have no slice: all but GEMM0's.
+  FLASHMOE_HD constexpr uint32_t whole() const { return bits; }
+  FLASHMOE_HD constexpr bool has_slice() const { return bits >= kMostTiles; }
+  // 0 where it says none.
+  FLASHMOE_HD constexpr uint32_t slice() const { return has_slice() ? (bits >> kTileBits) - 1 : 0; }
+  FLASHMOE_HD friend constexpr bool operator==(TileIndex a, TileIndex b) { return a.bits == b.bits; }
+};
+
+// A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load. What each
+// kind is of: TaskKind.
 struct Task {
   TaskKind kind = TaskKind::kNone;
-  uint32_t column = 0;
-  uint32_t index = 0;
+  uint32_t column = 0;  // the block of columns; behind the stop: which of its group's tasks
+  uint32_t of = 0;      // read as what the kind says it is:
+
+  FLASHMOE_HD constexpr TileIndex tile() const { return {of}; }
+  FLASHMOE_HD constexpr uint32_t group() const { return of; }
 
   // Non-zero for every kind but kNone: zero is an empty slot.
   FLASHMOE_HD constexpr uint64_t pack() const {
-    return (static_cast<uint64_t>(kind) << 56) | (static_cast<uint64_t>(column & 0xffffffu) << 32) | index;
+    return (static_cast<uint64_t>(kind) << 56) | (static_cast<uint64_t>(column & 0xffffffu) << 32) | of;
   }
   FLASHMOE_HD static constexpr Task unpack(uint64_t word) {
     return {static_cast<TaskKind>(word >> 56), static_cast<uint32_t>(word >> 32) & 0xffffffu,
@@ -26,20 +45,33 @@ struct Task {
   }
 };
 
-// A tile as a task names it. In GEMM0 a tile of the shared expert is worked on slice by slice (CallShape::shared): the upper
-// bits then say of which slice the task is, counted from 1.
-struct TileIndex {
-  static constexpr uint32_t kTileBits = 22, kMostTiles = 1u << kTileBits, kMostSlices = (1u << (32 - kTileBits)) - 1;
+// What a word of the ready list, which is packed as a task is, says has become ready: a tile, for a product, with its local
+// expert, whose weights its tasks read (the shared expert's slices count as experts here), and whether it has rows of another
+// rank; or that so many more local experts have all their tiles, so many.
+class Ready {
+ public:
+  FLASHMOE_HD static constexpr Ready of_tile(TaskKind product, TileIndex tile, uint32_t expert, uint32_t remote) {
+    return Ready({product, expert << 1 | remote, tile.bits});
+  }
+  FLASHMOE_HD static constexpr Ready formed(uint32_t experts, uint32_t tiles) {
+    return Ready({TaskKind::kFormed, experts, tiles});
+  }
+  FLASHMOE_HD static constexpr Ready unpack(uint64_t word) { return Ready(Task::unpack(word)); }
+  FLASHMOE_HD constexpr uint64_t pack() const { return word_.pack(); }
 
-  FLASHMOE_HD static constexpr uint32_t of_slice(uint32_t tile, uint32_t slice) {
-    return tile | (slice + 1) << kTileBits;
-  }
-  FLASHMOE_HD static constexpr uint32_t tile(uint32_t index) { return index & (kMostTiles - 1); }
-  FLASHMOE_HD static constexpr bool has_slice(uint32_t index) { return index >= kMostTiles; }
-  // 0 where it says none.
-  FLASHMOE_HD static constexpr uint32_t slice(uint32_t index) {
-    return has_slice(index) ? (index >> kTileBits) - 1 : 0;
-  }
+  FLASHMOE_HD constexpr TaskKind kind() const { return word_.kind; }
+  // Of a tile.
+  FLASHMOE_HD constexpr TileIndex tile() const { return word_.tile(); }
+  FLASHMOE_HD constexpr uint32_t expert() const { return word_.column >> 1; }
+  FLASHMOE_HD constexpr bool remote() const { return (word_.column & 1u) != 0; }
+  // Of kFormed.
+  FLASHMOE_HD constexpr uint32_t experts() const { return word_.column; }
+  FLASHMOE_HD constexpr uint32_t tiles() const { return word_.of; }
+
+ private:
+  FLASHMOE_HD constexpr explicit Ready(const Task& word) : word_(word) {}
+
+  Task word_;
 };
 
 // Whether a kind known at run time is in a set known at compile time (kinds_where()): one comparison for a set of one.
@@ -78,14 +110,6 @@ FLASHMOE_FN void for_each_product(F&& f) {
     for_each_product<n + 1>(f);
   }
 }
-
-// What a word of the ready list has in place of a task's column: the tile's local expert, whose weights its tasks read (the
-// shared expert's slices count as experts here), and whether it has rows of another rank.
-struct ReadyTile {
-  FLASHMOE_HD static constexpr uint32_t column(uint32_t expert, uint32_t remote) { return expert << 1 | remote; }
-  FLASHMOE_HD static constexpr uint32_t expert(const Task& task) { return task.column >> 1; }
-  FLASHMOE_HD static constexpr bool remote(const Task& task) { return (task.column & 1u) != 0; }
-};
 
 // One choice (token, k) of a packet, as the destination needs it.
 struct Entry {

@@ -9,9 +9,9 @@ namespace flashmoe {
 
 // Takes the first `most` ready tiles, in the order in which they became ready. All lanes of a warp.
 template <class P>
-FLASHMOE_FN void take_in_order(uint32_t* to, uint32_t most, const uint64_t* ready) {
+FLASHMOE_FN void take_in_order(TileIndex* to, uint32_t most, const uint64_t* ready) {
   P::sync();
-  for (uint32_t i = P::lane(); i < most; i += P::kLanes) to[i] = Task::unpack(ready[i]).index;
+  for (uint32_t i = P::lane(); i < most; i += P::kLanes) to[i] = Ready::unpack(ready[i]).tile();
   P::sync();
 }
 
@@ -22,7 +22,7 @@ FLASHMOE_FN void take_in_order(uint32_t* to, uint32_t most, const uint64_t* read
 // move back in the list, in order; those taken stay in front, since GEMM1's list is gone through once for each return
 // group. All lanes of a warp.
 template <class P>
-FLASHMOE_FN void take_by_expert(uint32_t* to, uint32_t most, uint32_t n, uint64_t* ready) {
+FLASHMOE_FN void take_by_expert(TileIndex* to, uint32_t most, uint32_t n, uint64_t* ready) {
   // Tiles that a lane looks at; all lanes look at no fewer than a band may have.
   constexpr uint32_t kAhead = max_of(4u, kMaxRaster / P::kLanes);
   constexpr uint32_t kNone = 0xffffffffu;
@@ -35,7 +35,7 @@ FLASHMOE_FN void take_by_expert(uint32_t* to, uint32_t most, uint32_t n, uint64_
   for (uint32_t j = 0; j < kAhead; ++j) {
     const uint32_t i = j * P::kLanes + P::lane();
     word[j] = i < n ? ready[i] : 0;
-    expert[j] = i < n ? ReadyTile::expert(Task::unpack(word[j])) : kNone;
+    expert[j] = i < n ? Ready::unpack(word[j]).expert() : kNone;
     left[j] = P::ballot(i < n);
     position[j] = kNone;
   }
@@ -67,7 +67,7 @@ FLASHMOE_FN void take_by_expert(uint32_t* to, uint32_t most, uint32_t n, uint64_
     const uint32_t back = end + count_before<P>(passed, total), at = passed ? back : position[j];
     end += total;
     if (expert[j] == kNone) continue;
-    if (!passed) to[at] = Task::unpack(word[j]).index;
+    if (!passed) to[at] = Ready::unpack(word[j]).tile();
     if (at != j * P::kLanes + P::lane()) ready[at] = word[j];
   }
   P::sync();

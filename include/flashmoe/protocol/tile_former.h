@@ -88,7 +88,7 @@ class TileFormer {
     if (count_ == 0) return;
     uint32_t tiles = 0;
     for (uint32_t i = 0; i < count_; ++i) tiles += m_.experts[i].closed;
-    push_ready<P>(c_, P::lane() == 0, {TaskKind::kFormed, count_, tiles});
+    push_ready<P>(c_, P::lane() == 0, Ready::formed(count_, tiles));
   }
 
  private:
@@ -314,12 +314,12 @@ class TileFormer {
       const bool last = nth + 1 == x.closed;
       const uint32_t tile = has && !last ? *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) : x.last_closed;
       if (!c_.shape.is_shared(l)) {
-        push_ready<P>(c_, has, {Product<kFirst>::kKind, ReadyTile::column(l, 0), tile});
+        push_ready<P>(c_, has, Ready::of_tile(Product<kFirst>::kKind, {tile}, l, 0));
         continue;
       }
       FLASHMOE_NO_UNROLL
       for (uint32_t s = 0; s < c_.shape.shared; ++s) {
-        push_ready<P>(c_, has, {Product<kFirst>::kKind, ReadyTile::column(l + s, 0), TileIndex::of_slice(tile, s)});
+        push_ready<P>(c_, has, Ready::of_tile(Product<kFirst>::kKind, TileIndex::of_slice(tile, s), l + s, 0));
       }
     }
     P::sync();

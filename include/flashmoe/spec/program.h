@@ -15,9 +15,18 @@
 
 namespace flashmoe {
 
-// The ready queue holds products, and kStop, which ends a cluster. The ready list holds products, and kFormed: all
-// tiles of some experts are formed. Reduce and Combine are in neither, since nobody hands out their pieces
-// (actors/returner.h); nor is kBehindStop, which clusters of a backward pass take by number (kIsBackward).
+// Where a kind occurs, and what it is of there (`Task` and `Ready` of protocol/task.h):
+//
+//                in the ready queue                                  in the ready list
+//   kGemm0       a tile, or one slice of the shared expert's;        the tile, or slice, is formed
+//                a block of columns
+//   kGemm1       a tile; a block of columns                          all its columns of GEMM0 are done
+//   kStop        ends a cluster: of nothing
+//   kFormed                                                          so many more experts have all their tiles, so many
+//
+// In neither are Reduce and Combine, since nobody hands out their pieces (actors/returner.h), and kBehindStop, which clusters
+// of a backward pass take by number (kIsBackward): of a group of weights, and which of its group's tasks it is
+// (sm90/gradients/weights.cuh).
 enum class TaskKind : uint32_t {
   kNone = 0,
   kGemm0 = 1,

@@ -109,7 +109,7 @@ class CpuEngine(Engine):
             with Call():
                 _ffi.library().context_refuse(self._handle, reason)
 
-    def _call(self, tensors: Tensors, options: Options, trace: bool, keep: bool) -> tuple[Any, Any]:
+    def _call(self, tensors: Tensors, options: Options, trace: bool, keeps: bool) -> tuple[Any, Any]:
         """The result, and what is kept, or None."""
         handle = self.checked_handle()
         self._report = self._unread = None
@@ -133,8 +133,8 @@ class CpuEngine(Engine):
             tokens,
             bool(trace) or records,
             self._perturbation,
-            keep,
-            keep and redispatches(self.room, options),
+            keeps,
+            keeps and redispatches(self.room, options),
             bool(options.strict),
             *views,
             ids,
@@ -148,7 +148,7 @@ class CpuEngine(Engine):
         self._unread = Ended(prepared, report, chosen, weighted)
         if records:
             self._recorded.append(self._trace_of(raw["events"], False))
-        return out, raw["kept"] if keep else None
+        return out, raw["kept"] if keeps else None
 
     def last_call(self) -> CallReport | None:
         if self._unread is not None:

@@ -85,8 +85,8 @@ class Prepared:
         return len(self.experts)
 
     @property
-    def kept_choices(self) -> int:
-        """What a call keeps experts and weights of, for each token."""
+    def choices(self) -> int:
+        """Of a token, that of a shared expert too: so many experts and weights are kept of it."""
         return self.layer.choices + self.layer.shared_experts
 
 
@@ -159,20 +159,24 @@ class CudaEngine(Engine):
             return self.call(tensors, options, False), x.new_empty(0, dtype=torch.uint8), alone
         if self.room.ranks != 1:
             return self._call_and_keep_in_group(tensors, options)
-        size = x.shape[0] * cuda_training.kept_bytes(tensors, options)
-        if size > cuda_training.MOST_KEPT:
+        tensors = tensors._replace(router_logits=None)
+        tensors, layer = self._layer(tensors, options, self._recorded is not None, _FORWARD)
+        at = self._kept_routing(layer, x.shape[0], cuda_training.NO_ROOM)
+        if at.bytes > cuda_training.MOST_KEPT:
             raise InvalidArgument(
                 f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
-                f"{x.shape[0]} of {size / x.shape[0]:.0f} bytes each"
+                f"{x.shape[0]} of {at.bytes / x.shape[0]:.0f} bytes each"
             )
-        kept = x.new_empty(size, dtype=torch.uint8)
-        logits = cuda_training.kept_logits(kept, tensors)
-        tensors = tensors._replace(router_logits=logits)
-        tensors, layer = self._layer(tensors, options, self._recorded is not None, _FORWARD)
-        y = self._call(tensors, layer, False, kept)
+        kept = x.new_empty(at.bytes, dtype=torch.uint8)
+        logits = at.logits_in(kept, tensors)
+        y = self._call(tensors._replace(router_logits=logits), layer, False, kept)
         if asked is not None:
             asked.copy_(logits)
         return y, kept, alone
+
+    def _kept_routing(self, layer: Prepared, tokens: int, room: cuda_training.KeptRoom) -> cuda_training.KeptRouting:
+        found = _ffi.library().cuda_kept_routing(self.checked_handle(), layer.number, tokens, room)
+        return cuda_training.KeptRouting(*found)
 
     def _call_and_keep_in_group(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
         """The same among several ranks. The call leaves its rows where there is room for as many as there may be. What
@@ -187,17 +191,11 @@ class CudaEngine(Engine):
         tensors, layer = self._layer(tensors, options, self._recorded is not None, _FORWARD)
         memory = x.new_empty(library.cuda_call_bytes(handle, layer.number, stream), dtype=torch.uint8)
         of_call = handle, layer.number, stream, memory.data_ptr()
-
-        def size_with(room: cuda_training.KeptRoom) -> int:
-            laid_out = library.cuda_kept_bytes(handle, layer.number, x.shape[0], room)
-            return laid_out + x.shape[0] * cuda_training.logit_bytes(tensors)
-
         room = cuda_training.KeptRoom(*library.cuda_expected_room(handle, layer.number))
-        if (size := size_with(room)) > cuda_training.MOST_KEPT:
-            size = size_with(room := cuda_training.NO_ROOM)
-        kept = x.new_empty(size, dtype=torch.uint8)
-        routing = cuda_training.own_routing(kept, tensors, options)
-        logits = cuda_training.kept_logits(kept, tensors)
+        if (at := self._kept_routing(layer, x.shape[0], room)).bytes > cuda_training.MOST_KEPT:
+            at = self._kept_routing(layer, x.shape[0], room := cuda_training.NO_ROOM)
+        kept = x.new_empty(at.bytes, dtype=torch.uint8)
+        routing, logits = at.own(kept), at.logits_in(kept, tensors)
         y = self._call(tensors._replace(router_logits=logits), layer, False, memory, routing)
         with made():
             library.cuda_count_rows(*of_call)
@@ -206,16 +204,16 @@ class CudaEngine(Engine):
                 asked.copy_(logits)
             rows = cuda_training.KeptRows(*library.cuda_read_counts(handle, layer.number, room))
             if rows.room != room:
-                if (size := size_with(rows.room)) > cuda_training.MOST_KEPT:
+                if (at := self._kept_routing(layer, x.shape[0], rows.room)).bytes > cuda_training.MOST_KEPT:
                     raise InvalidArgument(
                         f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
-                        f"{rows.rows} rows of its experts, which need {size} bytes"
+                        f"{rows.rows} rows of its experts, which need {at.bytes} bytes"
                     )
                 routing = routing.clone()
                 del kept, logits  # the same memory may be what they are moved to
-                kept = x.new_empty(size, dtype=torch.uint8)
+                kept = x.new_empty(at.bytes, dtype=torch.uint8)
                 library.cuda_move_rows(*of_call, kept.data_ptr(), rows.room)
-                cuda_training.own_routing(kept, tensors, options).copy_(routing)
+                at.own(kept).copy_(routing)
         return y, kept, torch.tensor(rows)
 
     def backward(
@@ -243,18 +241,18 @@ class CudaEngine(Engine):
                     each.zero_()
             return
         dy = given["y"] if given["y"].data_ptr() % _ALIGNMENT == 0 else given["y"].clone()
-        routing_end = library.cuda_kept_bytes(handle, layer.number, tokens, rows.room)
-        ids, weights = cuda_training.kept_routing(kept, routing_end, tokens, layer.kept_choices)
+        at = self._kept_routing(layer, tokens, rows.room)
+        ids, weights = at.choices(kept, tokens, layer.choices)
         address, row_bytes = self._rows(tensors.x, layer)
         dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes there if it can
         if dx is None or not dx.is_contiguous():
             dx = dy.new_empty(dy.shape)
         # Among several ranks biases are those of this rank's experts, and each rank's kernel adds its own.
         alone_on_output = alone and not options.weights_on_input
-        by_bias, of_logits = cuda_training.weights_by_bias(tensors, given, ids) if alone_on_output else None, None
+        by_bias, logit_gradients = cuda_training.weights_by_bias(tensors, given, ids) if alone_on_output else None, None
         if tensors.router is not None:
             # Also of no tokens some memory: the kernel tells by it that there is a router.
-            of_logits = dy.new_empty(max(tokens, 1), cuda_training.logit_pitch(layer.layer.experts))
+            logit_gradients = dy.new_empty(max(tokens, 1), library.cuda_logit_pitch(layer.layer.experts))
         elif of_weights is not None and (of_weights.dtype != weights.dtype or not of_weights.is_contiguous()):
             of_weights = weights.new_empty(of_weights.shape)
         of_shared = weights.new_empty(tokens) if "shared_gate" in wanted else None
@@ -275,11 +273,10 @@ class CudaEngine(Engine):
                 "x_row_bytes": row_bytes,
                 "memory": memory.data_ptr(),
                 "weights": _place(of_weights),
-                "logits": _place(cuda_training.kept_logits(kept, tensors)),
-                "of_logits": _place(given.get("router_logits")),
+                "given_logit_gradients": _place(given.get("router_logits")),
                 "weights_by_bias": _place(by_bias),
                 "accumulates": int(accumulates),
-                "logit_gradients": _place(of_logits),
+                "logit_gradients": _place(logit_gradients),
                 "shared_logits": _place(of_shared),
             }
             | {name: written[place].data_ptr() if place in written else 0 for name, place in _GRADIENTS.items()},
@@ -299,7 +296,7 @@ class CudaEngine(Engine):
                 cuda_training.gate_gradient(of_shared, tensors.x, wanted["shared_gate"], accumulates)
             if "router_bias" in wanted:
                 experts = layer.layer.experts
-                cuda_training.bias_gradient(of_logits[:tokens, :experts], wanted["router_bias"], accumulates)
+                cuda_training.bias_gradient(logit_gradients[:tokens, :experts], wanted["router_bias"], accumulates)
 
     def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> tuple[Tensors, Prepared]:
         """The layer of such calls, known from an earlier one or prepared now, and the tensors that it is of: these, or

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import _ffi, jit
-from ..arguments import Options, Tensors
-from ..spec import ELEMENT_BYTES
-from ..tensors import dtype_name
+from ..arguments import Options, Tensors, layer_of_operands
+from ..tensors import Operand, dtype_name
 
 MOST_KEPT = 1 << 36
 """Bytes that a call keeps at most: the backward pass numbers 16 of them at a time, in 32 bits."""
@@ -26,31 +25,43 @@ def missing(tensors: Tensors, rdma: bool, spread: bool = False) -> str | None:
     return None
 
 
-def kept_bytes(tensors: Tensors, options: Options) -> int:
-    """Bytes that a call of a rank alone keeps of a token: pre-activations, experts and weights of choices, a router's
-    logits."""
-    columns = tensors.gate_up_proj.shape[2 if options.transposed else 1]
-    return _token_bytes(tensors, options, columns * ELEMENT_BYTES[dtype_name(tensors.x)])
+def kept_token_bytes(tensors: Tensors, options: Options) -> int:
+    """Bytes that a call of a rank alone keeps of a token. Of the tensors nothing but shapes and types is looked at."""
+    given = {
+        name: Operand(each.shape, dtype_name(each)) for name, each in tensors._asdict().items() if each is not None
+    }
+    of_all = tensors.gate_up_proj.shape[0] // options.slices if tensors.router is None else tensors.router.shape[0]
+    top_k = options.top_k if tensors.topk_ids is None else tensors.topk_ids.shape[1]
+    return _ffi.library().cuda_kept_token_bytes(layer_of_operands(given, options, of_all, top_k).to_map())
 
 
-def _token_bytes(tensors: Tensors, options: Options, row_bytes: int) -> int:
-    """Of a token, each of whose choices has pre-activations of so many bytes: what the library lays out, and logits."""
-    ids, inner = tensors.topk_ids, 1 if options.transposed else 2
-    choices = int(options.top_k if ids is None else ids.shape[1]) * int(options.slices)
-    shared = tensors.shared_down
-    slices = 0 if shared is None else shared.shape[inner - 1] // tensors.down_proj.shape[inner]
-    of_choices = _ffi.library().cuda_kept_token_bytes(choices + slices, choices + min(slices, 1), int(row_bytes))
-    return of_choices + logit_bytes(tensors)
+class KeptRouting(NamedTuple):
+    """Where a call's routing lies in what it keeps, whose last it is (``cuda::RoutingLayout``)."""
 
+    ids: int
+    weights: int
+    logits: int
+    bytes: int
+    """Of all that is kept."""
 
-def logit_bytes(tensors: Tensors) -> int:
-    """Bytes of a token's logits."""
-    return 0 if tensors.router is None else 4 * tensors.router.shape[0]
+    def own(self, kept: Any) -> Any:
+        """All of it."""
+        return kept[self.ids :]
 
+    def choices(self, kept: Any, tokens: int, choices: int) -> tuple[Any, Any]:
+        """Experts and weights, [T, K] int32 and float32."""
+        import torch
 
-def own_routing(kept: Any, tensors: Tensors, options: Options) -> Any:
-    """The part of what a call keeps that is its own tokens' routing, logits too, which comes last."""
-    return kept[kept.shape[0] - tensors.x.shape[0] * _token_bytes(tensors, options, 0) :]
+        ids, weights = kept[self.ids : self.weights], kept[self.weights : self.logits]
+        return ids.view(torch.int32).view(tokens, choices), weights.view(torch.float32).view(tokens, choices)
+
+    def logits_in(self, kept: Any, tensors: Tensors) -> Any:
+        """The router's logits, [T, E] float32; None without a router."""
+        import torch
+
+        if tensors.router is None:
+            return None
+        return kept[self.logits :].view(torch.float32).view(tensors.x.shape[0], tensors.router.shape[0])
 
 
 class KeptRoom(NamedTuple):
@@ -85,30 +96,6 @@ class KeptRows(NamedTuple):
 
 ALONE = KeptRows(0, 0, 0, *NO_ROOM)
 """Of a rank alone, which knows its rows without."""
-
-
-def kept_logits(kept: Any, tensors: Tensors) -> Any:
-    """Of a call of these tensors the router's logits, [T, E] float32, which come last; None without a router."""
-    import torch
-
-    if tensors.router is None:
-        return None
-    tokens, experts = tensors.x.shape[0], tensors.router.shape[0]
-    return kept[kept.shape[0] - 4 * tokens * experts :].view(torch.float32).view(tokens, experts)
-
-
-def kept_routing(kept: Any, end: int, tokens: int, choices: int) -> tuple[Any, Any]:
-    """Experts and weights, [T, K] int32 and float32, which end `end` bytes behind the beginning."""
-    import torch
-
-    each = 4 * tokens * choices
-    ids, weights = kept[end - 2 * each : end - each], kept[end - each : end]
-    return ids.view(torch.int32).view(tokens, choices), weights.view(torch.float32).view(tokens, choices)
-
-
-def logit_pitch(experts: int) -> int:
-    """Elements from one token's gradients of logits to the next one's, as the copy engine takes rows (logit_pitch)."""
-    return -(-experts // 8) * 8
 
 
 def weights_by_bias(tensors: Tensors, given: Mapping[str, Any], ids: Any) -> Any:

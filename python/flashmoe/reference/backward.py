@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .activations import activate, activate_backward
-from .forward import kept_choices
+from .forward import computed_choices
 from .routing import LEAST_SUM, route, scores
 
 
@@ -62,9 +62,9 @@ def moe_gradients(
     )
     shape = {"interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
     weights = np.asarray(topk_weights, np.float64)
-    kept = kept_choices(np.array(topk_ids, np.int64), capacity_factor, len(up))
+    computed = computed_choices(np.array(topk_ids, np.int64), capacity_factor, len(up))
 
-    found = _experts(grad, x, up, down, gate_up_bias, down_bias, kept, weights, weights_on_input, activation, shape)
+    found = _experts(grad, x, up, down, gate_up_bias, down_bias, computed, weights, weights_on_input, activation, shape)
     of_weights = found.pop("topk_weights")
     if logits is None:
         found["topk_weights"] = of_weights
@@ -98,7 +98,7 @@ def _experts(
     down: np.ndarray,
     up_bias: np.ndarray | None,
     down_bias: np.ndarray | None,
-    kept: np.ndarray,
+    computed: np.ndarray,
     weights: np.ndarray,
     on_input: bool,
     activation: str,
@@ -114,7 +114,7 @@ def _experts(
         "topk_weights": np.zeros(weights.shape),
     }
     for expert in range(len(up)):
-        tokens, choices = np.nonzero(kept == expert)
+        tokens, choices = np.nonzero(computed == expert)
         weight, dy = weights[tokens, choices, None], grad[tokens]
         rows = weight * x[tokens] if on_input else x[tokens]
         z = rows @ up[expert].T + (0.0 if up_bias is None else np.asarray(up_bias[expert], np.float64))

@@ -111,11 +111,11 @@ def moe_reference(
     shape = {"interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
 
     weights = np.asarray(topk_weights, np.float64)
-    kept = kept_choices(ids.copy(), capacity_factor, experts)
+    computed = computed_choices(ids.copy(), capacity_factor, experts)
 
     y, squares = np.zeros(x.shape), 0.0
     for expert in range(experts):
-        tokens, choices = np.nonzero(kept == expert)
+        tokens, choices = np.nonzero(computed == expert)
         weight = weights[tokens, choices, None]
         z = (weight * rows[tokens] if weights_on_input else rows[tokens]) @ gate_up_proj[expert].T
         a = _intermediate(z + _bias(gate_up_bias, expert), activation, quantised, **shape)
@@ -129,7 +129,7 @@ def moe_reference(
         y += terms
         squares += np.square(terms).sum()
     y[(ids < 0).all(axis=1) & np.isnan(weights).all(axis=1) & (router is not None)] = np.nan
-    return ReferenceResult(y, kept, weights, int((kept != ids).sum()), math.sqrt(squares))
+    return ReferenceResult(y, computed, weights, int((computed != ids).sum()), math.sqrt(squares))
 
 
 def _numbers(
@@ -171,7 +171,7 @@ def _shared_weights(x: np.ndarray, gate: np.ndarray | None) -> np.ndarray:
     return np.ones((len(x), 1)) if gate is None else scores(x @ np.asarray(gate, np.float64).T, "sigmoid")
 
 
-def kept_choices(ids: np.ndarray, capacity_factor: float | None, experts: int) -> np.ndarray:
+def computed_choices(ids: np.ndarray, capacity_factor: float | None, experts: int) -> np.ndarray:
     """`ids` with -1 for what a capacity drops."""
     if capacity_factor is None:
         return ids

@@ -29,8 +29,8 @@ struct Backward : Inference,
   // Rows of dY and, where they are dispatched again, of x: the same copies with other addresses.
   static __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c, RowCopies& copies, uint32_t q,
                                                    uint32_t token, uint32_t rows) {
-    const uint8_t* first = args.x;
-    uint64_t row_bytes = args.x_row_bytes, behind = 0;
+    const uint8_t* first = args.dy();
+    uint64_t row_bytes = args.dy_row_bytes(), behind = 0;
     FLASHMOE_NO_UNROLL
     while (true) {
       copies.copy(
@@ -52,7 +52,7 @@ struct Backward : Inference,
       number = within(args.group, at.first_number + at.in_tile);
       if (task.column == 0) args.group.gather[at.tile * kTileTokens + at.in_tile] = gather_code(args.group, c, row);
     } else {
-      number = kept_row(c, row, TileIndex::slice(task.index));
+      number = kept_row(c, row, task.tile().slice());
     }
   }
   // A slice of the shared expert has gates and ups apart: dX's tasks go over both.
@@ -63,7 +63,7 @@ struct Backward : Inference,
   template <class Dtype>
   static __device__ __forceinline__ void look_up_behind_stop(const KernelArgs& args, const Call& c, const Task& task,
                                                              TaskSlot& slot) {
-    if (is_of_router_dx(c, task.index)) {
+    if (is_of_router_dx(c, task.group())) {
       look_up_router_dx<Dtype>(args, c, task, slot);
     } else {
       look_up_over_rows<Dtype>(c, task, slot);

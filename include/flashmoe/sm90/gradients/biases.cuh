@@ -76,8 +76,8 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
   using namespace detail;
   constexpr uint32_t kSummers = (kWarps - 1) * 32, kColumns = kBiasColumns<Dtype>;
   const BackwardArgs& b = args.backward;
-  const uint32_t of_up = b.gate_up_bias == nullptr ? 0 : b.z_columns / kColumns;
-  const uint32_t of_down = b.down_bias == nullptr ? 0 : c.shape.hidden / kColumns;
+  const uint32_t of_up = b.gate_up_bias_gradient == nullptr ? 0 : b.z_columns / kColumns;
+  const uint32_t of_down = b.down_bias_gradient == nullptr ? 0 : c.shape.hidden / kColumns;
   const uint32_t each = of_up + of_down;
   const bool accumulates = b.accumulates != 0;
   const uint32_t thread = thread_anew();
@@ -93,10 +93,10 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
           c, expert, sum,
           [&](uint32_t tile, uint32_t r) {
             const uint64_t behind = kBuild.on_input ? args.options.plain_behind : 0;
-            return b.z_gradients + (uint64_t{tile} * kTileTokens + r) * bytes + n * 16 + behind;
+            return b.dz + (uint64_t{tile} * kTileTokens + r) * bytes + n * 16 + behind;
           },
           [](uint32_t, uint32_t) { return 1.0f; });
-      store_columns<Dtype>(b.gate_up_bias, uint64_t{expert} * b.z_columns + n * kColumns, sum, accumulates);
+      store_columns<Dtype>(b.gate_up_bias_gradient, uint64_t{expert} * b.z_columns + n * kColumns, sum, accumulates);
     } else {
       const uint32_t at = (n - of_up) * 16;
       if (!is_later_slice(c, expert))
@@ -105,13 +105,14 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
             [&](uint32_t tile, uint32_t r) {
               if constexpr (kTrainsInGroup) {
                 const uint32_t code = args.group.gather[tile * kTileTokens + r], n = code & ~TokenRows::kRemote;
-                if (n != code) return args.group.received + uint64_t{n} * c.memory.token_row_bytes + at;
-                return const_cast<uint8_t*>(args.x) + n * args.x_row_bytes + at;
+                if (n != code) return args.group.received_dy() + uint64_t{n} * c.memory.token_row_bytes + at;
+                return args.dy() + n * args.dy_row_bytes() + at;
               }
-              return const_cast<uint8_t*>(args.x) + c.tile_row(tile, r)->token * args.x_row_bytes + at;
+              return args.dy() + c.tile_row(tile, r)->token * args.dy_row_bytes() + at;
             },
             [&](uint32_t tile, uint32_t r) { return kBuild.on_input ? 1.0f : c.tile_row(tile, r)->weight; });
-      store_columns<Dtype>(b.down_bias, uint64_t{expert} * c.shape.hidden + (n - of_up) * kColumns, sum, accumulates);
+      store_columns<Dtype>(b.down_bias_gradient, uint64_t{expert} * c.shape.hidden + (n - of_up) * kColumns, sum,
+                           accumulates);
     }
   }
 }

@@ -19,25 +19,25 @@ struct KeptChoices {
   }
 
   // To where it is kept. Before the block's packets are built, all choices;
-  static __device__ __forceinline__ void keep_choices(const KeptOutputs& keep, const Call& c, uint32_t b,
+  static __device__ __forceinline__ void keep_choices(const KeptOutputs& kept, const Call& c, uint32_t b,
                                                       const PacketScratch& s) {
     const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * c.shape.top_k; i += kTeamWarps * 32) {
-      keep.ids[first + i] = s.ids[i];
+      kept.ids[first + i] = s.ids[i];
     }
   }
   // and then, by the same threads, which of them were dropped, and the weights.
-  static __device__ __forceinline__ void keep_routing(const KeptOutputs& keep, const Call& c, uint32_t b) {
+  static __device__ __forceinline__ void keep_routing(const KeptOutputs& kept, const Call& c, uint32_t b) {
     const uint32_t first = b << c.policy.log2_block, top_k = c.shape.top_k;
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < c.tokens_in_block(b) * top_k; i += kTeamWarps * 32) {
       const uint32_t token = first + i / top_k, k = i % top_k;
       const uint64_t at = uint64_t{token} * top_k + k;
       const int32_t recorded = c.routing(token)[k];
-      if (recorded == Choice::recorded(Choice::kDropped)) keep.ids[at] = ~keep.ids[at];
-      if (recorded == Choice::recorded(Choice::kBad)) keep.ids[at] = ExpertId::kBad;
-      keep.weights[at] = c.weights(token)[k];
+      if (recorded == Choice::recorded(Choice::kDropped)) kept.ids[at] = ~kept.ids[at];
+      if (recorded == Choice::recorded(Choice::kBad)) kept.ids[at] = ExpertId::kBad;
+      kept.weights[at] = c.weights(token)[k];
     }
   }
 };

@@ -17,18 +17,18 @@ struct Keeping : Inference, KeptChoices, ReceivedRows {
   }
   static __device__ __forceinline__ void look_up_gathered(const KernelArgs&, const Call& c, const Task& task,
                                                           const RowPlace& at, const Row& row, uint32_t& number) {
-    number = kTrainsInGroup ? at.first_number + at.in_tile : kept_row(c, row, TileIndex::slice(task.index));
+    number = kTrainsInGroup ? at.first_number + at.in_tile : kept_row(c, row, task.tile().slice());
   }
 
   // With weights on the input pre-activations are kept before they have weight and bias: the weight's gradient is a sum of
-  // products by them, and it may be 0. kBehind: who keeps none, since they are kept.
+  // products by them, and it may be 0. kBehind: nowhere, since they are kept.
   template <bool kGated, bool kBehind = false>
-  static __device__ __forceinline__ auto keeper(const KernelArgs& args, const Call& c, const TaskSlot& slot,
-                                                uint32_t first_column) {
+  static __device__ __forceinline__ auto kept_place(const KernelArgs& args, const Call& c, const TaskSlot& slot,
+                                                    uint32_t first_column) {
     if constexpr (kBehind)
       return NothingKept{};
     else
-      return PreActivations<kGated>{args.keep.pre_activations, slot.tokens, first_column, c.shape.intermediate};
+      return PreActivations<kGated>{args.kept.pre_activations, slot.tokens, first_column, c.shape.intermediate};
   }
 };
 

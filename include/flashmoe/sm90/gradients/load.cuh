@@ -16,13 +16,13 @@ __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Cal
   const uint32_t first_row = task.first_row + cluster_rank() * (kTaskFeatures / kClusterBlocks);
   const uint32_t first_column = task.first_column + cluster_rank() * kBoxFeatures;
   const uint32_t columns = first_row < c.shape.hidden ? c.shape.hidden - first_row : 0;
-  const FeatureSpans spans{task.of_down ? &b.weighted_columns : &b.z_columns_map, first_column, false, 0, false};
+  const FeatureSpans spans{task.of_down ? &b.weighted_columns : &b.dz_columns, first_column, false, 0, false};
   const uint32_t first_byte = columns != 0 ? first_row * Dtype::kBytes : 0;
-  const GatheredRows rows{(task.of_down ? args.x : b.x) + first_byte,
-                          static_cast<uint32_t>((task.of_down ? args.x_row_bytes : b.x_row_bytes) / 16),
-                          kTrainsInGroup ? (task.of_down ? args.group.received : args.group.x) + first_byte : nullptr,
-                          kTrainsInGroup ? c.memory.token_row_bytes / 16 : 0,
-                          kTrainsInGroup ? args.group.gather : nullptr};
+  const GatheredRows rows{
+      (task.of_down ? args.dy() : b.x) + first_byte,
+      static_cast<uint32_t>((task.of_down ? args.dy_row_bytes() : b.x_row_bytes) / 16),
+      kTrainsInGroup ? (task.of_down ? args.group.received_dy() : args.group.x) + first_byte : nullptr,
+      kTrainsInGroup ? c.memory.token_row_bytes / 16 : 0, kTrainsInGroup ? args.group.gather : nullptr};
   load_weight_task<Dtype>(ring, c, slot.expert, slot.share.rows, rows, columns, spans, count);
 }
 
@@ -31,13 +31,14 @@ struct LoadsBehindStop {
   template <class Dtype, class Count>
   static __device__ __forceinline__ bool load_behind_stop(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                                           Pipeline& ring, Count&& count) {
-    if (!is_of_router(c, slot.index)) {
+    const uint32_t group = slot.task().group();
+    if (!is_of_router(c, group)) {
       load_over_rows<Dtype>(args, c, slot, ring, count);
       return false;
     }
-    if (is_of_router_dx(c, slot.index)) {
+    if (is_of_router_dx(c, group)) {
       load_router_dx<Dtype>(args, slot, ring, count);
-    } else if (slot.index != kCombines) {  // which loads nothing
+    } else if (group != kCombines) {  // which loads nothing
       load_router_weights<Dtype>(args, slot, ring, count);
     }
     return true;

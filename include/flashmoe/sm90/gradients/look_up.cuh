@@ -21,7 +21,7 @@ struct PrefetchOfKept {
   // again by then.
   template <class Dtype>
   static __device__ __forceinline__ void prefetch(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
-    if (!is_one_of<kDifferentiating>(slot.kind) || slot.index == kNoTile) return;
+    if (!is_one_of<kDifferentiating>(slot.kind) || is_rehearsal(slot.task())) return;
     constexpr uint32_t kOne = Dtype::kBytes;
     const uint32_t bytes = kept_row_bytes<Dtype>(args);
     const uint32_t each = kTaskFeatures * (bytes == c.shape.intermediate * kOne ? kOne : 2 * kOne);
@@ -58,7 +58,8 @@ struct GateLookUp {
                                                           uint32_t tile, uint32_t in_tile, const Row& row) {
     if (args.shared_gate == nullptr) return 0;
     const float gradient = shared_logit_gradient(args, c, tile, in_tile, row);
-    if (task.column == 0 && args.options.shared_logits != nullptr) args.options.shared_logits[row.token] = gradient;
+    if (task.column == 0 && args.options.shared_logit_gradients != nullptr)
+      args.options.shared_logit_gradients[row.token] = gradient;
     return __float_as_uint(gradient);
   }
 };
@@ -67,10 +68,11 @@ struct GateLookUp {
 template <class Dtype>
 __device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
   if (Platform::lane() != 0) return;
-  const uint32_t rows = task.index == kCombines       ? 0
-                        : is_of_router(c, task.index) ? c.shape.tokens
-                                                      : rows_of_expert(c, local_expert_of(c, task.index));
-  slot.index = slot.tile = slot.expert = task.index;
+  const uint32_t rows = task.group() == kCombines       ? 0
+                        : is_of_router(c, task.group()) ? c.shape.tokens
+                                                        : rows_of_expert(c, local_expert_of(c, task.group()));
+  slot.tile = slot.expert = task.group();
+  slot.of = task.of;
   slot.column = task.column;
   slot.slices = 1;
   slot.k_bytes = ceil_div(rows, kRowsOfStage<Dtype>) * kRowBytes;  // so that Wide::stages(k_bytes) is right

@@ -71,8 +71,8 @@ __device__ __forceinline__ double multiply_bias(const KernelArgs& args, const Ca
   using P = Platform;
   const uint32_t bytes = c.memory.token_row_bytes;
   const auto* const bias = static_cast<const uint8_t*>(args.down_bias) + uint64_t{expert} * bytes;
-  const uint8_t* const dy =
-      row.source == c.rank ? args.x + row.token * args.x_row_bytes : c.dispatched_row(c.rank, row.source, row.token);
+  const uint8_t* const dy = row.source == c.rank ? args.dy() + row.token * args.dy_row_bytes()
+                                                 : c.dispatched_row(c.rank, row.source, row.token);
   double sum = 0.0;
 #pragma unroll 4
   for (uint32_t at = P::lane() * 16; at < bytes; at += 512) {
@@ -120,12 +120,12 @@ __device__ __forceinline__ void send_weight_gradients(const KernelArgs& args, co
 
 // At home, once all ranks have returned all groups: the gradients of all own choices, where they are wanted. All warps.
 __device__ __forceinline__ void collect_weight_gradients(const KernelArgs& args, const Call& c) {
-  if (args.backward.weights == nullptr || !wait_for_returns(c)) return;
+  if (args.backward.combine_gradients == nullptr || !wait_for_returns(c)) return;
   const uint32_t thread = thread_anew();
   const uint32_t top_k = gate_top_k_of(c.shape), all = c.shape.tokens * top_k;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kThreads + thread; i < all; i += gridDim.x * kThreads) {
-    args.backward.weights[i] = choice_gradient(args, i / top_k, i % top_k, 0);
+    args.backward.combine_gradients[i] = choice_gradient(args, i / top_k, i % top_k, 0);
   }
 }
 

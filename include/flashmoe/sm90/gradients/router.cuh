@@ -79,7 +79,7 @@ struct CombinesWithRouter {
 template <class Meanwhile>
 __device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task, Meanwhile&& meanwhile) {
   using P = Platform;
-  const bool adds = is_of_router_dx(c, task.index);  // to what is combined, by warps that had differentiated before
+  const bool adds = is_of_router_dx(c, task.group());  // to what is combined, by warps that had differentiated before
   const uint64_t all = gridDim.x + (adds ? gridDim.x * kCombiners * kOneCombined : 0);
   const WaitEnd end = wait_until<P>(
       c,
@@ -96,7 +96,7 @@ __device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task,
   if (end == WaitEnd::kExpired && P::lane() == 0) {
     post_fault<P>(c, {.kind = FaultKind::kLocal, .actor = Actor::kProcessor, .awaited = c.rank, .culprit = c.rank});
   }
-  return {TaskKind::kStop, 0, 0};
+  return {TaskKind::kStop};
 }
 
 // The leading clerk: what a cluster does behind the stop of the queue. One warp.
@@ -109,19 +109,19 @@ class TasksBehindStop {
   __device__ __forceinline__ Task next(const KernelArgs& args, const Call& c, Meanwhile&& meanwhile) {
     Task task = held_.kind != TaskKind::kNone ? held_ : take_weight_task(args, c);
     held_.kind = TaskKind::kNone;
-    const bool of_experts = task.kind == TaskKind::kBehindStop && !is_of_router_dx(c, task.index);
+    const bool of_experts = task.kind == TaskKind::kBehindStop && !is_of_router_dx(c, task.group());
     if (combines_ && !of_experts) {
       combines_ = false;
       held_ = task;
       return {TaskKind::kBehindStop, 0, kCombines};
     }
-    if (task.kind == TaskKind::kBehindStop && is_of_router(c, task.index)) task = wait_for_logits(c, task, meanwhile);
+    if (task.kind == TaskKind::kBehindStop && is_of_router(c, task.group())) task = wait_for_logits(c, task, meanwhile);
     return task;
   }
 
  private:
   bool combines_;  // has not yet
-  Task held_{TaskKind::kNone, 0, 0};
+  Task held_;
 };
 
 // Clerk: this block's share of a task of dX. One warp.
@@ -129,17 +129,17 @@ template <class Dtype>
 __device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const Call& c, const Task& task,
                                                   TaskSlot& slot) {
   using P = Platform;
-  const uint32_t tile = task.index - weight_groups(c.shape) - 1, first = cluster_rank() * Wide::kTokens;
+  const uint32_t tile = task.group() - weight_groups(c.shape) - 1, first = cluster_rank() * Wide::kTokens;
   const uint32_t left = c.shape.tokens - tile * kTileTokens;
   const uint32_t rows = left > first ? min_of(left - first, Wide::kTokens) : 0;
 #pragma unroll 1
   for (uint32_t r = P::lane(); r < Wide::kTokens; r += P::kLanes) {
     const uint64_t token = tile * kTileTokens + first + r;
-    slot.to[r] = reinterpret_cast<uint64_t>(args.out + token * c.memory.return_row_bytes);
+    slot.to[r] = reinterpret_cast<uint64_t>(args.dx() + token * c.memory.return_row_bytes);
     slot.weights[r] = 1.0f;
   }
   if (P::lane() != 0) return;
-  slot.index = task.index;
+  slot.of = task.of;
   slot.tile = tile;
   slot.expert = weight_groups(c.shape);
   slot.column = task.column;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void load_router_dx(const KernelArgs& args, const Tas
                                                Count&& count) {
   const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
   const FeatureSpans features{&args.router, box * kBoxFeatures, false, 0, false};
-  const BoxRows rows{&args.tokens, slot.tile * kTileTokens + slot.share.first, slot.share.rows};
+  const BoxRows rows{&args.logit_gradient_rows(), slot.tile * kTileTokens + slot.share.first, slot.share.rows};
   intermediate_load<Dtype>(ring, true, features, rows, NoScales{}, slot.k_bytes, count);
 }
 template <class Dtype, class Count>
@@ -177,7 +177,7 @@ __device__ __forceinline__ void load_router_weights(const KernelArgs& args, cons
 #pragma unroll
       for (uint32_t span = 0; span < kBoxBytes / span_bytes(Dtype::kBytes); ++span) {
         tma_load(at.data() + Wide::tokens(0) + span * span_bytes(Dtype::kBytes), &args.backward.x_columns, at.full(),
-                 first_row + span * span_side(Dtype::kBytes), s * kRowsOfStage<Dtype>, 0, 0, 0, kKeepNormally);
+                 first_row + span * span_side(Dtype::kBytes), s * kRowsOfStage<Dtype>, 0, 0, 0, kEvictNormally);
       }
     }
   }
@@ -204,7 +204,7 @@ struct AddsRouterDx {
                                                          Pipeline& ring, uint32_t n, const Trace& trace,
                                                          const WarpTrace& each_warp) {
     trace.end(Phase::kWait, s.ring.at(n).tile, 0);
-    SumEngine<Dtype, WarpTrace> sums(c, args.out, each_warp);
+    SumEngine<Dtype, WarpTrace> sums(c, args.dx(), each_warp);
     Returner<Platform, SumEngine<Dtype, WarpTrace>, CursorOfWarp> returner(c, sums, s.returns);
     each_warp.begin(1);
     returner.run(c);
@@ -221,7 +221,7 @@ struct AddsRouterDx {
       }
       trace.end(Phase::kWait, slot.tile, slot.column);
       compute_router_dx<Dtype>(args, slot, ring);
-      trace.end_product(phase_of_product(slot.kind), slot.tile, slot.column, kNoTile);
+      trace.end_product(phase_of_product(slot.kind), slot.tile, slot.column, kNoExpert);
       s.ring.put_done(n);
     }
   }

@@ -46,8 +46,7 @@ struct GradientPlace {
   __device__ __forceinline__ uint32_t to_up() const { return args.gated.up; }
   __device__ __forceinline__ uint32_t gradient_bytes() const { return args.backward.z_columns * Dtype::kBytes; }
   __device__ __forceinline__ uint8_t* gradients(uint32_t r, uint32_t element) const {
-    return args.backward.z_gradients + row(r) * gradient_bytes() +
-           (first_column() * args.gated.step + element) * Dtype::kBytes;
+    return args.backward.dz + row(r) * gradient_bytes() + (first_column() * args.gated.step + element) * Dtype::kBytes;
   }
   // From arguments alone: what the block has in shared memory is waited for, each row anew.
   __device__ __forceinline__ uint32_t weighted_bytes() const {
@@ -95,12 +94,12 @@ struct GradientPlace {
 __device__ __forceinline__ void sum_weight_parts(const KernelArgs& args, const Call& c) {
   constexpr uint32_t kSummers = (kWarps - 1) * 32;
   const uint32_t thread = thread_anew();
-  if (thread >= kSummers || args.backward.weights == nullptr) return;
+  if (thread >= kSummers || args.backward.combine_gradients == nullptr) return;
   const uint32_t parts = weight_parts_of(c);
   const uint32_t top_k = gate_top_k_of(c.shape), all = c.shape.tokens * top_k;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kSummers + thread; i < all; i += gridDim.x * kSummers) {
-    args.backward.weights[i] = choice_gradient(args, i / top_k, i % top_k, parts);
+    args.backward.combine_gradients[i] = choice_gradient(args, i / top_k, i % top_k, parts);
   }
 }
 

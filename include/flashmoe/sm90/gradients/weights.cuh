@@ -28,18 +28,18 @@ namespace flashmoe::sm90 {
 template <class Dtype>
 inline constexpr uint32_t kRowsOfStage = span_side(Dtype::kBytes);
 
-// To these products a slice of the shared expert is an expert, behind the others, whose rows lie where its slice's do. What an
-// expert's matrices are to them it has in parts of larger ones: of down_proj I columns, of gate_up_proj 2I or I rows, or where
-// all gates lie before all ups I and I.
+// A group of weights is an expert's, numbered as that is (Task::group). To these products a slice of the shared expert is an
+// expert, behind the others, whose rows lie where its slice's do. What an expert's matrices are to them it has in parts of
+// larger ones: of down_proj I columns, of gate_up_proj 2I or I rows, or where all gates lie before all ups I and I.
 __device__ __forceinline__ uint32_t weight_groups(const CallShape& s) {
   return kBuild.sliced ? s.routed_local_experts() + s.shared : s.local_experts;
 }
-__device__ __forceinline__ bool is_of_shared(const CallShape& s, uint32_t index) {
-  return kBuild.sliced && index >= s.routed_local_experts();
+__device__ __forceinline__ bool is_of_shared(const CallShape& s, uint32_t group) {
+  return kBuild.sliced && group >= s.routed_local_experts();
 }
 // The local expert that has the rows.
-__device__ __forceinline__ uint32_t local_expert_of(const Call& c, uint32_t index) {
-  return kBuild.sliced ? min_of(index, c.shape.local_experts - 1) : index;
+__device__ __forceinline__ uint32_t local_expert_of(const Call& c, uint32_t group) {
+  return kBuild.sliced ? min_of(group, c.shape.local_experts - 1) : group;
 }
 // Into how many parts a slice's rows of gate_up_proj, and columns of dZ, fall.
 __device__ __forceinline__ uint32_t z_halves(const KernelArgs& args) {
@@ -53,16 +53,16 @@ struct WeightTasks {
   static __device__ __forceinline__ WeightTasks of(const KernelArgs& args) {
     const CallShape& s = args.call.shape;
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
-    return {args.backward.down == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
-            args.backward.gate_up == nullptr ? 0 : blocks * ceil_div(args.backward.z_columns, kTaskFeatures)};
+    return {args.backward.down_gradient == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
+            args.backward.gate_up_gradient == nullptr ? 0 : blocks * ceil_div(args.backward.z_columns, kTaskFeatures)};
   }
   // Of a slice of the shared expert: no task has columns of two parts.
   static __device__ __forceinline__ WeightTasks of_slice(const KernelArgs& args) {
     const CallShape& s = args.call.shape;
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures), halves = z_halves(args);
     const uint32_t of_half = ceil_div(args.backward.z_columns / halves, kTaskFeatures);
-    return {args.options.shared_down == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
-            args.options.shared_gate_up == nullptr ? 0 : blocks * of_half * halves};
+    return {args.options.shared_down_gradient == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
+            args.options.shared_gate_up_gradient == nullptr ? 0 : blocks * of_half * halves};
   }
   __device__ __forceinline__ uint32_t all() const { return down + gate_up; }
 };
@@ -75,30 +75,30 @@ struct RouterTasks {
     const CallShape& s = args.call.shape;
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
     if (args.backward.logit_gradients == nullptr) return {0, 0};
-    return {args.backward.router == nullptr ? 0 : blocks * ceil_div(gate_experts_of(s), kTaskFeatures),
+    return {args.backward.router_gradient == nullptr ? 0 : blocks * ceil_div(gate_experts_of(s), kTaskFeatures),
             blocks * ceil_div(s.tokens, kTileTokens)};
   }
 };
-// The index of a task that each cluster has once, between the experts' tasks and dX's: its consumers combine.
-inline constexpr uint32_t kCombines = kNoTile - 1;
-// The others' index is that of an expert behind the last one; of dX's, and behind it that of a tile of tokens.
-__device__ __forceinline__ bool is_of_router(const Call& c, uint32_t index) {
-  return index >= weight_groups(c.shape);
+// The group of a task that each cluster has once, between the experts' tasks and dX's: its consumers combine.
+inline constexpr uint32_t kCombines = kNoTile - 1;  // no tile's number either
+// The others' group is the one behind all experts'; of dX's, those behind it, one for each tile of tokens.
+__device__ __forceinline__ bool is_of_router(const Call& c, uint32_t group) {
+  return group >= weight_groups(c.shape);
 }
-__device__ __forceinline__ bool is_of_router_dx(const Call& c, uint32_t index) {
-  return index > weight_groups(c.shape) && index != kCombines;
+__device__ __forceinline__ bool is_of_router_dx(const Call& c, uint32_t group) {
+  return group > weight_groups(c.shape) && group != kCombines;
 }
 
-// What one of them multiplies: Task::column says which it is of its expert's.
+// What one of them multiplies: Task::column says which it is of its group's.
 struct WeightTask {
   bool of_down;
   uint32_t first_row, first_column;  // of H and of the other axis, as dZ or `weighted` have it
   uint32_t columns;                  // where that ends
   uint32_t skipped = 0, more = 0;    // of a part of a matrix: columns of that before column 0, and how many more it has
 
-  static __device__ __forceinline__ WeightTask of(const KernelArgs& args, uint32_t expert, uint32_t n) {
-    if (is_of_shared(args.call.shape, expert)) {
-      return of_slice(args, expert - args.call.shape.routed_local_experts(), n);
+  static __device__ __forceinline__ WeightTask of(const KernelArgs& args, uint32_t group, uint32_t n) {
+    if (is_of_shared(args.call.shape, group)) {
+      return of_slice(args, group - args.call.shape.routed_local_experts(), n);
     }
     const WeightTasks tasks = WeightTasks::of(args);
     const CallShape& s = args.call.shape;
@@ -147,7 +147,7 @@ __device__ __forceinline__ Task task_behind_stop(const KernelArgs& args, uint32_
     return {TaskKind::kBehindStop, n % of_slice, s.routed_local_experts() + n / of_slice};
   }
   n -= of_experts;
-  if (n >= router.x) return {TaskKind::kStop, 0, 0};
+  if (n >= router.x) return {TaskKind::kStop};
   const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures);
   return {TaskKind::kBehindStop, n % blocks, weight_groups(s) + 1 + n / blocks};
 }
@@ -160,7 +160,7 @@ __device__ __forceinline__ Task take_weight_task(const KernelArgs& args, const C
   const bool failed = P::ballot(P::load_relaxed(&c.control()->abort.value) != 0) != 0;
   if (P::lane() == 0 && !failed) ticket = P::fetch_add(&c.control()->weight_tickets.value, uint64_t{1});
   const auto n = static_cast<uint32_t>(P::broadcast(ticket, 0));
-  return failed ? Task{TaskKind::kStop, 0, 0} : task_behind_stop(args, n);
+  return failed ? Task{TaskKind::kStop} : task_behind_stop(args, n);
 }
 
 // Rows of tokens that products over an expert's rows gather, at the block's first column: own ones, and among several ranks
@@ -218,17 +218,17 @@ struct LoaderRows {
 }  // namespace detail
 
 // Where the t-th tile of an expert, of this number, has its rows of dZ and w a: of a slice see Call::inner_tile.
-__device__ __forceinline__ uint32_t inner_tile_of(const Call& c, uint32_t index, uint32_t t, uint32_t tile) {
-  if (!is_of_shared(c.shape, index)) return tile;
-  return c.inner_tile(tile, t * kTileTokens, index - c.shape.routed_local_experts());
+__device__ __forceinline__ uint32_t inner_tile_of(const Call& c, uint32_t group, uint32_t t, uint32_t tile) {
+  if (!is_of_shared(c.shape, group)) return tile;
+  return c.inner_tile(tile, t * kTileTokens, group - c.shape.routed_local_experts());
 }
 
-// All stages of a task, of an expert with `rows` rows. All loader threads; the first calls count() with each. So many
+// All stages of a task, of a group with `rows` rows. All loader threads; the first calls count() with each. So many
 // `columns` exist from the block's first one on.
 //
 // What limits a lone warp is how many instructions it takes: some six for each row of a thread, of which two are its copies.
 template <class Dtype, class Count>
-__device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, uint32_t expert, uint32_t rows,
+__device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, uint32_t group, uint32_t rows,
                                                  GatheredRows from, uint32_t columns, const FeatureSpans& spans,
                                                  Count&& count) {
   constexpr uint32_t kChunks = kRowBytes / 16, kRowsApart = kLoaders / kChunks;
@@ -239,7 +239,7 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
   const uint32_t thread = loader_thread();
   const uint32_t chunk = thread % kChunks, first = thread / kChunks, own_row = first + chunk * kRowsApart;
   const uint32_t slot = first * kRowBytes + (chunk ^ first % 8) * 16;
-  const uint32_t* const tiles = c.expert_tiles(local_expert_of(c, expert));
+  const uint32_t* const tiles = c.expert_tiles(local_expert_of(c, group));
   const uint32_t last_tile = (rows - 1) / kTileTokens;
   from.own += chunk * 16;
   if constexpr (kTrainsInGroup) from.received += chunk * 16;
@@ -253,7 +253,7 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
     next.look_up(c, from, next_tile, own_row);
     const uint32_t later_tile = tiles[min_of(t + 2, last_tile)];
     const uint32_t tile_rows = min_of(rows - t * kTileTokens, kTileTokens);
-    const uint32_t inner = inner_tile_of(c, expert, t, tile);
+    const uint32_t inner = inner_tile_of(c, group, t, tile);
 #pragma unroll 1
     for (uint32_t base = 0; base < tile_rows; base += kRows) {
       wait(ring.empty(), ring.parity);
@@ -303,9 +303,9 @@ struct WeightOutput {
   uint64_t row_bytes;      // from row to row of the matrix
 
   template <class Dtype, bool kTransposedLayer>
-  static __device__ __forceinline__ WeightOutput of(const KernelArgs& args, uint32_t expert, uint32_t n) {
-    const bool of_router = is_of_router(args.call, expert);
-    const WeightTask task = of_router ? WeightTask::of_router(args, n) : WeightTask::of(args, expert, n);
+  static __device__ __forceinline__ WeightOutput of(const KernelArgs& args, uint32_t group, uint32_t n) {
+    const bool of_router = is_of_router(args.call, group);
+    const WeightTask task = of_router ? WeightTask::of_router(args, n) : WeightTask::of(args, group, n);
     const uint32_t hidden = args.call.shape.hidden;
     const uint32_t block = kByFragments<Dtype> ? cluster_rank_anew() : cluster_rank();
     const uint32_t first_row = task.first_row + block * (kTaskFeatures / kClusterBlocks);
@@ -314,11 +314,16 @@ struct WeightOutput {
     const uint32_t bytes = args.backward.accumulates != 0 ? sizeof(float) : Dtype::kBytes;
     const uint32_t column = task.skipped + task.first_column;
     const uint64_t first = across ? column * pitch + first_row : first_row * pitch + column;
-    uint8_t* all = of_router ? args.backward.router : task.of_down ? args.backward.down : args.backward.gate_up;
-    if (of_router) expert = 0;
+    uint8_t* all = of_router      ? args.backward.router_gradient
+                   : task.of_down ? args.backward.down_gradient
+                                  : args.backward.gate_up_gradient;
+    uint32_t expert = of_router ? 0 : group;
     if (!of_router && is_of_shared(args.call.shape, expert)) {
       const bool ups = 2 * task.first_column >= args.backward.z_columns;
-      all = task.of_down ? args.options.shared_down : ups ? args.shared_ups : args.options.shared_gate_up, expert = 0;
+      all = task.of_down ? args.options.shared_down_gradient
+            : ups        ? args.shared_ups_gradient
+                         : args.options.shared_gate_up_gradient;
+      expert = 0;
     }
     return {all + (uint64_t{expert} * hidden * task.columns + first) * bytes, across,
             first_row < hidden ? hidden - first_row : 0, task.columns - task.first_column, pitch * bytes};

@@ -26,7 +26,7 @@ struct FeatureBox {
   template <class Dtype, class Stage>
   __device__ __forceinline__ void load(const typename Stage::Ring& ring, uint32_t k_byte) const {
     const uint32_t k = k_byte / Dtype::kBytes;
-    const uint64_t hint = read_once ? kEvictFirst : kKeepNormally;
+    const uint64_t hint = read_once ? kEvictFirst : kEvictNormally;
     if constexpr (kShared<Stage>) {
       if (half && cluster_rank() != 0) return;
       tma_load_to_cluster(ring.data() + cluster_rank() * kBoxBytes, map, ring.full(), k, c1, c2, c3, expert, hint);
@@ -59,7 +59,7 @@ struct FeatureSpans {
     constexpr uint32_t kSide = span_side(Dtype::kBytes), kEach = span_bytes(Dtype::kBytes);
     constexpr uint32_t kSpans = kBoxBytes / kEach;
     const uint32_t k = k_byte / Dtype::kBytes;
-    const uint64_t hint = read_once ? kEvictFirst : kKeepNormally;
+    const uint64_t hint = read_once ? kEvictFirst : kEvictNormally;
 #pragma unroll
     for (uint32_t s = 0; s < Stage::kBlocks * kSpans; ++s) {
       const uint32_t block = s / kSpans, second = s % kSpans;

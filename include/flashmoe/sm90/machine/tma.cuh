@@ -11,7 +11,7 @@ namespace flashmoe::sm90 {
 // How long the L2 is to keep what is loaded: as long as other lines, or no longer than it must. What
 // createpolicy.fractional would return, as constants: registers are full of the gather's addresses, and a policy in
 // them would be spilled.
-inline constexpr uint64_t kKeepNormally = 0x1000'0000'0000'0000;
+inline constexpr uint64_t kEvictNormally = 0x1000'0000'0000'0000;
 inline constexpr uint64_t kEvictFirst = 0x12f0'0000'0000'0000;
 
 // Box of a tensor at coordinates (c0 innermost) to shared memory; its bytes complete transactions of `barrier`.

@@ -24,7 +24,7 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   if constexpr (kIsBackward) {
     if (n != 0) Pass::template prefetch<Dtype>(args, c, ring.at(n - 1));
   }
-  if (task.index == kNoTile) {
+  if (is_rehearsal(task)) {
     look_up_rehearsal(slot);
   } else if (is_behind_stop(task.kind)) {
     if constexpr (kIsBackward) Pass::template look_up_behind_stop<Dtype>(args, c, task, slot);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call&
   auto retire_done = [&](uint32_t taken) {
     if (retired == taken || !ring.is_done(retired)) return false;
     const TaskSlot& slot = ring.at(retired);
-    if (slot.index != kNoTile && !is_behind_stop(slot.kind)) retire<P>(c, {slot.kind, slot.column, slot.index});
+    if (!is_rehearsal(slot.task()) && !is_behind_stop(slot.kind)) retire<P>(c, slot.task());
     P::sync();
     if (P::lane() == 0) ring.put_free(retired);
     ++retired;

@@ -122,12 +122,13 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
       if (!kBuild.on_input && args.weights_on_input != 0) scale_rows(at, acc, slot.weights);
       with_columns<kGated, Shape::kMajorB>(args.gated, [&]<Columns kOrder>() {
         if constexpr (kBuild.on_input) {
-          Pass::template keeper<kGated>(args, c, slot, first_column()).template rows<Dtype, kOrder>(at, acc[0], rows);
+          Pass::template kept_place<kGated>(args, c, slot, first_column())
+              .template rows<Dtype, kOrder>(at, acc[0], rows);
           scale_rows(at, acc, slot.weights);
         }
         store_activated_rows<Dtype, kActivation, kOrder>(
             staging, at, acc, expert_bias(), rows, first_column(), c.shape.intermediate, tile, pitch, args.gated,
-            args.clamped, Pass::template keeper<kGated, kBuild.on_input>(args, c, slot, first_column()));
+            args.clamped, Pass::template kept_place<kGated, kBuild.on_input>(args, c, slot, first_column()));
       });
     } else {
       if (args.weights_on_input != 0) scale_tokens<Stage, Shape::kN>(at, acc, slot.weights);
@@ -161,7 +162,7 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
       return false;
     }
     if constexpr (kIsBackward) {
-      if (slot.index == Pass::kCombines) return true;
+      if (slot.task().group() == Pass::kCombines) return true;
     }
     trace.end(Phase::kWait, slot.tile, slot.column);
     if constexpr (kIsBackward) {

@@ -267,7 +267,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   for (uint32_t e = threadIdx.x; e < c.shape.experts; e += kTeamWarps * 32) owner[e] = c.placement.owner[e];
   Team::team_sync();
   if constexpr (kBuild.keeps) {
-    Pass::keep_choices(args.keep, c, b, packets);
+    Pass::keep_choices(args.kept, c, b, packets);
     Team::team_sync();  // build_packets() turns ids into choices in place
   }
   const bool built =
@@ -281,7 +281,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   }
   if constexpr (kQuantised<Dtype>) quantise_block<Dtype>(args, c, b);
   signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see roles/send.cuh
-  if constexpr (kBuild.keeps) Pass::keep_routing(args.keep, c, b);
+  if constexpr (kBuild.keeps) Pass::keep_routing(args.kept, c, b);
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
   fence_proxy_async_shared();
   Team::team_sync();

@@ -46,8 +46,8 @@ __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call
 template <class Pass>
 __device__ __forceinline__ void look_up_slices(const KernelArgs& args, const Call& c, uint32_t first_token,
                                                TaskSlot& slot) {
-  if (TileIndex::has_slice(slot.index)) {
-    const uint32_t slice = TileIndex::slice(slot.index);
+  if (slot.task().tile().has_slice()) {
+    const uint32_t slice = slot.task().tile().slice();
     slot.inner = c.inner_tile(slot.tile, first_token, slice);
     slot.expert += slice;
   } else {
@@ -70,16 +70,16 @@ template <class Dtype, class Pass>
 __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
   using P = Platform;
   // Shape and rows, all that a tile may have, not the share's alone, are loaded side by side: one round trip to the L2.
-  const uint32_t tile = TileIndex::tile(task.index);
+  const uint32_t tile = task.tile().number();
   const Tile::Shape shape = c.tile(tile)->shape;
   [[maybe_unused]] uint32_t first_row =
-      Pass::first_number(args, c, tile, shape.expert + (kBuild.sliced ? TileIndex::slice(task.index) : 0));
+      Pass::first_number(args, c, tile, shape.expert + (kBuild.sliced ? task.tile().slice() : 0));
   constexpr uint32_t kEach = kTileTokens / P::kLanes;
   Row row[kEach];
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) row[i] = *c.tile_row(tile, P::lane() + i * P::kLanes);
   if constexpr (kTrainsInGroup && kBuild.sliced && !kIsBackward) {
-    first_row = c.inner_tile(tile, P::broadcast(row[0].token, 0), TileIndex::slice(task.index)) * kTileTokens;
+    first_row = c.inner_tile(tile, P::broadcast(row[0].token, 0), task.tile().slice()) * kTileTokens;
   }
   const Share share =
       kQuantised<Dtype> ? wide_share_of(shape.rows, cluster_rank()) : share_of(shape.rows, cluster_rank());
@@ -105,7 +105,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
     }
   }
   if (P::lane() == 0) {
-    slot.index = task.index;
+    slot.of = task.of;
     slot.tile = slot.inner = tile;
     slot.column = task.column;
     slot.expert = shape.expert;
@@ -141,18 +141,23 @@ __device__ __forceinline__ uint32_t rehearsals(const Call& c) {
 
 // Rehearses the last product first, and the first last: its tasks are the next to come.
 __device__ __forceinline__ Task rehearsal(uint32_t n) {
-  Task task{TaskKind::kNone, 0, kNoTile};
+  Task task{.of = kNoTile};
   for_each_product([&]<uint32_t m>() {
     if (n + 1 + m == kRehearsals) task.kind = Product<m>::kKind;
   });
   return task;
 }
 
+__device__ __forceinline__ bool is_rehearsal(const Task& task) {
+  return task.of == kNoTile;
+}
+
 // Instead of look_up(). The task loads one stage of the first expert's features and, having no rows, no tokens: it
 // multiplies what lies there. Nothing is stored, so the slot's offsets, addresses and weights are left as they are.
 __device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
   if (Platform::lane() != 0) return;
-  slot.index = slot.tile = kNoTile;
+  slot.tile = kNoTile;
+  slot.of = kNoTile;
   slot.column = 0;
   slot.expert = 0;
   slot.k_bytes = kRowBytes;

@@ -13,7 +13,7 @@
 
 namespace flashmoe::sm90 {
 
-// Of passes that keep no pre-activations.
+// The place of pre-activations that are not kept.
 struct NothingKept {
   template <class Dtype, Columns kOrder, uint32_t kCount>
   __device__ __forceinline__ void rows(const Lane&, const float (&)[kCount], uint32_t) const {}
@@ -33,9 +33,9 @@ struct Inference {
   static __device__ __forceinline__ uint32_t first_number(const KernelArgs&, const Call&, uint32_t, uint32_t) {
     return 0;
   }
-  // Who keeps the pre-activations of a task that activates, whose first column of results is the last argument.
+  // Where the pre-activations of a task that activates are kept, whose first column of results is the last argument.
   template <bool kGated, bool kBehind = false>
-  static __device__ __forceinline__ NothingKept keeper(const KernelArgs&, const Call&, const TaskSlot&, uint32_t) {
+  static __device__ __forceinline__ NothingKept kept_place(const KernelArgs&, const Call&, const TaskSlot&, uint32_t) {
     return {};
   }
 };

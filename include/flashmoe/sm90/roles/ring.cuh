@@ -28,11 +28,11 @@ namespace flashmoe::sm90 {
 // A task as the clerk hands it on: looked up, with the offsets of the rows that this block multiplies.
 struct TaskSlot {
   TaskKind kind;
-  uint32_t index;  // the task's
-  uint32_t tile, column;
-  uint32_t expert;         // whose weights it reads; slices of the shared one follow the local experts, one by one
-  uint32_t inner;          // where the tile's intermediate rows lie, see Call::inner_tile
-  uint32_t k_bytes;        // of a row of either operand,
+  uint32_t of;            // as Task::of
+  uint32_t tile, column;  // tile: behind the stop the group, or of a router's dX the tile of tokens
+  uint32_t expert;   // whose weights it reads, or sums gradients for; slices of the shared one follow the local experts
+  uint32_t inner;    // where the tile's intermediate rows lie, see Call::inner_tile
+  uint32_t k_bytes;  // of a row of either operand,
   uint32_t slices, later;  // of which so many follow: GEMM1 of the shared expert; the second slice's `inner`
   Share share;
   uint32_t stored;  // of tasks whose rows return: how many of these the ring has had before, see TaskRing::stored
@@ -48,6 +48,8 @@ struct TaskSlot {
     // gathered, in e4m3: each warpgroup's largest magnitude of a row, where it has half of a scale's columns
     mutable float largest[kConsumers][64];
   };
+
+  __device__ __forceinline__ Task task() const { return {kind, column, of}; }
 };
 
 // Nanoseconds that a clerk rests between two looks: it shares its instruction scheduler, and the power, with consumers.
