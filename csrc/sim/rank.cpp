@@ -27,6 +27,8 @@ class RowEngine {
   MemoryPort& memory_;
 };
 
+static_assert(SendsRows<RowEngine>);
+
 // The engine of a RelayWorker. A warp has four KiB of loads on their way at a time; what it stores is on the link when they are
 // here.
 class RelayEngine {
@@ -48,6 +50,8 @@ class RelayEngine {
  private:
   const Call& c_;
 };
+
+static_assert(PassesRows<RelayEngine> && HasSpans<RelayEngine>);
 
 // The machine of each rank.
 std::vector<uint32_t> machines_of(const Group& group) {

@@ -168,4 +168,6 @@ class JoinEngine {
   MemoryPort& memory_;
   const Time least_;
 };
+static_assert(SumsForMachines<SumEngine> && JoinsRows<JoinEngine>);
+
 }  // namespace flashmoe::sim
