@@ -44,11 +44,14 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "csrc/cuda/entry": _ROLES | {f"{_SM90}/{room}" for room in ("roles", "gradients", "decode")},
     "csrc/cuda": _HOST_OF_CUDA | {"csrc/cuda/transport"},
     "csrc/network": _PROTOCOL | {"csrc/host"},
-    "csrc/sim": _ACTORS | {_SM90, "csrc/host", "csrc/cuda", "csrc/network"},
+    "csrc/sim": _ACTORS | {"csrc/host", "csrc/cuda", "csrc/network"},
 }
 """Of folders within one another, the inner ones first. The fused kernel's roles know nothing of gradients: what a pass
 does besides, it hands them (sm90/roles/pass.cuh)."""
 MAY_INCLUDE["csrc/bindings"] = set(MAY_INCLUDE)
+
+KNOW_ARCHITECTURES = ("csrc/cuda/arch.h", "csrc/cuda/arch.cpp", "csrc/cuda/entry/")
+"""What host code knows of an architecture is an instance of `Arch` (csrc/cuda/arch.h): nothing else there names one."""
 
 FOREIGN = ("non_abi/", "device/")
 """Quoted includes of NVSHMEM's headers, which are not in the repository."""
@@ -80,6 +83,19 @@ def includes(root: Path) -> list[Arrow]:
             assert found or quote == "<" or name.startswith(FOREIGN), f"{path}: {name} is nowhere in the repository"
             arrows += [(path.relative_to(root).as_posix(), each.relative_to(root).as_posix()) for each in found[:1]]
     return arrows
+
+
+def naming_architectures(root: Path) -> list[str]:
+    """Lines of csrc that name one by its number and may not: in includes, namespaces or comments."""
+    found = []
+    for path in sources(root):
+        name = path.relative_to(root).as_posix()
+        if not name.startswith("csrc/") or name.startswith(KNOW_ARCHITECTURES):
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if re.search(r"sm_?\d", line, re.IGNORECASE):
+                found.append(f"{name}:{number}: {line.strip()}")
+    return found
 
 
 def layer_of(file: str) -> str:
@@ -191,6 +207,11 @@ def test_layers_stand_one_above_the_other():
     assert circle(arrows) == []
 
 
+def test_host_code_names_no_architecture():
+    assert naming_architectures(ROOT) == []
+    assert "sm90" in (ROOT / KNOW_ARCHITECTURES[0]).read_text()
+
+
 def test_every_source_is_in_a_layer():
     assert len(sources(ROOT)) > 50
     for path in sources(ROOT):
@@ -287,6 +308,16 @@ def test_a_planted_arrow_is_caught(tmp_path, who, whom, marks):
     name = whom.removeprefix("include/").removeprefix("csrc/")
     line = f"  #  include {marks[0]}{name}{marks[1]}\n"
     assert pointing_up(includes(planted(tmp_path, {**HEADERS, who: HEADERS[who] + line}))) == {(who, whom)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['#include "flashmoe/sm90/geometry.h"', "using sm90::kTileTokens;", "// as for sm_90a", "// sm120/roles/clerk.cuh"],
+)
+def test_a_planted_architecture_is_caught(tmp_path, line):
+    allowed = {"csrc/cuda/arch.h": line, "csrc/cuda/arch.cpp": line, "csrc/cuda/entry/moe.cu": line}
+    root = planted(tmp_path, {**HEADERS, **allowed, "csrc/sim/rank.h": f"\n{line}\n"})
+    assert naming_architectures(root) == [f"csrc/sim/rank.h:2: {line}"]
 
 
 def test_a_planted_circle_of_includes_is_caught(tmp_path):

@@ -6,12 +6,16 @@
 
 #include "bindings/codec.h"
 #include "bindings/registry.h"
+#include "cuda/arch.h"
 #include "cuda/context.h"
 #include "cuda/limits.h"
 #include "cuda/policy.h"
 
 namespace flashmoe::cuda {
 namespace {
+
+// Of sizes that are told where no GPU is asked.
+constexpr const Arch& kAssumed = kHopper;
 
 DriverStream stream_of(int64_t stream) {
   return reinterpret_cast<DriverStream>(stream);
@@ -25,7 +29,8 @@ std::shared_ptr<Context> context(int64_t handle) {
 FieldRows layout_fields(Map map, ffi::Array<int64_t> machines) {
   return guarded([&] {
     const Limits limits = spread_over(limits_of(map), machines);
-    return field_rows(cuda_limits(limits, limits.processors), may_train_in_group(limits), may_refuse(limits), true);
+    return field_rows(cuda_limits(kAssumed, limits, limits.processors), may_train_in_group(limits), may_refuse(limits),
+                      true);
   });
 }
 
@@ -62,8 +67,8 @@ ffi::Array<int64_t> describe(int64_t handle) {
                                c->processors(),
                                static_cast<int64_t>(c->heap_bytes()),
                                static_cast<int64_t>(c->workspace_bytes()),
-                               sm90::kTileTokens,
-                               sm90::kTaskFeatures};
+                               c->arch().tile_rows,
+                               c->arch().task_features};
   });
 }
 
@@ -258,7 +263,7 @@ Map training_bytes(Map layer, Map map) {
   return guarded([&] {
     const LayerSpec spec = layer_of(std::move(layer));
     Limits limits = limits_of(std::move(map));
-    limits = cuda_limits(limits, limits.processors);
+    limits = cuda_limits(kAssumed, limits, limits.processors);
     const uint64_t tokens = limits.max_tokens, experts = limits.max_local_experts + shared_experts(spec.shared);
     const uint64_t rows_kept = tokens * rows_of_token(spec), choices = uint64_t{spec.top_k} * spec.slices;
     const bool alone = limits.ranks == 1, redispatch = !alone && limits.redispatch != 0;
@@ -269,7 +274,7 @@ Map training_bytes(Map layer, Map map) {
       set("kept_routing", r.logits - r.ids);
       set("kept_logits", r.bytes - r.logits);
     };
-    const PassLayout pass(spec, tokens, rows_kept, experts, received, redispatch, alone);
+    const PassLayout pass(kAssumed, spec, tokens, rows_kept, experts, received, redispatch, alone);
     set("tile_rows", pass.plain);
     set("pass_tokens", pass.gather - pass.received);
     set("gather", pass.parts - pass.gather);
@@ -334,9 +339,12 @@ ffi::Array<int64_t> read_clock_of(int64_t handle, int64_t layer, int64_t stream)
   });
 }
 
-int64_t token_block_of(int64_t tokens, int64_t experts, int64_t top_k, int64_t processors) {
-  return token_block(static_cast<uint32_t>(tokens), static_cast<uint32_t>(experts), static_cast<uint32_t>(top_k),
-                     static_cast<uint32_t>(processors));
+int64_t token_block_of(int64_t handle, int64_t tokens, int64_t experts, int64_t top_k) {
+  return guarded([&]() -> int64_t {
+    const auto c = context(handle);
+    return token_block(c->arch(), static_cast<uint32_t>(tokens), static_cast<uint32_t>(experts),
+                       static_cast<uint32_t>(top_k), c->processors());
+  });
 }
 
 bool reduces_of(int64_t ranks, int64_t top_k, int64_t intermediate) {

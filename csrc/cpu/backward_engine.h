@@ -54,5 +54,6 @@ class BackwardEngine : public Engine {
   std::vector<double> of_weights_, scores_;
   std::vector<int32_t> ids_;
 };
+static_assert(RunsProcessor<BackwardEngine> && SumsForMachines<BackwardEngine>);
 
 }  // namespace flashmoe::cpu

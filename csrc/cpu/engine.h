@@ -176,5 +176,6 @@ class Engine {
   std::vector<uint32_t> words_;
   std::vector<uint16_t> halves_;
 };
+static_assert(RunsProcessor<Engine> && SumsForMachines<Engine>);
 
 }  // namespace flashmoe::cpu

@@ -15,11 +15,11 @@ namespace {
 using host::concat;
 
 // A call with the fields set that all calls of a context have in common, except where its memory lies.
-Call common_call(const Membership& who, const Limits& limits, uint64_t timeout_ns) {
+Call common_call(const Arch& arch, const Membership& who, const Limits& limits, uint64_t timeout_ns) {
   Call c;
   c.rank = who.rank;
   c.shape.ranks = limits.ranks;
-  c.policy.clusters = limits.processors / sm90::kClusterBlocks;
+  c.policy.clusters = limits.processors / arch.cluster_blocks;
   c.policy.timeout_ns = timeout_ns;
   c.policy.tile_rows = limits.tile_rows;
   c.memory = make_call_memory(limits);
@@ -31,13 +31,16 @@ Call common_call(const Membership& who, const Limits& limits, uint64_t timeout_n
 Context::Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order,
                  uint64_t timeout_ns, const std::vector<uint32_t>& machines)
     : device_(ordinal),
-      common_{.limits = cuda_limits(limits, device_.processors()), .call = {}, .asked = order},
+      common_{.arch = arch_of(device_),
+              .limits = cuda_limits(common_.arch, limits, device_.processors()),
+              .call = {},
+              .asked = order},
       copies_(device_),
       fault_page_(device_),
       counts_page_(device_),
       counted_(device_) {
   common_.fault = fault_page_.mapped<HostFault>();
-  common_.call = common_call(who, common_.limits, timeout_ns);
+  common_.call = common_call(common_.arch, who, common_.limits, timeout_ns);
   take_memory(who);
   if (limits.relayed == 0) return;
   machines_.emplace(device_, machines, common_.limits, who.rank);
@@ -126,8 +129,8 @@ int64_t Context::add_layer(const Layer& layer, DriverStream stream) {
   }
   const KernelsOfLayer needed = kernels_of(spec, layer.pass);
   const LoadedKernels loaded{
-      .general = needed.general ? &kernels(layer.cubin, general_kernels(layer, l), stream) : nullptr,
-      .few = needed.few ? &kernels(layer.few_cubin, few_kernels(layer), stream) : nullptr};
+      .general = needed.general ? &kernels(layer.cubin, general_kernels(common_.arch, layer, l), stream) : nullptr,
+      .few = needed.few ? &kernels(layer.few_cubin, few_kernels(common_.arch, layer), stream) : nullptr};
   const Placement& where = placement(layer, stream);
   if (layer.traced && trace_.bytes() == 0) {
     device_.refuse_capture(stream, "tracing");
@@ -253,7 +256,7 @@ void Context::move_rows(int64_t layer, uint64_t memory, uint64_t kept, const gpu
                           room,
                           processors()};
   const uint64_t experts = shape.local_experts + later_slices(plan.spec);  // as its tiles are moved
-  const uint64_t tiles = room.rows / sm90::kTileTokens + min_of(experts, uint64_t{room.rows});
+  const uint64_t tiles = room.rows / common_.limits.tile_rows + min_of(experts, uint64_t{room.rows});
   plan.kernels.general->launch_move(plan.args, to, static_cast<uint32_t>(tiles), stream);
 }
 

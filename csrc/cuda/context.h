@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cuda/arch.h"
 #include "cuda/clock.h"
 #include "cuda/device/device.h"
 #include "cuda/layer.h"
@@ -86,6 +87,7 @@ class Context {
   uint64_t trace_bytes() const { return uint64_t{processors()} * gpu::kTraceBytesPerBlock; }
 
   int device() const { return device_.ordinal(); }
+  const Arch& arch() const { return common_.arch; }
   uint32_t processors() const { return common_.limits.processors; }
   uint64_t heap_bytes() const { return cuda_heap_bytes(common_.limits); }
   uint64_t workspace_bytes() const { return workspace_.bytes(); }

@@ -2,18 +2,16 @@
 
 namespace flashmoe::cuda {
 
-KernelSet general_kernels(const Layer& layer, const Limits& limits) {
+KernelSet general_kernels(const Arch& arch, const Layer& layer, const Limits& limits) {
   return {.name = "flashmoe_moe",
-          .threads = gpu::kThreads,
-          .shared_bytes = gpu::kSharedBytes,
+          .block = arch.fused,
           .moves = layer.pass == Pass::kForward && limits.ranks != 1,
           .traces = layer.traced};
 }
 
-KernelSet few_kernels(const Layer& layer) {
+KernelSet few_kernels(const Arch& arch, const Layer& layer) {
   return {.name = "flashmoe_few",
-          .threads = sm90::few_warps(has_scales(layer.spec.weight_type)) * 32,
-          .shared_bytes = sm90::kFewSharedBytes,
+          .block = has_scales(layer.spec.weight_type) ? arch.few_scaled : arch.few,
           .traces = layer.traced};
 }
 
@@ -22,7 +20,7 @@ Kernels::Kernels(const Device& device, const std::string& cubin, KernelSet which
       api_(api),
       module_(device, cubin),
       which_(which),
-      call_(module_.kernel(which.name, which.shared_bytes)),
+      call_(module_.kernel(which.name, which.block.shared_bytes)),
       count_(which.moves ? module_.kernel("flashmoe_count", 0) : nullptr),
       move_(which.moves ? module_.kernel("flashmoe_move", 0) : nullptr),
       clock_(which.traces ? module_.kernel("flashmoe_clock", 0) : nullptr) {
@@ -43,7 +41,7 @@ Kernels::~Kernels() {
 void Kernels::launch(gpu::KernelArgs& args, uint32_t blocks, DriverStream stream) const {
   LaunchAttribute cooperative{.id = kLaunchCooperative, .pad = {}, .value = {}};
   cooperative.value.cooperative = 1;
-  LaunchConfig config{blocks, 1, 1, which_.threads, 1, 1, which_.shared_bytes, stream, &cooperative, 1};
+  LaunchConfig config{blocks, 1, 1, which_.block.threads, 1, 1, which_.block.shared_bytes, stream, &cooperative, 1};
   void* parameters[] = {&args};
   check(driver().cuLaunchKernelEx(&config, call_, parameters, nullptr), "cannot launch the kernel");
 }

@@ -3,10 +3,11 @@
 
 #include <string>
 
+#include "cuda/arch.h"
 #include "cuda/device/device.h"
 #include "cuda/layer.h"
 #include "cuda/transport/nvshmem.h"
-#include "flashmoe/sm90/geometry.h"
+#include "flashmoe/gpu/kernel_args.h"
 
 namespace flashmoe::cuda {
 
@@ -15,11 +16,11 @@ namespace flashmoe::cuda {
 // time.
 struct KernelSet {
   const char* name;  // of the call's
-  uint32_t threads, shared_bytes;
+  BlockSize block;
   bool moves = false, traces = false;
 };
-KernelSet general_kernels(const Layer& layer, const Limits& limits);
-KernelSet few_kernels(const Layer& layer);
+KernelSet general_kernels(const Arch& arch, const Layer& layer, const Limits& limits);
+KernelSet few_kernels(const Arch& arch, const Layer& layer);
 
 // What one cubin has.
 class Kernels {

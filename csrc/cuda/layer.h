@@ -4,9 +4,10 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/arch.h"
 #include "cuda/tensor_map.h"
+#include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/protocol/call.h"
-#include "flashmoe/sm90/geometry.h"
 #include "flashmoe/spec/layer.h"
 #include "host/placement.h"
 
@@ -105,7 +106,7 @@ struct GroupCallLayout {
 
   GroupCallLayout(const LayerSpec& spec, const Limits& limits, uint64_t local_experts, bool redispatch) {
     const uint64_t most = limits.max_tokens, word = sizeof(uint32_t);
-    received = (limits.max_tiles() + limits.max_later_slices()) * sm90::kTileTokens * kept_row_bytes(spec);
+    received = (limits.max_tiles() + limits.max_later_slices()) * limits.tile_rows * kept_row_bytes(spec);
     ranks = received + (redispatch ? 0 : (limits.ranks - 1) * most * spec.token_row_bytes());
     rows = ranks + limits.ranks * sizeof(gpu::RankRows);
     numbers = rows + limits.ranks * local_experts * word;
@@ -126,19 +127,19 @@ struct PassLayout {
   uint64_t all_tiles;  // and with them
   uint64_t weighted, plain, received, x, gather, parts, bytes;
 
-  PassLayout(const LayerSpec& spec, uint64_t tokens, uint64_t rows, uint64_t local_experts, uint64_t received_rows,
-             bool redispatch, bool alone) {
+  PassLayout(const Arch& arch, const LayerSpec& spec, uint64_t tokens, uint64_t rows, uint64_t local_experts,
+             uint64_t received_rows, bool redispatch, bool alone) {
     const uint64_t element = element_bytes(spec.y_type), first_rows = rows - tokens * later_slices(spec);
-    tiles = first_rows / sm90::kTileTokens + min_of(local_experts, first_rows);
+    tiles = first_rows / arch.tile_rows + min_of(local_experts, first_rows);
     if (!alone) tiles = max_of(tiles, uint64_t{1});  // the copy engine's view of no rows would be none
-    all_tiles = tiles + later_slices(spec) * ceil_div(tokens, uint64_t{sm90::kTileTokens});
-    weighted = all_tiles * sm90::kTileTokens * spec.gate_up_rows() * element;
-    plain = weighted + all_tiles * sm90::kTileTokens * spec.intermediate * element;
+    all_tiles = tiles + later_slices(spec) * ceil_div(tokens, uint64_t{arch.tile_rows});
+    weighted = all_tiles * arch.tile_rows * spec.gate_up_rows() * element;
+    plain = weighted + all_tiles * arch.tile_rows * spec.intermediate * element;
     received = plain + (needs_plain(spec) ? weighted : 0);
     x = received + received_rows * spec.token_row_bytes();
     gather = x + (redispatch ? x - received : 0);
-    parts = gather + (alone ? 0 : tiles * sm90::kTileTokens * sizeof(uint32_t));
-    const uint64_t of_row = ceil_div(spec.intermediate, sm90::kTaskFeatures) * sm90::kClusterBlocks;
+    parts = gather + (alone ? 0 : tiles * arch.tile_rows * sizeof(uint32_t));
+    const uint64_t of_row = ceil_div(spec.intermediate, arch.task_features) * arch.cluster_blocks;
     bytes = parts + of_row * rows * sizeof(float);
   }
 };

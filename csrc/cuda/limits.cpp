@@ -1,7 +1,6 @@
 #include "cuda/limits.h"
 
 #include "flashmoe/protocol/machines.h"
-#include "flashmoe/sm90/geometry.h"
 #include "host/error.h"
 #include "host/text.h"
 
@@ -12,11 +11,11 @@ using host::concat;
 using host::Error;
 
 // The number of thread blocks. limits.processors 0: one on every multiprocessor.
-uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
-  const uint32_t all = multiprocessors / sm90::kClusterBlocks * sm90::kClusterBlocks;
+uint32_t processors_of(const Arch& arch, const Limits& limits, uint32_t multiprocessors) {
+  const uint32_t all = multiprocessors / arch.cluster_blocks * arch.cluster_blocks;
   const uint32_t wanted = limits.processors == 0 ? all : limits.processors;
-  const uint32_t least = sm90::least_blocks(limits.ranks, limits.all_local_experts());
-  if (wanted < least || wanted > all || wanted % sm90::kClusterBlocks != 0) {
+  const uint32_t least = arch.least_blocks(limits.ranks, limits.all_local_experts());
+  if (wanted < least || wanted > all || wanted % arch.cluster_blocks != 0) {
     const std::string most =
         least > all ? concat(", of which the device has ", all) : concat(" to ", all, ", the device's multiprocessors");
     throw Error(Error::Kind::kInvalidArgument,
@@ -28,7 +27,7 @@ uint32_t processors_of(const Limits& limits, uint32_t multiprocessors) {
 
 // Refuses what the kernel's offsets do not reach, which have 31 or 32 bits and count 16 bytes: rows of other ranks'
 // tokens (TokenRows), and rows to sum (SumPiece).
-void check_reach(const Limits& limits) {
+void check_reach(const Arch& arch, const Limits& limits) {
   const uint64_t tokens = limits.max_tokens;
   const uint64_t sent = row_pitch(limits.hidden, limits.x_bytes);
   const uint64_t returned = row_pitch(limits.hidden, limits.return_bytes);
@@ -37,10 +36,10 @@ void check_reach(const Limits& limits) {
     const char* what;
     uint64_t bytes, most;
   } fields[] = {
-      {"other ranks' tokens", (limits.ranks - 1) * tokens * sent, sm90::kReachBytes},
-      {"results to sum", tokens * limits.return_slots * returned, 2 * sm90::kReachBytes},
-      {"results to reduce", limits.staging * tokens * limits.entries_per_token() * returned, 2 * sm90::kReachBytes},
-      {"sums of a machine's ranks", limits.staging * tokens * summed, 2 * sm90::kReachBytes}};
+      {"other ranks' tokens", (limits.ranks - 1) * tokens * sent, arch.reach_bytes},
+      {"results to sum", tokens * limits.return_slots * returned, 2 * arch.reach_bytes},
+      {"results to reduce", limits.staging * tokens * limits.entries_per_token() * returned, 2 * arch.reach_bytes},
+      {"sums of a machine's ranks", limits.staging * tokens * summed, 2 * arch.reach_bytes}};
   for (const auto& f : fields) {
     if (f.bytes <= f.most) continue;
     throw Error(Error::Kind::kInvalidArgument,
@@ -51,12 +50,12 @@ void check_reach(const Limits& limits) {
 
 }  // namespace
 
-Limits cuda_limits(Limits limits, uint32_t multiprocessors) {
-  check_reach(limits);
-  limits.processors = processors_of(limits, multiprocessors);
-  limits.tile_rows = sm90::kTileTokens;
+Limits cuda_limits(const Arch& arch, Limits limits, uint32_t multiprocessors) {
+  check_reach(arch, limits);
+  limits.processors = processors_of(arch, limits, multiprocessors);
+  limits.tile_rows = arch.tile_rows;
   // A context serves every activation; gated ones cut I into more blocks of columns.
-  limits.columns_per_task = sm90::columns_per_task(true);
+  limits.columns_per_task = arch.columns_per_task(true);
   return limits;
 }
 

@@ -1,14 +1,15 @@
 // The largest call that a context of the CUDA engine serves.
 #pragma once
 
+#include "cuda/arch.h"
 #include "flashmoe/protocol/refusal.h"
 
 namespace flashmoe::cuda {
 
-// `limits` as a context allocates from them on a GPU of so many multiprocessors, with what the kernel's geometry
-// decides filled in. Throws Error where there cannot be limits.processors thread blocks, or where rows would lie
+// `limits` as a context allocates from them on a GPU of so many multiprocessors, with what the architecture decides
+// filled in. Throws Error where there cannot be limits.processors thread blocks, or where rows would lie
 // further apart than the kernel's offsets reach.
-Limits cuda_limits(Limits limits, uint32_t multiprocessors);
+Limits cuda_limits(const Arch& arch, Limits limits, uint32_t multiprocessors);
 
 // Whether layers of such a context may train among several ranks: not where rows leave by puts, nor alone.
 inline bool may_train_in_group(const Limits& limits) {

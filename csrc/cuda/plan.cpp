@@ -23,8 +23,8 @@ Shape shape_of(const Call& c, const LayerSpec& spec) {
 
 // Columns of results that a task of each product has. The host library, whose program is the forward one, serves backward
 // passes too: none of their products cuts gates and ups.
-std::array<uint32_t, kProducts> columns_of(const Layer& layer) {
-  return sm90::columns_per_task(layer.spec.gated() && layer.pass != Pass::kBackward);
+std::array<uint32_t, kProducts> columns_of(const Arch& arch, const Layer& layer) {
+  return arch.columns_per_task(layer.spec.gated() && layer.pass != Pass::kBackward);
 }
 
 Call call_of(const Common& common, const Layer& layer, const Placement& where) {
@@ -36,18 +36,18 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   }
   c.shape.local_experts = where.local_experts;
   c.placement = {.owner = where.owner, .by_owner = where.by_owner, .owner_base = where.owner_base};
-  c.cut_columns(columns_of(layer));
+  c.cut_columns(columns_of(common.arch, layer));
   const Shape shape = shape_of(c, spec);
-  c.policy.order = task_order(shape, spec.return_mode, common.limits.processors, common.asked);
+  c.policy.order = task_order(common.arch, shape, spec.return_mode, common.limits.processors, common.asked);
   const bool alone = c.shape.ranks == 1;  // it returns nothing to others
   if (!alone) c.shape.return_mode = spec.return_mode;
   c.policy.groups = return_groups(c.policy.columns[kReturning], c.shape.return_mode, alone || common.limits.rdma != 0,
                                   c.policy.group_first);
   if (!alone && (layer.pass == Pass::kBackward || (layer.pass == Pass::kForward && !layer.redispatch))) {
     c.policy.keepers =
-        static_cast<uint16_t>(sm90::keepers_of(c.shape.ranks, c.shape.local_experts, common.limits.processors));
+        static_cast<uint16_t>(common.arch.keepers_of(c.shape.ranks, c.shape.local_experts, common.limits.processors));
   }
-  if (!alone) c.config = host::make_config(c, spec, layer.placement, sm90::kReturnColumns);
+  if (!alone) c.config = host::make_config(c, spec, layer.placement, common.arch.return_columns);
   return c;
 }
 
@@ -65,55 +65,56 @@ struct MapRow {
 };
 
 // Of the matrices of `experts` experts, or slices of the shared expert.
-TensorMapShape gate_up_map(const LayerSpec& spec, const Matrix& m, uint32_t experts, gpu::GatedRows gated) {
+TensorMapShape gate_up_map(const Arch& arch, const LayerSpec& spec, const Matrix& m, uint32_t experts,
+                           gpu::GatedRows gated) {
   const uint32_t bytes = element_bytes(spec.weight_type);
   if (!spec.transposed) {
     const MapRow row(spec.weight_type, spec.hidden);
-    return gate_up_shape(m, row.bytes, row.elements, spec.intermediate, experts, spec.gated(), gated);
+    return gate_up_shape(arch, m, row.bytes, row.elements, spec.intermediate, experts, spec.gated(), gated);
   }
   const uint32_t halves = spec.gated() && !spec.interleaved ? 2 : 1;
-  return transposed_shape(m, bytes, spec.gate_up_rows() / halves, halves, gated.up, spec.hidden, experts);
+  return transposed_shape(arch, m, bytes, spec.gate_up_rows() / halves, halves, gated.up, spec.hidden, experts);
 }
 
-TensorMapShape down_map(const LayerSpec& spec, const Matrix& m, uint32_t experts) {
+TensorMapShape down_map(const Arch& arch, const LayerSpec& spec, const Matrix& m, uint32_t experts) {
   const uint32_t bytes = element_bytes(spec.weight_type);
   if (!spec.transposed) {
     const MapRow row(spec.weight_type, spec.intermediate);
-    return down_shape(m, row.bytes, spec.hidden, row.elements, experts);
+    return down_shape(arch, m, row.bytes, spec.hidden, row.elements, experts);
   }
-  return transposed_shape(m, bytes, spec.hidden, 1, 0, spec.intermediate, experts);
+  return transposed_shape(arch, m, bytes, spec.hidden, 1, 0, spec.intermediate, experts);
 }
 
 // Of a backward pass, which multiplies by what the forward pass does, but contracts over the other axis: H of down_proj, and
 // all rows of gate_up_proj. So what is K-major there is MN-major here.
-TensorMapShape backward_gate_up_map(const LayerSpec& spec, const Matrix& m, uint32_t experts) {
+TensorMapShape backward_gate_up_map(const Arch& arch, const LayerSpec& spec, const Matrix& m, uint32_t experts) {
   const uint32_t bytes = element_bytes(spec.weight_type), rows = spec.gate_up_rows();
-  if (spec.transposed) return down_shape(m, bytes, spec.hidden, rows, experts);
-  return transposed_shape(m, bytes, spec.hidden, 1, 0, rows, experts);
+  if (spec.transposed) return down_shape(arch, m, bytes, spec.hidden, rows, experts);
+  return transposed_shape(arch, m, bytes, spec.hidden, 1, 0, rows, experts);
 }
-TensorMapShape backward_down_map(const LayerSpec& spec, const Matrix& m, uint32_t experts) {
+TensorMapShape backward_down_map(const Arch& arch, const LayerSpec& spec, const Matrix& m, uint32_t experts) {
   const uint32_t bytes = element_bytes(spec.weight_type);
-  if (spec.transposed) return down_shape(m, bytes, spec.intermediate, spec.hidden, experts);
-  return transposed_shape(m, bytes, spec.intermediate, 1, 0, spec.hidden, experts);
+  if (spec.transposed) return down_shape(arch, m, bytes, spec.intermediate, spec.hidden, experts);
+  return transposed_shape(arch, m, bytes, spec.intermediate, 1, 0, spec.hidden, experts);
 }
 
 // Those of the shared expert, of whose slices each is an expert. dX contracts over the rows of a slice, which where all gates lie
 // before all ups, `to_up` bytes, are not one behind the other: so these are two parts of it, dimension 2.
-void set_shared_backward(gpu::KernelArgs& a, const LayerSpec& spec, Matrix gate_up, uint64_t to_up,
+void set_shared_backward(const Arch& arch, gpu::KernelArgs& a, const LayerSpec& spec, Matrix gate_up, uint64_t to_up,
                          const Matrix& down) {
   const uint32_t parts = spec.gated() && !spec.interleaved ? 2 : 1, rows = spec.gate_up_rows() / parts;
   const uint32_t bytes = element_bytes(spec.weight_type);
   gate_up.expert_bytes = rows * (spec.transposed ? uint64_t{bytes} : gate_up.row_bytes);
-  TensorMapShape shape = spec.transposed ? down_shape(gate_up, bytes, spec.hidden, rows, spec.shared)
-                                         : transposed_shape(gate_up, bytes, spec.hidden, 1, 0, rows, spec.shared);
+  TensorMapShape shape = spec.transposed ? down_shape(arch, gate_up, bytes, spec.hidden, rows, spec.shared)
+                                         : transposed_shape(arch, gate_up, bytes, spec.hidden, 1, 0, rows, spec.shared);
   if (parts == 2) shape.dims[2] = parts, shape.strides[1] = to_up;
   a.shared_gate_up = encode(shape, gate_up.data, spec.weight_type, "shared_gate_up");
-  a.shared_down = encode(backward_down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
+  a.shared_down = encode(backward_down_map(arch, spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
 }
 
 // The shared expert's matrices, as those of experts that are each a slice of its width I: rows of gate_up, columns of down,
 // or the other way round.
-void set_shared(gpu::KernelArgs& a, const Layer& layer) {
+void set_shared(const Arch& arch, gpu::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const uint32_t bytes = element_bytes(spec.weight_type);
   Matrix gate_up = layer.shared_gate_up, down = layer.shared_down;
@@ -126,34 +127,34 @@ void set_shared(gpu::KernelArgs& a, const Layer& layer) {
   const bool apart = layer.shared_up != 0;
   const uint64_t in_one = a.shared_gated.up * (spec.transposed ? bytes : gate_up.row_bytes);
   const uint64_t to_up = apart ? layer.shared_up - gate_up.data : in_one;
-  if (layer.pass == Pass::kBackward) return set_shared_backward(a, spec, gate_up, to_up, down);
-  TensorMapShape shape = gate_up_map(spec, gate_up, spec.shared, a.shared_gated);
+  if (layer.pass == Pass::kBackward) return set_shared_backward(arch, a, spec, gate_up, to_up, down);
+  TensorMapShape shape = gate_up_map(arch, spec, gate_up, spec.shared, a.shared_gated);
   if (apart) shape.strides[1] = to_up;
   a.shared_gate_up = encode(shape, gate_up.data, spec.weight_type, "shared_gate_up");
-  a.shared_down = encode(down_map(spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
+  a.shared_down = encode(down_map(arch, spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
 }
 
-void set_weights(gpu::KernelArgs& a, const Layer& layer) {
+void set_weights(const Arch& arch, gpu::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const DType type = spec.weight_type;
   const uint32_t experts = a.call.shape.routed_local_experts();
   if (experts != 0) {  // else it has no tasks
     const bool backward = layer.pass == Pass::kBackward;
-    const TensorMapShape gate_up = backward ? backward_gate_up_map(spec, layer.gate_up, experts)
-                                            : gate_up_map(spec, layer.gate_up, experts, a.gated);
+    const TensorMapShape gate_up = backward ? backward_gate_up_map(arch, spec, layer.gate_up, experts)
+                                            : gate_up_map(arch, spec, layer.gate_up, experts, a.gated);
     const TensorMapShape down =
-        backward ? backward_down_map(spec, layer.down, experts) : down_map(spec, layer.down, experts);
+        backward ? backward_down_map(arch, spec, layer.down, experts) : down_map(arch, spec, layer.down, experts);
     a.gate_up = encode(gate_up, layer.gate_up.data, type, "gate_up_proj");
     a.down = encode(down, layer.down.data, type, "down_proj");
   }
-  if (spec.shared != 0) set_shared(a, layer);
+  if (spec.shared != 0) set_shared(arch, a, layer);
   a.router_rows = rows_of(layer.router);
   if (layer.router.data != 0) {
     const uint32_t bytes = element_bytes(spec.y_type);
-    a.router =
-        encode(layer.pass == Pass::kBackward ? spans_shape(layer.router.row_bytes, bytes, spec.hidden, spec.experts)
-                                             : router_shape(layer.router, bytes, spec.hidden, spec.experts),
-               layer.router.data, spec.y_type, "router");
+    a.router = encode(layer.pass == Pass::kBackward
+                          ? spans_shape(arch, layer.router.row_bytes, bytes, spec.hidden, spec.experts)
+                          : router_shape(arch, layer.router, bytes, spec.hidden, spec.experts),
+                      layer.router.data, spec.y_type, "router");
   }
   a.gate_up_bias = reinterpret_cast<const void*>(layer.gate_up_bias);
   a.down_bias = reinterpret_cast<const void*>(layer.down_bias);
@@ -204,19 +205,19 @@ gpu::RouterRule rule_of(const Layer& layer) {
 }
 
 // The rows between the two GEMMs, which lie in the workspace.
-void set_intermediate_rows(gpu::KernelArgs& a, const LayerSpec& spec, const Limits& limits) {
+void set_intermediate_rows(const Arch& arch, gpu::KernelArgs& a, const LayerSpec& spec, const Limits& limits) {
   const auto rows = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 0));
   const uint64_t tiles = limits.max_tiles() + limits.max_later_slices();
   if (spec.quantised()) {
     const uint64_t tile_bytes = reinterpret_cast<uint64_t>(a.call.intermediate_row(1, 0)) - rows;
-    a.intermediate = encode(quantised_tiles_shape(tile_bytes, spec.intermediate, tiles), rows, spec.intermediate_type,
-                            "the intermediate rows");
+    a.intermediate = encode(quantised_tiles_shape(arch, tile_bytes, spec.intermediate, tiles), rows,
+                            spec.intermediate_type, "the intermediate rows");
     return;
   }
   const uint64_t pitch = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 1)) - rows;
-  a.intermediate =
-      encode(rows_shape(pitch, element_bytes(spec.intermediate_type), spec.intermediate, tiles * limits.tile_rows),
-             rows, spec.intermediate_type, "the intermediate rows");
+  a.intermediate = encode(
+      rows_shape(arch, pitch, element_bytes(spec.intermediate_type), spec.intermediate, tiles * limits.tile_rows), rows,
+      spec.intermediate_type, "the intermediate rows");
 }
 
 }  // namespace
@@ -236,7 +237,8 @@ Placement::Placement(const Device& device, const host::PlacementTables& t, uint3
 
 Plan::Plan(const Common& common, const Layer& layer, const Placement& where, const LoadedKernels& loaded,
            uint8_t* trace)
-    : kernels(loaded),
+    : arch(common.arch),
+      kernels(loaded),
       spec(layer.spec),
       pass(layer.pass),
       redispatch(layer.redispatch && common.limits.ranks != 1),
@@ -249,9 +251,9 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.few_choices = spec.top_k + spec.shared;
   args.weights_on_input = spec.weights_on_input ? 1 : 0;
   args.rule = rule_of(layer);
-  set_weights(args, layer);
+  set_weights(arch, args, layer);
   if (has_scales(spec.weight_type)) set_scales(args, layer);
-  if (pass != Pass::kBackward) set_intermediate_rows(args, spec, common.limits);  // else see set_gradients()
+  if (pass != Pass::kBackward) set_intermediate_rows(arch, args, spec, common.limits);  // else see set_gradients()
   args.topk_ids_64 = layer.topk_ids_64;
   args.topk_weights_as_x = layer.topk_weights_as_x;
   args.host_fault = common.fault;
@@ -279,11 +281,11 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   Call& c = args.call;
   const Shape shape = shape_of(c, spec);
   c.shape.tokens = t.tokens;
-  args.few_parts = few_parts(c.shape, encoding_of(spec.weight_type).bits);
+  args.few_parts = few_parts(arch, c.shape, encoding_of(spec.weight_type).bits);
   c.policy.log2_block = static_cast<uint32_t>(
-      std::countr_zero(token_block(t.tokens, c.shape.experts, c.shape.top_k, common.limits.processors)));
+      std::countr_zero(token_block(arch, t.tokens, c.shape.experts, c.shape.top_k, common.limits.processors)));
   c.shape.capacity = expert_capacity(spec.capacity_factor, t.tokens, spec.top_k, spec.experts);
-  c.policy.joined = pass != Pass::kBackward && joins_rows(shape, t.tokens, c.shape.capacity) ? 1 : 0;
+  c.policy.joined = pass != Pass::kBackward && joins_rows(arch, shape, t.tokens, c.shape.capacity) ? 1 : 0;
   args.x = reinterpret_cast<const uint8_t*>(t.x);
   args.x_row_bytes = t.x_row_bytes;
   args.x_scale = reinterpret_cast<const float*>(t.x_scale);
@@ -295,8 +297,8 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   if (pass == Pass::kForward) set_kept(common, t);
   // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
   if (t.topk_ids == 0 && t.tokens != 0 && !few() && pass != Pass::kBackward) {
-    args.tokens =
-        encode(rows_shape(t.x_row_bytes, element_bytes(spec.x_type), c.shape.hidden, t.tokens), t.x, spec.x_type, "x");
+    args.tokens = encode(rows_shape(arch, t.x_row_bytes, element_bytes(spec.x_type), c.shape.hidden, t.tokens), t.x,
+                         spec.x_type, "x");
   }
 }
 
@@ -320,7 +322,8 @@ GroupCallLayout Plan::call_layout(const Common& common) const {
 
 PassLayout Plan::pass_layout(uint64_t tokens, const KeptRows& rows) const {
   const bool alone = !trains_in_group();
-  return {spec,
+  return {arch,
+          spec,
           tokens,
           alone ? tokens * rows_of_token(spec) : rows.rows,
           args.call.shape.local_experts,
@@ -372,13 +375,13 @@ PassLayout Plan::set_rows(const GradientSpec& g) {
   own.x = at(redispatch ? g.memory + layout.x : g.kept + kept.received);
   own.first_row = reinterpret_cast<const uint32_t*>(g.kept + kept.first_row);
   own.gather = reinterpret_cast<uint32_t*>(g.memory + layout.gather);
-  args.call.config = host::make_config(args.call, spec, placement, sm90::kReturnColumns, g.rows.call, redispatch);
+  args.call.config = host::make_config(args.call, spec, placement, arch.return_columns, g.rows.call, redispatch);
   return layout;
 }
 
 void Plan::set_gradients(const GradientSpec& g) {
   const PassLayout layout = set_rows(g);
-  const uint64_t rows = layout.all_tiles * sm90::kTileTokens;
+  const uint64_t rows = layout.all_tiles * arch.tile_rows;
   const uint32_t bytes = element_bytes(spec.y_type), z_columns = spec.gate_up_rows();
   const Matrix z{g.memory, uint64_t{z_columns} * bytes, rows * z_columns * bytes};
   const Matrix weighted{g.memory + layout.weighted, uint64_t{spec.intermediate} * bytes,
@@ -410,20 +413,20 @@ void Plan::set_gradients(const GradientSpec& g) {
   b.weights_by_bias = reinterpret_cast<const double*>(g.weights_by_bias);
   b.logit_gradients = at(g.logit_gradients);
   b.router_gradient = at(g.router);
-  args.intermediate = encode(rows_shape(z.row_bytes, bytes, z_columns, rows), z.data, spec.y_type, "rows of dZ");
-  b.dz_columns = encode(transposed_shape(z, bytes, z_columns, 1, 0, static_cast<uint32_t>(rows), 1), z.data,
+  args.intermediate = encode(rows_shape(arch, z.row_bytes, bytes, z_columns, rows), z.data, spec.y_type, "rows of dZ");
+  b.dz_columns = encode(transposed_shape(arch, z, bytes, z_columns, 1, 0, static_cast<uint32_t>(rows), 1), z.data,
                         spec.y_type, "columns of dZ");
   b.weighted_columns =
-      encode(transposed_shape(weighted, bytes, spec.intermediate, 1, 0, static_cast<uint32_t>(rows), 1), weighted.data,
-             spec.y_type, "columns of activations");
+      encode(transposed_shape(arch, weighted, bytes, spec.intermediate, 1, 0, static_cast<uint32_t>(rows), 1),
+             weighted.data, spec.y_type, "columns of activations");
   const uint32_t tokens = args.call.shape.tokens;
   if (g.logit_gradients == 0 || tokens == 0) return;  // no tensor map has no rows
   const uint64_t pitch = uint64_t{gpu::logit_pitch(spec.experts)} * bytes;
-  args.tokens = encode(rows_shape(pitch, bytes, spec.experts, tokens), g.logit_gradients, spec.y_type,
+  args.tokens = encode(rows_shape(arch, pitch, bytes, spec.experts, tokens), g.logit_gradients, spec.y_type,
                        "rows of logits' gradients");
-  b.logit_columns = encode(spans_shape(pitch, bytes, spec.experts, tokens), g.logit_gradients, spec.y_type,
+  b.logit_columns = encode(spans_shape(arch, pitch, bytes, spec.experts, tokens), g.logit_gradients, spec.y_type,
                            "columns of logits' gradients");
-  b.x_columns = encode(spans_shape(g.x_row_bytes, bytes, spec.hidden, tokens), g.x, spec.y_type, "columns of x");
+  b.x_columns = encode(spans_shape(arch, g.x_row_bytes, bytes, spec.hidden, tokens), g.x, spec.y_type, "columns of x");
 }
 
 }  // namespace flashmoe::cuda

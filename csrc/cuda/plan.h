@@ -11,6 +11,7 @@ namespace flashmoe::cuda {
 
 // What the layers of a context have in common.
 struct Common {
+  const Arch& arch;
   Limits limits;
   Call call;          // with the fields set that are the same for all layers
   OrderPolicy asked;  // by the user; 0: the engine's choice
@@ -49,6 +50,7 @@ struct Plan {
   bool few() const;
   uint32_t most_few() const;
 
+  const Arch& arch;
   gpu::KernelArgs args{};
   const LoadedKernels kernels;
   const LayerSpec spec;

@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "flashmoe/gpu/decode_memory.h"
-#include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::cuda {
 namespace {
@@ -36,10 +35,10 @@ bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate) {
   return link > 1.5 * gemms && sent < 0.8 * back;
 }
 
-uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors) {
+uint32_t token_block(const Arch& arch, uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors) {
   uint32_t block = kMinTokenBlock;
   auto fits = [&](uint32_t b) {
-    return b <= kMaxTokenBlock && b * experts <= sm90::kMaxGateLogits && b * top_k <= sm90::kMaxChoices;
+    return b <= kMaxTokenBlock && b * experts <= arch.max_gate_logits && b * top_k <= arch.max_choices;
   };
   while (ceil_div(tokens, block) > processors && fits(2 * block)) block *= 2;
   return block;
@@ -83,19 +82,19 @@ KernelsOfLayer kernels_of(const Limits& limits, const LayerSpec& spec, Pass pass
   return {.general = !only_few(spec), .few = few, .group = false};
 }
 
-uint32_t few_parts(const CallShape& s, uint32_t weight_bits) {
+uint32_t few_parts(const Arch& arch, const CallShape& s, uint32_t weight_bits) {
   // Of one token there are to be tasks for all multiprocessors, each long enough to be worth its start. Mixtral's single
   // token has 64 tasks of 224 stages. A stage of 4 bits takes as long as four of 16: it is as much to multiply.
   const uint32_t least_stages = weight_bits == 4 ? 4 : 16;
   if (s.ranks != 1 || s.tokens > gpu::kFewExactTokens) return 1;
-  const uint32_t stages = ceil_div(s.intermediate * weight_bits / 8, sm90::kRowBytes);
-  const uint32_t columns = (s.routed_top_k() + s.shared) * align_up(s.hidden, sm90::kBoxFeatures);
+  const uint32_t stages = ceil_div(s.intermediate * weight_bits / 8, arch.stage_bytes);
+  const uint32_t columns = (s.routed_top_k() + s.shared) * align_up(s.hidden, arch.few_features);
   return std::clamp(min_of(gpu::kFewPartColumns / columns, stages / least_stages), 1u, gpu::kMostFewParts);
 }
 
-bool joins_rows(const Shape& s, uint32_t tokens, uint32_t capacity) {
+bool joins_rows(const Arch& arch, const Shape& s, uint32_t tokens, uint32_t capacity) {
   if (s.ranks != 1 || capacity != 0 || tokens > kMaxJoinedTokens) return false;
-  return s.top_k == 1 || (s.top_k == 2 && tokens * 2 >= sm90::kTileTokens * s.local_experts);
+  return s.top_k == 1 || (s.top_k == 2 && tokens * 2 >= arch.tile_rows * s.local_experts);
 }
 
 uint32_t return_groups(uint32_t columns, ReturnMode mode, bool whole, uint16_t (&first)[kMaxGroups + 1]) {
@@ -120,30 +119,30 @@ bool link_keeps_up(const Shape& s) {
 }
 
 // Stages of the shorter of GEMM0's and GEMM1's tasks.
-uint32_t short_stages(const Shape& s) {
-  return ceil_div(min_of(s.hidden * s.x_bytes, s.intermediate * s.intermediate_bytes), sm90::kRowBytes);
+uint32_t short_stages(const Arch& arch, const Shape& s) {
+  return ceil_div(min_of(s.hidden * s.x_bytes, s.intermediate * s.intermediate_bytes), arch.stage_bytes);
 }
 
-bool is_short(const Shape& s) {
-  return s.ranks == 1 && short_stages(s) < kShortStages;
+bool is_short(const Arch& arch, const Shape& s) {
+  return s.ranks == 1 && short_stages(arch, s) < kShortStages;
 }
 
-uint32_t tasks_ahead(const Shape& s) {
-  if (s.ranks == 1) return is_short(s) ? kMostShortAhead : kMostAhead;
-  return std::clamp(ceil_div(kStagesAhead, short_stages(s)), kLeastAhead, kMostAhead);
+uint32_t tasks_ahead(const Arch& arch, const Shape& s) {
+  if (s.ranks == 1) return is_short(arch, s) ? kMostShortAhead : kMostAhead;
+  return std::clamp(ceil_div(kStagesAhead, short_stages(arch, s)), kLeastAhead, kMostAhead);
 }
 
-OrderPolicy task_order(const Shape& s, ReturnMode mode, uint32_t blocks, const OrderPolicy& asked) {
+OrderPolicy task_order(const Arch& arch, const Shape& s, ReturnMode mode, uint32_t blocks, const OrderPolicy& asked) {
   // Result rows that go as they are computed, faster than the link takes them, are to use the link for as long as there
   // are tasks: then GEMM1 follows soon behind GEMM0, when the first rows are dispatched, and tiles with rows of other
   // ranks go first. Elsewhere an early GEMM1 wins nothing.
   const bool early = s.ranks > 1 && mode == ReturnMode::kDirect && !link_keeps_up(s);
-  const uint32_t clusters = blocks / sm90::kClusterBlocks;
+  const uint32_t clusters = blocks / arch.cluster_blocks;
   OrderPolicy chosen{.gemm1_lag = early ? 2 * clusters : kAlwaysHeld,
-                     .raster = s.ranks > 1   ? kRasterOfSeveral
-                               : is_short(s) ? 2 * kRaster
-                                             : kRaster,
-                     .window = tasks_ahead(s) * clusters,
+                     .raster = s.ranks > 1         ? kRasterOfSeveral
+                               : is_short(arch, s) ? 2 * kRaster
+                                                   : kRaster,
+                     .window = tasks_ahead(arch, s) * clusters,
                      .gemm1_lists = early ? 2u : 1u,
                      .own_first = early ? 2u : 1u,
                      .senders = kSenders};
@@ -151,7 +150,7 @@ OrderPolicy task_order(const Shape& s, ReturnMode mode, uint32_t blocks, const O
                            &OrderPolicy::gemm1_lists, &OrderPolicy::own_first, &OrderPolicy::senders}) {
     if (asked.*field != 0) chosen.*field = asked.*field;
   }
-  const uint32_t service = 1 + sm90::formers_of(s.ranks, s.local_experts, blocks);
+  const uint32_t service = 1 + arch.formers_of(s.ranks, s.local_experts, blocks);
   chosen.senders = s.ranks == 1 ? 0 : min_of(chosen.senders, blocks - service);
   return chosen;
 }

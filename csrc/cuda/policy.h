@@ -3,6 +3,7 @@
 // docs/measured.md.
 #pragma once
 
+#include "cuda/arch.h"
 #include "cuda/layer.h"
 
 namespace flashmoe::cuda {
@@ -24,21 +25,21 @@ bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate);
 
 // Tokens of a token block: as few as make no more token blocks than thread blocks (`processors`), but no more than the
 // gate's shared memory has room for.
-uint32_t token_block(uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);
+uint32_t token_block(const Arch& arch, uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);
 
-// Whether the kernel of a few tokens takes the call (sm90/decode/alone.cuh), which computes the forward and nothing else, goes over
+// Whether the kernel of a few tokens takes the call (decode/alone.cuh), which computes the forward and nothing else, goes over
 // weights along K, and has room for 2048 choices, those of the shared expert's slices too. Its time is that of reading the
 // weights up to about 16 rows an expert. element_bytes: of y.
 bool is_few(const CallShape& shape, uint32_t element_bytes, bool transposed);
 // The most tokens of which it does, whatever the call's number is.
 uint32_t few_most(const CallShape& shape, uint32_t element_bytes, bool transposed);
 // Whether all calls of a layer in a context of so many ranks go through the kernel of a few tokens for a rank of a group
-// (sm90/decode/group.cuh). No call's number of tokens says so, of which each rank has its own, but what all ranks have agreed on:
+// (decode/group.cuh). No call's number of tokens says so, of which each rank has its own, but what all ranks have agreed on:
 // with it a context is one of few tokens, or not.
 bool few_in_group(const Limits& limits, const LayerSpec& spec);
 // Of a call of few tokens, in how many parts GEMM1 sums the intermediate columns: the same for any number of tokens up to
 // kFewExactTokens, and 1 beyond and in a group. weight_bits: of an element of weights.
-uint32_t few_parts(const CallShape& shape, uint32_t weight_bits);
+uint32_t few_parts(const Arch& arch, const CallShape& shape, uint32_t weight_bits);
 // Whether there is no kernel but that of few tokens.
 constexpr bool only_few(const LayerSpec& spec) {
   return spec.weight_type == DType::kMxFp4;
@@ -54,7 +55,7 @@ KernelsOfLayer kernels_of(const Limits& limits, const LayerSpec& spec, Pass pass
 
 // Whether a token's rows are joined as they come, so that there is no Combine (actors/joiner.h). With two rows a token
 // it pays where most tiles are full: while small tasks run, there is no time to join their rows.
-bool joins_rows(const Shape& shape, uint32_t tokens, uint32_t capacity);
+bool joins_rows(const Arch& arch, const Shape& shape, uint32_t tokens, uint32_t capacity);
 
 // Return groups of GEMM1's columns: their number, and in first[0 .. number] where they begin. They must not depend on the
 // number of tokens, of which each rank has its own: a group's signal means the same columns to all. `whole`: rows are
@@ -67,10 +68,11 @@ bool link_keeps_up(const Shape& shape);
 // The window's tasks for each cluster (OrderPolicy::window). With several ranks rows become ready one after the other,
 // and what becomes ready waits behind what is published, so it should be little; short tasks need more to hide the
 // scheduler's latency.
-uint32_t tasks_ahead(const Shape& shape);
+uint32_t tasks_ahead(const Arch& arch, const Shape& shape);
 
 // The order in which tasks run on `blocks` thread blocks, and how many of these send. Fields that are not 0 in `asked`
 // are taken as they are; the others are chosen.
-OrderPolicy task_order(const Shape& shape, ReturnMode mode, uint32_t blocks, const OrderPolicy& asked);
+OrderPolicy task_order(const Arch& arch, const Shape& shape, ReturnMode mode, uint32_t blocks,
+                       const OrderPolicy& asked);
 
 }  // namespace flashmoe::cuda

@@ -1,7 +1,8 @@
 // Tensor maps: what TMA knows of the weights and of the intermediate rows (see KernelArgs for the dimensions and why).
 #pragma once
 
-#include "flashmoe/sm90/geometry.h"
+#include "cuda/arch.h"
+#include "flashmoe/gpu/kernel_args.h"
 #include "flashmoe/spec/enums.h"
 
 namespace flashmoe::cuda {
@@ -22,21 +23,24 @@ struct TensorMapShape {
   uint32_t box[5];
 };
 
-TensorMapShape gate_up_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
-                             uint32_t experts, bool gated, gpu::GatedRows rows);
-TensorMapShape down_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t intermediate,
-                          uint32_t experts);
+TensorMapShape gate_up_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t hidden,
+                             uint32_t intermediate, uint32_t experts, bool gated, gpu::GatedRows rows);
+TensorMapShape down_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t hidden,
+                          uint32_t intermediate, uint32_t experts);
 // Of transposed weights, for both products: an expert's rows are K rows, of `halves` times `columns` features each; the
 // second half begins `up` features behind the first.
-TensorMapShape transposed_shape(const Matrix& m, uint32_t element_bytes, uint32_t columns, uint32_t halves, uint32_t up,
-                                uint32_t rows, uint32_t experts);
-TensorMapShape router_shape(const Matrix& m, uint32_t element_bytes, uint32_t hidden, uint32_t experts);
+TensorMapShape transposed_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t columns,
+                                uint32_t halves, uint32_t up, uint32_t rows, uint32_t experts);
+TensorMapShape router_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t hidden,
+                            uint32_t experts);
 // Of a matrix's rows along K, whose columns go in spans, as those of transposed weights do; its row need be no multiple of 16
 // bytes.
-TensorMapShape spans_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint32_t rows);
-TensorMapShape rows_shape(uint64_t row_bytes, uint32_t element_bytes, uint32_t columns, uint64_t rows);
+TensorMapShape spans_shape(const Arch& arch, uint64_t row_bytes, uint32_t element_bytes, uint32_t columns,
+                           uint32_t rows);
+TensorMapShape rows_shape(const Arch& arch, uint64_t row_bytes, uint32_t element_bytes, uint32_t columns,
+                          uint64_t rows);
 // Of tiles of intermediate rows in e4m3.
-TensorMapShape quantised_tiles_shape(uint64_t tile_bytes, uint32_t columns, uint64_t tiles);
+TensorMapShape quantised_tiles_shape(const Arch& arch, uint64_t tile_bytes, uint32_t columns, uint64_t tiles);
 
 // Host arithmetic only: touches neither the device nor a stream. `what` names the tensor in an error.
 gpu::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what);

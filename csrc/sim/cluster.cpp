@@ -7,7 +7,7 @@ Time of_us(double us) {
   return static_cast<Time>(us * static_cast<double>(kMicrosecond));
 }
 
-// Warps of a block, by what they do until the stop (sm90/roles/kernel.cuh).
+// Warps of a block, by what they do until the stop (roles/kernel.cuh).
 constexpr uint32_t kConsumers = 8, kFirstLoader = 8, kSecondLoader = 9, kClerk = 10, kService = 11;
 
 }  // namespace
@@ -20,13 +20,13 @@ Cluster<P>::Cluster(const Machine& machine, RankState& rank, uint32_t id)
 
 template <class P>
 void Cluster<P>::block_is_free() {
-  if (++free_blocks_ != sm90::kClusterBlocks) return;
+  if (++free_blocks_ != kArch.cluster_blocks) return;
   World& world = World::of_lane();
   Warp& clerk = world.start(c_.rank, 1, Watch::kSignals, [this] { lead(); });
   clerk.first_use = machine_.costs.first_task;
   world.start(c_.rank, 1, Watch::kSignals, [this] { compute(); });
   world.start(c_.rank, 1, Watch::kSignals, [this] { retire_tasks(); });
-  for (uint32_t b = 0; b < sm90::kClusterBlocks; ++b) {
+  for (uint32_t b = 0; b < kArch.cluster_blocks; ++b) {
     if (joins()) {
       world.start(c_.rank, Joining::kLanes, Watch::kSignals, [this, b] { load_and_join(b); });
     } else {
@@ -56,14 +56,14 @@ typename Cluster<P>::Slot Cluster<P>::look_up(const Task& task) const {
   if (task.kind == TaskKind::kStop) return s;
   with_product(task.kind, [&]<uint32_t n>() {
     const TaskTimes::Point times = machine_.tasks.at(n, c_.tile(task.tile().number())->shape.rows);
-    s.stages = ceil_div(c_.shape.extent(kProgram[n].over) * 2, sm90::kRowBytes);
+    s.stages = ceil_div(c_.shape.extent(kProgram[n].over) * 2, kArch.stage_bytes);
     s.stage = of_us(times.stage_us);
     s.epilogue = of_us(times.epilogue_us);
   });
   return s;
 }
 
-// The leading block's clerk (sm90/roles/clerk.cuh, lead_tasks).
+// The leading block's clerk (roles/clerk.cuh, lead_tasks).
 template <class P>
 void Cluster<P>::lead() {
   World& world = World::of_lane();
@@ -110,7 +110,7 @@ void Cluster<P>::compute() {
     count(done_);
   }
   relays_piece_ = machine_.sum_piece;
-  for (uint32_t b = 0; b < sm90::kClusterBlocks; ++b) {
+  for (uint32_t b = 0; b < kArch.cluster_blocks; ++b) {
     for (uint32_t worker = 0; worker < kConsumers; ++worker) start_helper(b, worker);
     if (!block_[b].relays) start_helper(b, kService);
   }
@@ -123,7 +123,7 @@ Time Cluster<P>::send_results(Slot& s) {
   Group& group = Group::of_lane();
   const uint32_t tile = s.task.tile().whole();
   const Tile::Shape shape = c_.tile(tile)->shape;
-  const uint32_t bytes = min_of(sm90::kTaskFeatures, c_.shape.hidden - s.task.column * sm90::kTaskFeatures) * 2;
+  const uint32_t bytes = min_of(kArch.task_features, c_.shape.hidden - s.task.column * kArch.task_features) * 2;
   Time sent = 0;
   for (uint32_t i = 0; i < shape.segments; ++i) {
     const Segment segment = c_.segments(tile)[i];
@@ -136,7 +136,7 @@ Time Cluster<P>::send_results(Slot& s) {
   return sent;
 }
 
-// The other block's clerk (sm90/roles/clerk.cuh, follow_tasks).
+// The other block's clerk (roles/clerk.cuh, follow_tasks).
 template <class P>
 void Cluster<P>::retire_tasks() {
   for (uint64_t n = 0;; ++n) {
@@ -151,13 +151,13 @@ void Cluster<P>::retire_tasks() {
   }
 }
 
-// The loader warp of a block that tasks on intermediate rows leave free (sm90/roles/loaders.cuh, load_tasks). Where ranks are on several
+// The loader warp of a block that tasks on intermediate rows leave free (roles/loaders.cuh, load_tasks). Where ranks are on several
 // machines it has no registers left for sums.
 template <class P>
 void Cluster<P>::load(uint32_t b) {
   const bool returns = c_.shape.ranks > 1 && !SpansMachines<P>;
   // A warp's sums while tasks run beside it, see Machine::sum_piece.
-  SumEngine sums(rank_, id_ * sm90::kClusterBlocks + b, machine_.sum_beside_tasks);
+  SumEngine sums(rank_, id_ * kArch.cluster_blocks + b, machine_.sum_beside_tasks);
   Returner<P, SumEngine, CursorOfWarp> returner(c_, sums, block_[b].returns);
   for (uint64_t n = 0;; ++n) {
     await(handed_, n + 1);
@@ -191,10 +191,10 @@ void Cluster<P>::load_and_join(uint32_t b) {
 // Joins others' until the n-th task's rows are stored, and then finds those that are late.
 template <class P>
 void Cluster<P>::find_late_rows(uint32_t b, uint64_t n) {
-  constexpr uint32_t kMost = sm90::kTileTokens / sm90::kClusterBlocks;
+  constexpr uint32_t kMost = kArch.tile_rows / kArch.cluster_blocks;
   const Task task = slot(n).task;
   const uint32_t tile = task.tile().whole();
-  const sm90::Share share = sm90::share_of(c_.tile(tile)->shape.rows, b);
+  const cuda::Share share = kArch.share_of(c_.tile(tile)->shape.rows, b);
   JoinEngine adder(rank_.memory, machine_.sum_piece);
   Joiner<Joining, JoinEngine> joiner(c_, adder, block_[b].late);
   while (done_ <= n) {
@@ -230,7 +230,7 @@ void Cluster<P>::help(uint32_t b, uint32_t worker) {
     Joining::sync();
   } else if (c_.policy.joined == 0) {
     const bool was_relay = worker == kService && block_[b].relays;
-    SumEngine sums(rank_, id_ * sm90::kClusterBlocks + b, was_relay ? relays_piece_ : machine_.sum_piece);
+    SumEngine sums(rank_, id_ * kArch.cluster_blocks + b, was_relay ? relays_piece_ : machine_.sum_piece);
     Returner<P, SumEngine, CursorOfWarp>(c_, sums, block_[b].returns).run(c_);
     P::sync();
   }

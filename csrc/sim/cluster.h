@@ -1,6 +1,6 @@
 // Two thread blocks of a GPU that compute each task together: their clerks, loaders and consumers.
 //
-// Clerks, loaders and consumers are CUDA (sm90/roles/clerk.cuh, loaders.cuh, consumers.cuh), written with its barriers and copy
+// Clerks, loaders and consumers are CUDA (roles/clerk.cuh, loaders.cuh, consumers.cuh), written with its barriers and copy
 // engines, and what they do between two actions of the protocol is this file's: when a clerk takes its next task, how long
 // its products take. The actions are the protocol's: tickets, waits, retirement, returns and late rows.
 //
@@ -8,6 +8,7 @@
 #pragma once
 
 #include "flashmoe/actors/processor.h"
+#include "sim/machine.h"
 #include "sim/sums.h"
 
 namespace flashmoe::sim {
@@ -26,9 +27,9 @@ class Cluster {
  private:
   // Of warps that join rows, as many at a time as on a GPU.
   using Joining = MappedPlatform<8>;
-  static constexpr uint32_t kSlots = 5;   // sm90/roles/ring.cuh
-  static constexpr uint32_t kAhead = 10;  // sm90/roles/clerk.cuh: stages that are left to begin when a task is taken
-  static constexpr uint32_t kStages = 4;  // sm90/machine/pipeline.cuh: stages that loaders are ahead of consumers
+  static constexpr uint32_t kSlots = 5;   // roles/ring.cuh
+  static constexpr uint32_t kAhead = 10;  // roles/clerk.cuh: stages that are left to begin when a task is taken
+  static constexpr uint32_t kStages = 4;  // machine/pipeline.cuh: stages that loaders are ahead of consumers
 
   struct Slot {
     Task task;
@@ -44,7 +45,7 @@ class Cluster {
     void save(const S& s) { states_[World::warp().worker] = s; }
 
    private:
-    S states_[gpu::kWarps] = {};
+    S states_[kWarps] = {};
   };
   // What a block's warps share.
   struct Block {
@@ -76,7 +77,7 @@ class Cluster {
   const uint32_t id_;
   Time relays_piece_;  // that a relay sums takes so much at least: as long as tasks run beside it, more
   uint32_t free_blocks_ = 0;
-  Block block_[sm90::kClusterBlocks];
+  Block block_[kArch.cluster_blocks];
   Slot slots_[kSlots] = {};
   uint64_t handed_ = 0, started_ = 0, done_ = 0, retired_ = 0;  // tasks
 };

@@ -5,10 +5,15 @@
 #include <array>
 #include <vector>
 
+#include "cuda/arch.h"
 #include "flashmoe/spec/program.h"
 #include "sim/world.h"
 
 namespace flashmoe::sim {
+
+// Whose GPUs were measured.
+inline constexpr const cuda::Arch& kArch = cuda::kHopper;
+inline constexpr uint32_t kWarps = kArch.fused.threads / 32;  // of a thread block
 
 // Times of a GPU's words and instructions.
 struct Costs {

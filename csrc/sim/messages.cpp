@@ -1,6 +1,6 @@
 #include "sim/messages.h"
 
-#include "flashmoe/sm90/geometry.h"
+#include "sim/machine.h"
 
 namespace flashmoe::sim {
 
@@ -29,7 +29,7 @@ uint64_t bytes_of_returns(const SpreadCall& c, uint32_t p, uint32_t g) {
 }
 
 uint32_t bytes_of_group(const Call& c, uint32_t g) {
-  const uint32_t column_bytes = sm90::kTaskFeatures * 2;
+  const uint32_t column_bytes = kArch.task_features * 2;
   const uint32_t end = min_of(c.policy.group_first[g + 1] * column_bytes, c.memory.return_row_bytes);
   return end - c.policy.group_first[g] * column_bytes;
 }

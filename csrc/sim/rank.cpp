@@ -27,6 +27,8 @@ class RowEngine {
   MemoryPort& memory_;
 };
 
+static_assert(SendsRows<RowEngine>);
+
 // The engine of a RelayWorker. A warp has four KiB of loads on their way at a time; what it stores is on the link when they are
 // here.
 class RelayEngine {
@@ -48,6 +50,8 @@ class RelayEngine {
  private:
   const Call& c_;
 };
+
+static_assert(PassesRows<RelayEngine> && HasSpans<RelayEngine>);
 
 // The machine of each rank.
 std::vector<uint32_t> machines_of(const Group& group) {
@@ -158,9 +162,9 @@ void Rank<Platform>::run_block(uint32_t block) {
 // The block's warps take their roles: the last one, where it is neither the OS actor nor a former, is a relay, if there are any.
 template <template <uint32_t> class Platform>
 void Rank<Platform>::free_block(uint32_t block) {
-  auto& cluster = clusters_[block / sm90::kClusterBlocks];
+  auto& cluster = clusters_[block / kArch.cluster_blocks];
   if (SpansMachines<Thread> && block > formers()) {
-    cluster.begin_relay(block % sm90::kClusterBlocks);
+    cluster.begin_relay(block % kArch.cluster_blocks);
     group_.world().start(call_.rank, 1, Watch::kWords, [this, block] { run_relay(block); });
   }
   cluster.block_is_free();
@@ -192,8 +196,8 @@ uint32_t Rank<Platform>::dispatch(uint32_t token_block) {
 
 template <template <uint32_t> class Platform>
 void Rank<Platform>::start_senders(uint32_t block) {
-  sending_[block] = gpu::kWarps;
-  for (uint32_t warp = 0; warp < gpu::kWarps; ++warp) {
+  sending_[block] = kWarps;
+  for (uint32_t warp = 0; warp < kWarps; ++warp) {
     group_.world().start(call_.rank, 1, Watch::kWords, [this, block, warp] { send_rows(block, warp); });
   }
 }
@@ -202,7 +206,7 @@ template <template <uint32_t> class Platform>
 void Rank<Platform>::send_rows(uint32_t block, uint32_t warp) {
   RowEngine engine(call_, state_.memory);
   const uint32_t senders = call_.policy.order.senders, first = warp * senders + block + senders - blocks();
-  Sender<Thread, RowEngine>(sending_call_, engine).run(first, gpu::kWarps * senders, block);
+  Sender<Thread, RowEngine>(sending_call_, engine).run(first, kWarps * senders, block);
   group_.world().sleep_until(World::warp().written);
   if (--sending_[block] == 0) free_block(block);
 }
@@ -214,7 +218,7 @@ void Rank<Platform>::run_relay(uint32_t block) {
     RelayEngine engine(call_);
     RelayWorker<RelayThread, RelayEngine>(call_, engine).run(block - before, blocks() - before);
     group_.world().sleep_until(World::warp().written);
-    clusters_[block / sm90::kClusterBlocks].end_relay(block % sm90::kClusterBlocks);
+    clusters_[block / kArch.cluster_blocks].end_relay(block % kArch.cluster_blocks);
   }
 }
 

@@ -1,4 +1,4 @@
-// A simulated rank: the actors of a call on one GPU, with the roles that the fused kernel gives its warps (sm90/roles/kernel.cuh).
+// A simulated rank: the actors of a call on one GPU, with the roles that the fused kernel gives its warps (roles/kernel.cuh).
 #pragma once
 
 #include <deque>
@@ -9,6 +9,7 @@
 #include "flashmoe/actors/sender.h"
 #include "host/machines.h"
 #include "sim/cluster.h"
+#include "sim/machine.h"
 
 namespace flashmoe::sim {
 
@@ -46,7 +47,7 @@ class Rank {
   void free_block(uint32_t block);
   void run_relay(uint32_t block);
   uint32_t blocks() const { return group_.machine().blocks; }
-  uint32_t formers() const { return sm90::formers_of(call_.shape.ranks, call_.shape.local_experts, blocks()); }
+  uint32_t formers() const { return kArch.formers_of(call_.shape.ranks, call_.shape.local_experts, blocks()); }
   bool sends(uint32_t block) const;
 
   Group& group_;

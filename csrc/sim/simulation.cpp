@@ -107,8 +107,8 @@ Limits limits_of(const Setup& s, uint32_t local_experts, bool reduced) {
   l.return_slots = reduced ? l.ranks : l.top_k;
   l.intermediate = s.layer.intermediate;
   l.staging = reduced ? 1 : 0;
-  l.tile_rows = sm90::kTileTokens;
-  l.columns_per_task = sm90::columns_per_task(s.layer.gated());
+  l.tile_rows = kArch.tile_rows;
+  l.columns_per_task = kArch.columns_per_task(s.layer.gated());
   l.processors = s.machine.blocks;
   if (s.machines > 1) {
     l.machine_ranks = s.gpus;
@@ -127,7 +127,7 @@ Call call_of(const Setup& s, const Limits& limits, ReturnMode mode) {
   c.shape.return_mode = mode;
   c.memory = make_call_memory(limits);
   c.set_layer(s.layer);
-  c.policy.clusters = limits.processors / sm90::kClusterBlocks;
+  c.policy.clusters = limits.processors / kArch.cluster_blocks;
   c.policy.tile_rows = limits.tile_rows;
   c.cut_columns(limits.columns_per_task);
   const cuda::Shape shape{.ranks = limits.ranks,
@@ -135,11 +135,11 @@ Call call_of(const Setup& s, const Limits& limits, ReturnMode mode) {
                           .hidden = s.layer.hidden,
                           .intermediate = s.layer.intermediate,
                           .top_k = s.layer.top_k};
-  c.policy.order = cuda::task_order(shape, mode, limits.processors, {});
+  c.policy.order = cuda::task_order(kArch, shape, mode, limits.processors, {});
   c.policy.groups = cuda::return_groups(c.policy.columns[kReturning], mode, limits.ranks == 1, c.policy.group_first);
-  const uint32_t block = cuda::token_block(s.tokens, s.layer.experts, s.layer.top_k, limits.processors);
+  const uint32_t block = cuda::token_block(kArch, s.tokens, s.layer.experts, s.layer.top_k, limits.processors);
   c.policy.log2_block = static_cast<uint32_t>(std::countr_zero(block));
-  c.policy.joined = cuda::joins_rows(shape, s.tokens, 0) ? 1 : 0;
+  c.policy.joined = cuda::joins_rows(kArch, shape, s.tokens, 0) ? 1 : 0;
   CallShape few = c.shape;
   few.local_experts = limits.max_local_experts;
   if (cuda::is_few(few, 2, false)) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "flashmoe/actors/processor.h"
-#include "flashmoe/sm90/geometry.h"
+#include "sim/machine.h"
 #include "sim/messages.h"
 #include "sim/platform.h"
 
@@ -57,7 +57,7 @@ struct RankState {
 // The engine of a Returner: a block is a processor, its warps are the workers. An item is 512 bytes of a row.
 class SumEngine {
  public:
-  static constexpr uint32_t kItemBytes = 512, kWideBytes = 2 * kItemBytes, kWarps = gpu::kWarps;
+  static constexpr uint32_t kItemBytes = 512, kWideBytes = 2 * kItemBytes;
   // What memory reads and writes, and what goes to another rank of this machine.
   struct Piece {
     uint64_t memory = 0, sent = 0;
@@ -127,7 +127,7 @@ class SumEngine {
   static void end(Phase, uint32_t, uint32_t) {}
 
  private:
-  uint32_t blocks() const { return c_.policy.clusters * sm90::kClusterBlocks; }
+  uint32_t blocks() const { return c_.policy.clusters * kArch.cluster_blocks; }
   uint32_t items_of_token(uint32_t g) const { return ceil_div(bytes_of_group(c_, g), kItemBytes); }
   // Calls visit(token, items) for the tokens of the n-th piece of `each` of `all` items.
   template <class Visit>
@@ -149,7 +149,7 @@ class SumEngine {
 // The engine of a Joiner.
 class JoinEngine {
  public:
-  static constexpr uint32_t kJoinedAtOnce = 6;  // sm90/roles/join.cuh
+  static constexpr uint32_t kJoinedAtOnce = 6;  // roles/join.cuh
 
   // least: what a warp takes for its rows at least.
   JoinEngine(MemoryPort& memory, Time least) : memory_(memory), least_(least) {}
@@ -158,7 +158,7 @@ class JoinEngine {
   void join(uint32_t, uint32_t count) const {
     Lane& lane = World::lane();
     if (lane.index != 0) return;
-    const Time read = memory_.pass(uint64_t{3} * count * sm90::kTaskFeatures * 2, lane.at);
+    const Time read = memory_.pass(uint64_t{3} * count * kArch.task_features * 2, lane.at);
     lane.at = std::max(read, lane.at + least_);
   }
   static void begin() {}
@@ -168,5 +168,6 @@ class JoinEngine {
   MemoryPort& memory_;
   const Time least_;
 };
+static_assert(SumsForMachines<SumEngine> && JoinsRows<JoinEngine>);
 
 }  // namespace flashmoe::sim

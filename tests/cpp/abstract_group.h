@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/platform.h"
+#include "flashmoe/actors/engine.h"
 #include "flashmoe/actors/former.h"
 #include "flashmoe/actors/keeper.h"
 #include "flashmoe/actors/os.h"
@@ -397,6 +399,17 @@ class AbstractEngine {
   const Problem* x_ = nullptr;
   PacketMemory scratch_;
 };
+using EngineOfOneLane = AbstractEngine<cpu::CpuPlatform>;
+static_assert(RunsProcessor<EngineOfOneLane> && SumsForMachines<EngineOfOneLane> && StagesRows<EngineOfOneLane> &&
+              PassesRows<EngineOfOneLane>);
+// No engine does without spans, nor with pieces of another type.
+struct WithoutSpans : EngineOfOneLane {
+  void begin() = delete;
+};
+struct OtherPieces : EngineOfOneLane {
+  static int combine_piece(uint32_t, uint32_t, uint32_t, uint32_t);
+};
+static_assert(!SendsRows<WithoutSpans> && !JoinsRows<WithoutSpans> && !SumsRows<OtherPieces>);
 
 // The rank whose actor this thread is.
 inline thread_local uint32_t this_rank = 0;

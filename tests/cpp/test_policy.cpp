@@ -8,11 +8,11 @@
 #include "cuda/limits.h"
 #include "cuda/policy.h"
 #include "flashmoe/gpu/decode_memory.h"
-#include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::test {
 namespace {
 
+using cuda::kHopper;
 using cuda::Shape;
 using Starts = std::vector<uint32_t>;
 
@@ -37,7 +37,7 @@ std::array<uint32_t, kProducts> gpu_columns(uint32_t hidden, uint32_t intermedia
   Call c;
   c.shape.hidden = hidden;
   c.shape.intermediate = intermediate;
-  c.cut_columns(sm90::columns_per_task(gated));
+  c.cut_columns(kHopper.columns_per_task(gated));
   std::array<uint32_t, kProducts> columns;
   std::copy_n(c.policy.columns, kProducts, columns.begin());
   return columns;
@@ -65,13 +65,13 @@ void check_one_gpu() {
   for (const auto& e : expected) {
     const Layer& l = e.layer;
     const Shape shape = l.on(1);
-    CHECK_EQ(cuda::token_block(e.tokens, l.experts, l.top_k, kBlocks), e.block);
+    CHECK_EQ(cuda::token_block(kHopper, e.tokens, l.experts, l.top_k, kBlocks), e.block);
     const std::array<uint32_t, kProducts> columns = gpu_columns(l.hidden, l.intermediate, l.gated);
     CHECK_EQ(columns[kFirst], e.gemm0);
     CHECK_EQ(columns[kReturning], e.gemm1);
     const CallShape call{.ranks = 1, .tokens = e.tokens, .experts = l.experts, .top_k = l.top_k};
     CHECK_EQ(cuda::is_few(call, 2, false), e.few);
-    const bool joined = cuda::joins_rows(shape, e.tokens, 0);
+    const bool joined = cuda::joins_rows(kHopper, shape, e.tokens, 0);
     CHECK_EQ(joined, e.joined);
     CHECK(!cuda::reduces(1, l.top_k, l.intermediate));
   }
@@ -90,7 +90,7 @@ constexpr OrderPolicy kNothing{
     .gemm1_lag = 0, .raster = 0, .window = 0, .gemm1_lists = 0, .own_first = 0, .senders = 0};
 
 Order order_of(const Shape& shape, ReturnMode mode, const OrderPolicy& asked = kNothing, uint32_t blocks = kBlocks) {
-  const OrderPolicy o = cuda::task_order(shape, mode, blocks, asked);
+  const OrderPolicy o = cuda::task_order(kHopper, shape, mode, blocks, asked);
   return {o.gemm1_lag, o.raster, o.window, o.gemm1_lists, o.own_first, o.senders};
 }
 
@@ -140,7 +140,8 @@ void check_token_blocks() {
                   {65536, 1024, 8, 132, 16},  // 16384 logits
                   {65536, 8, 32, 132, 64},    // 2048 pairs of token and expert
                   {65536, 1024, 32, 1, 16}};
-  for (const auto& e : expected) CHECK_EQ(cuda::token_block(e.tokens, e.experts, e.top_k, e.processors), e.block);
+  for (const auto& e : expected)
+    CHECK_EQ(cuda::token_block(kHopper, e.tokens, e.experts, e.top_k, e.processors), e.block);
 }
 
 // Rows of few tokens with experts in FP8 lie in fp32 where tiles of rows in e4m3 have their place (sm90/decode/block.cuh).
@@ -157,7 +158,7 @@ void check_few_rows_fit() {
             if (top_k > experts || !cuda::is_few(call, 2, false)) continue;
             Limits l{.max_tokens = tokens, .hidden = 256, .experts = experts, .max_local_experts = experts};
             l.top_k = top_k, l.shared = shared, l.capacity = capacity;
-            l.x_bytes = l.intermediate_bytes = 1, l.intermediate = 16, l.tile_rows = sm90::kTileTokens;
+            l.x_bytes = l.intermediate_bytes = 1, l.intermediate = 16, l.tile_rows = kHopper.tile_rows;
             const uint64_t rows =
                 l.max_rows() + uint64_t{tokens} * (shared - one);  // a slice's rows are rows of their own
             const auto field = static_cast<uint32_t>(WorkField::kIntermediate);
@@ -181,7 +182,7 @@ Decoding decoding(uint32_t hidden, uint32_t intermediate, uint32_t experts) {
   Decoding made;
   made.limits.ranks = 4;
   made.limits.max_tokens = 64;
-  made.limits.tile_rows = sm90::kTileTokens;
+  made.limits.tile_rows = kHopper.tile_rows;
   made.limits.max_local_experts = experts / 4;
   made.limits.hidden = made.layer.hidden = hidden;
   made.limits.intermediate = made.layer.intermediate = intermediate;
@@ -262,7 +263,7 @@ void check_few_and_joined() {
   auto parts = [&](CallShape shape, uint32_t hidden, uint32_t intermediate, uint32_t weight_bits = 16) {
     shape.hidden = hidden;
     shape.intermediate = intermediate;
-    return cuda::few_parts(shape, weight_bits);
+    return cuda::few_parts(kHopper, shape, weight_bits);
   };
   CHECK_EQ(parts(few(1, 128, 8), 2048, 768), 1u);
   CHECK_EQ(parts(few(1, 8, 2), 4096, 14336), 4u);
@@ -281,15 +282,15 @@ void check_few_and_joined() {
   check_few_in_group_of_fp8();
   // Two rows a token: from tiles that are full on average. One: always.
   const Shape two = kPaper64.on(1);
-  CHECK(cuda::joins_rows(two, 8192, 0) && !cuda::joins_rows(two, 8191, 0));
-  CHECK(cuda::joins_rows(two, 65536, 0) && !cuda::joins_rows(two, 65537, 0));
-  CHECK(!cuda::joins_rows(two, 8192, 1));  // a capacity may leave a token with one row
-  CHECK(!cuda::joins_rows(kPaper64.on(2), 8192, 0));
+  CHECK(cuda::joins_rows(kHopper, two, 8192, 0) && !cuda::joins_rows(kHopper, two, 8191, 0));
+  CHECK(cuda::joins_rows(kHopper, two, 65536, 0) && !cuda::joins_rows(kHopper, two, 65537, 0));
+  CHECK(!cuda::joins_rows(kHopper, two, 8192, 1));  // a capacity may leave a token with one row
+  CHECK(!cuda::joins_rows(kHopper, kPaper64.on(2), 8192, 0));
   Shape other = two;
   other.top_k = 3;
-  CHECK(!cuda::joins_rows(other, 65536, 0));
+  CHECK(!cuda::joins_rows(kHopper, other, 65536, 0));
   other.top_k = 1;
-  CHECK(cuda::joins_rows(other, 1, 0) && !cuda::joins_rows(other, 1, 1));
+  CHECK(cuda::joins_rows(kHopper, other, 1, 0) && !cuda::joins_rows(kHopper, other, 1, 1));
 }
 
 void check_return_groups() {
@@ -320,7 +321,9 @@ void check_tasks() {
   CHECK_EQ(gpu_columns(2056, 776, true)[kFirst], 7u);
   CHECK_EQ(gpu_columns(2056, 776, true)[kReturning], 9u);
   // Short tasks need more of them ahead.
-  const auto ahead = [](uint32_t ranks, uint32_t inner) { return cuda::tasks_ahead({ranks, 8, 8192, inner, 2, 2}); };
+  const auto ahead = [](uint32_t ranks, uint32_t inner) {
+    return cuda::tasks_ahead(kHopper, {ranks, 8, 8192, inner, 2, 2});
+  };
   CHECK_EQ(ahead(1, 8192), 4u);
   CHECK_EQ(ahead(2, 8192), 1u);
   CHECK_EQ(ahead(2, 1024), 2u);
@@ -335,14 +338,14 @@ void check_limits() {
   l.experts = l.max_local_experts = l.top_k = l.return_slots = 2;
   l.x_bytes = l.intermediate_bytes = l.return_bytes = 2;
   l.processors = 0;
-  const Limits alone = cuda::cuda_limits(l, 133);  // blocks come in pairs
+  const Limits alone = cuda::cuda_limits(kHopper, l, 133);  // blocks come in pairs
   CHECK_EQ(alone.processors, 132u);
   CHECK_EQ(alone.tile_rows, 256u);
   CHECK_EQ(alone.columns_per_task[kFirst], 128u);
   CHECK_EQ(alone.columns_per_task[kReturning], 256u);
   l.ranks = 2;
   l.processors = 4;
-  CHECK_EQ(cuda::cuda_limits(l, 132).processors, 4u);
+  CHECK_EQ(cuda::cuda_limits(kHopper, l, 132).processors, 4u);
 }
 
 // ---- CPU --------------------------------------------------------------------------------------------------

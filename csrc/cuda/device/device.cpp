@@ -11,10 +11,10 @@ namespace {
 
 using host::concat;
 
-int attribute(int device, DeviceAttribute which) {
+uint32_t attribute(int device, DeviceAttribute which) {
   int value = 0;
   check(driver().cuDeviceGetAttribute(&value, which, device), "cannot query the device");
-  return value;
+  return static_cast<uint32_t>(value);
 }
 
 // The driver's handle of a device. -1 becomes the ordinal of the caller's current context's device, or 0.
@@ -37,15 +37,6 @@ std::string name_of(int device) {
   return name;
 }
 
-// wgmma and setmaxnreg exist on compute capability 9.0 and, that being what the `a` of sm_90a means, on no other.
-void require_hopper(int ordinal, int device) {
-  const int major = attribute(device, kComputeCapabilityMajor), minor = attribute(device, kComputeCapabilityMinor);
-  if (major == 9 && minor == 0) return;
-  throw Error(Error::Kind::kInvalidArgument,
-              concat("device: expected a GPU of compute capability 9.0 (H100, H200), got ", major, ".", minor, " (",
-                     name_of(device), ") for device ", ordinal));
-}
-
 }  // namespace
 
 std::string device_name(int ordinal) {
@@ -54,8 +45,8 @@ std::string device_name(int ordinal) {
 
 Device::Device(int ordinal) : ordinal_(ordinal) {
   device_ = open_device(ordinal_);
-  require_hopper(ordinal_, device_);
-  processors_ = static_cast<uint32_t>(attribute(device_, kMultiprocessorCount));
+  processors_ = attribute(device_, kMultiprocessorCount);
+  capability_ = attribute(device_, kComputeCapabilityMajor) * 10 + attribute(device_, kComputeCapabilityMinor);
   check(driver().cuDevicePrimaryCtxRetain(&context_, device_), "cannot open the device's context");
 }
 

@@ -17,7 +17,7 @@ std::string device_name(int ordinal);
 // A device and its primary context, which PyTorch uses too.
 class Device {
  public:
-  // -1: the device of the caller's current context, else 0. Throws Error unless it can run sm_90a.
+  // -1: the device of the caller's current context, else 0.
   explicit Device(int ordinal);
   ~Device();
   Device(const Device&) = delete;
@@ -25,6 +25,7 @@ class Device {
 
   int ordinal() const { return ordinal_; }
   uint32_t processors() const { return processors_; }  // multiprocessors
+  uint32_t capability() const { return capability_; }  // compute capability; 90 is 9.0
   // The device's name among all devices.
   void identify(char (&uuid)[16]) const;
   // Waits for everything that was launched on the device.
@@ -52,7 +53,7 @@ class Device {
  private:
   int ordinal_ = 0;
   int device_ = 0;
-  uint32_t processors_ = 0;
+  uint32_t processors_ = 0, capability_ = 0;
   DriverContext context_ = nullptr;
 };
 

@@ -9,6 +9,7 @@
 // bits are those of Combine.
 #pragma once
 
+#include "flashmoe/actors/engine.h"
 #include "flashmoe/protocol/call.h"
 
 namespace flashmoe {
@@ -38,11 +39,8 @@ struct LateRows {
   FLASHMOE_FN void init() { found = taken = closed = 0; }
 };
 
-// One worker's side of it. All functions by all lanes. The engine supplies
-//   kJoinedAtOnce               late rows of a step, at most a lane each
-//   join(row, count)            adds the two rows of each late row that lanes 0 .. count - 1 name
-//   begin(), end(phase, index, column)   of a span, for reports and traces
-template <class P, class Engine>
+// One worker's side of it. All functions by all lanes.
+template <class P, JoinsRows Engine>
 class Joiner {
  public:
   FLASHMOE_FN Joiner(const Call& call, Engine& engine, LateRows& late) : c_(call), engine_(engine), late_(late) {}

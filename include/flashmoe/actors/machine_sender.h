@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "flashmoe/actors/engine.h"
 #include "flashmoe/protocol/machines.h"
 #include "flashmoe/spec/enums.h"
 
@@ -49,7 +50,7 @@ FLASHMOE_FN bool is_last_part(uint32_t* sent, uint32_t parts) {
   return true;
 }
 
-template <class P, class Engine>
+template <class P, SendsRows Engine>
 class MachineSender {
  public:
   FLASHMOE_FN MachineSender(const Call& call, Engine& engine, uint32_t relay, uint32_t b)
@@ -107,7 +108,7 @@ class MachineSender {
 
 // A part of block b's packets to rank q's machine, if q is its relay: all parts but those to relays are none. `parts`: of
 // a block. All lanes, when the block's routing is here.
-template <class P, class Engine>
+template <class P, SendsRows Engine>
 FLASHMOE_FN void send_to_machine(const Call& c, Engine& engine, uint32_t q, uint32_t b, uint32_t part, uint32_t parts) {
   if (!c.machines->is_relay(c.rank, q)) return;
   const MachineSender<P, Engine> sender(c, engine, q, b);

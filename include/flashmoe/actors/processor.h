@@ -5,6 +5,7 @@
 // nothing is cleared between calls.
 #pragma once
 
+#include "flashmoe/actors/engine.h"
 #include "flashmoe/actors/joiner.h"
 #include "flashmoe/actors/returner.h"
 #include "flashmoe/actors/sender.h"
@@ -77,7 +78,7 @@ struct OneWorker {
 };
 
 // Once the task's rows are written, with all features (part 2): queues those that are their token's later one.
-template <class P, class Engine>
+template <class P, JoinsRows Engine>
 FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engine>& joiner) {
   const uint32_t tile = task.tile().whole(), rows = c.tile(tile)->shape.rows;
   for (uint32_t base = 0; base < rows; base += P::kLanes) {
@@ -89,10 +90,8 @@ FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engin
 
 // Runs a processor that is one worker to the end of the call. (On a GPU, a processor's warps share this work:
 // sm90/roles/kernel.cuh.) It dispatches, sends (unless peers are not mapped: then put senders do), and computes tasks; while
-// it waits for one, it returns or joins. The engine supplies dispatch(b) and multiply<n>(tile, column), of product n,
-// whose writes are ordered before this warp's next release when they return, and what Sender, Returner and Joiner ask
-// for. memory: of this processor, uninitialised.
-template <class P, class Engine>
+// it waits for one, it returns or joins. memory: of this processor, uninitialised.
+template <class P, RunsProcessor Engine>
 FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typename OneWorker<P>::Memory& memory) {
   if (P::lane() == 0) {
     memory.returns = {};

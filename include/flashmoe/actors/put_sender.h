@@ -5,17 +5,15 @@
 // freed with the context.
 #pragma once
 
+#include "flashmoe/actors/engine.h"
 #include "flashmoe/actors/sender.h"
 #include "flashmoe/protocol/fault.h"
 #include "flashmoe/protocol/packet.h"
 
 namespace flashmoe {
 
-// One of a rank's senders. All functions by all lanes; those that return a bool: false if the call was aborted. The engine
-// supplies
-//   stage_row(token)            copies the own row to Call::out_row, from which it is put
-//   begin(), end(phase, index, column)   of a span, for reports and traces
-template <class P, class Engine>
+// One of a rank's senders. All functions by all lanes; those that return a bool: false if the call was aborted.
+template <class P, StagesRows Engine>
 class PutSender {
  public:
   FLASHMOE_FN PutSender(const Call& call, Engine& engine) : c_(call), engine_(engine) {}

@@ -12,6 +12,7 @@
 // and there is one copy of it.
 #pragma once
 
+#include "flashmoe/actors/engine.h"
 #include "flashmoe/actors/machine_sender.h"
 #include "flashmoe/protocol/fault.h"
 #include "flashmoe/protocol/packet.h"
@@ -35,10 +36,7 @@ FLASHMOE_FN uint32_t blocks_of_batch(const Call& c, uint32_t p) {
 }
 
 // Passes on source p's packet of token block b, whose batch is here, to the rank at that place of this machine. All lanes.
-// The engine supplies
-//   pass_rows(q, p, token, rows)   copies the rows of p's tokens that lanes 0 .. rows - 1 name to rank q, from where this
-//                                  rank has them (Call::dispatched_row); they are written when it returns
-template <class P, class Engine>
+template <class P, PassesRows Engine>
 FLASHMOE_FN void pass_on(const Call& c, Engine& engine, uint32_t p, uint32_t b, uint32_t place) {
   const Machines& m = *c.machines;
   const RelayPlace from(c, m, c.rank, p);
@@ -94,6 +92,7 @@ class PlainRows {
 
   const Call& c_;
 };
+static_assert(PassesRows<PlainRows<void>>);
 
 // The OS actor's part. For platforms whose ranks share a machine there is none.
 template <class P>
@@ -211,9 +210,9 @@ class Relay<P> {
   uint32_t done_ = 0;  // sources, the first ones, of which nothing is missing
 };
 
-// One of a rank's relay workers. All functions by all lanes. The engine supplies what pass_on() asks for, and
-//   begin(), end(phase, index, column)   of a span, for reports and traces
-template <class P, class Engine>
+// One of a rank's relay workers. All functions by all lanes.
+template <class P, PassesRows Engine>
+  requires HasSpans<Engine>
 class RelayWorker {
  public:
   FLASHMOE_FN RelayWorker(const Call& call, Engine& engine) : c_(call), m_(*call.machines), engine_(engine) {}

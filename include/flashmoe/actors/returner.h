@@ -24,6 +24,9 @@
 // worker waits for never waits for it: a machine's sum of group g for Reduce of g, and that for nothing that comes later.
 #pragma once
 
+#include <concepts>
+
+#include "flashmoe/actors/engine.h"
 #include "flashmoe/protocol/packet.h"
 #include "flashmoe/protocol/pending.h"
 #include "flashmoe/protocol/wait.h"
@@ -46,8 +49,16 @@ struct CombineCursor {
   uint32_t ready_groups;  // so many groups, the first ones, are known to be here
 };
 
-// Of a processor, zeroed before each call. Cursor<S>: an S for each of its workers, with load() and save(S), for all lanes.
+// What has an S for each worker of a processor; all lanes call both.
+template <class Cursor, class S>
+concept HoldsForWorkers = requires(Cursor& cursor, const S& state) {
+  { cursor.load() } -> std::same_as<S>;
+  cursor.save(state);
+};
+
+// Of a processor, zeroed before each call.
 template <template <class> class Cursor>
+  requires HoldsForWorkers<Cursor<ReduceCursor>, ReduceCursor>
 struct ReturnCursors {
   uint32_t combines;  // pieces of its combines taken
   Cursor<ReduceCursor> reduce;
@@ -60,8 +71,8 @@ FLASHMOE_HD bool is_returned(const Call& c, uint32_t token, uint32_t s) {
   return c.reduced() ? *c.out_counts(s, token) != 0 : static_cast<uint32_t>(c.routing(token)[s]) < Choice::kNone;
 }
 
-// One worker's part in Reduce. All functions by all lanes. What the engine supplies: see Returner.
-template <class P, class Engine, class Cursor>
+// One worker's part in Reduce. All functions by all lanes.
+template <class P, SumsRows Engine, class Cursor>
 class Reducer {
  public:
   FLASHMOE_FN Reducer(const Call& call, Engine& engine, Cursor& cursor) : c_(call), engine_(engine), cursor_(cursor) {}
@@ -204,7 +215,7 @@ class Reducer {
 };
 
 // One worker's part in the combines of its processor. All functions by all lanes.
-template <class P, class Engine, class Cursor>
+template <class P, SumsRows Engine, class Cursor>
 class Combiner {
  public:
   FLASHMOE_FN Combiner(const Call& call, Engine& engine, uint32_t& taken, Cursor& cursor)
@@ -281,16 +292,8 @@ class Combiner {
   Cursor& cursor_;
 };
 
-// One worker. All functions by all lanes. The engine supplies
-//   processor(), processors()        which of the rank's processors this worker is one of, and how many there are
-//   items(tokens, g)                 into how many items the columns of return group g of so many tokens are cut
-//   items_of_reduce(all), items_of_combine(all)   how many of `all` items a piece has; the same on every processor
-//   Piece reduce_piece(p, g, n, each, all), combine_piece(g, n, each, all)   the n-th piece, of `each` of `all` items;
-//                                    where ranks may be on several machines also machine_piece(p, g, n, each, all)
-//   sum(piece)                       sums its rows in ascending order in fp32 and writes them, at home or to the output;
-//                                    ordered before this worker's next release when it returns
-//   begin(), end(phase, index, column)   of a span, for reports and traces
-template <class P, class Engine, template <class> class Cursor>
+// One worker. All functions by all lanes.
+template <class P, SumsRows Engine, template <class> class Cursor>
 class Returner {
  public:
   FLASHMOE_FN Returner(const Call& call, Engine& engine, ReturnCursors<Cursor>& cursors)

@@ -11,6 +11,7 @@
 // Where peers are not mapped: put_sender.h.
 #pragma once
 
+#include "flashmoe/actors/engine.h"
 #include "flashmoe/actors/machine_sender.h"
 #include "flashmoe/protocol/announce.h"
 #include "flashmoe/protocol/packet.h"
@@ -43,11 +44,8 @@ FLASHMOE_FN bool await_routing(const Call& c, uint32_t b) {
 }
 
 // One of a rank's senders. All packets' parts are numbered: destination by destination, in each by token block; it
-// sends the parts first, first + step, ... All functions by all lanes. The engine supplies
-//   send_rows(q, token, rows)   copies the rows of the tokens that lanes 0 .. rows - 1 name to rank q, where
-//                               Call::dispatched_row has them; they are written when it returns
-//   begin(), end(phase, index, column)   of a span, for reports and traces
-template <class P, class Engine>
+// sends the parts first, first + step, ... All functions by all lanes.
+template <class P, SendsRows Engine>
 class Sender {
  public:
   FLASHMOE_FN Sender(const Call& call, Engine& engine) : c_(call), engine_(engine) {}

@@ -519,9 +519,7 @@ class CudaEngine(Engine):
             returned=returned,
             passed_on=passed_on,
             machines=self.machines or (0,) * room.ranks,
-            block_tokens=library.cuda_token_block(
-                tokens, layer.parts + shared, layer.choices + shared, self.processors
-            ),
+            block_tokens=library.cuda_token_block(handle, tokens, layer.parts + shared, layer.choices + shared),
             tile_rows=self._tile_rows,
             task_features=self._features,
         )

@@ -8,6 +8,8 @@
 
 #include "flashmoe/actors/joiner.h"
 #include "flashmoe/gpu/sum.cuh"
+#include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/gpu/types.cuh"
 #include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::sm90 {
@@ -73,5 +75,6 @@ class JoinEngine {
   const Call& c_;
   const Trace& trace_;
 };
+static_assert(JoinsRows<JoinEngine<Bf16, Tracer<false, 32>>>);
 
 }  // namespace flashmoe::sm90

@@ -35,5 +35,6 @@ class RelayEngine {
   const Call& c_;
   const Trace& trace_;
 };
+static_assert(PassesRows<RelayEngine<Tracer<false, 32>>> && HasSpans<RelayEngine<Tracer<false, 32>>>);
 
 }  // namespace flashmoe::sm90

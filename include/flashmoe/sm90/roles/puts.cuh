@@ -8,6 +8,7 @@
 #include "flashmoe/actors/put_sender.h"
 #include "flashmoe/gpu/copy_row.cuh"
 #include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/gpu/types.cuh"
 #include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::sm90 {
@@ -34,5 +35,6 @@ class PutEngine {
   const Call& c_;
   const Trace& trace_;
 };
+static_assert(StagesRows<PutEngine<Bf16, Tracer<false, 32>>>);
 
 }  // namespace flashmoe::sm90

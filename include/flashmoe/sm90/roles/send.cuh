@@ -119,5 +119,6 @@ class RowEngine {
   RowCopies copies_;
   const Trace& trace_;
 };
+static_assert(SendsRows<RowEngine<Bf16, void, Tracer<false, 32>>>);
 
 }  // namespace flashmoe::sm90

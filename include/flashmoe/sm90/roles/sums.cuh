@@ -11,6 +11,8 @@
 #include "flashmoe/actors/returner.h"
 #include "flashmoe/gpu/machine_sums.cuh"
 #include "flashmoe/gpu/sum.cuh"
+#include "flashmoe/gpu/tracer.cuh"
+#include "flashmoe/gpu/types.cuh"
 #include "flashmoe/sm90/geometry.h"
 
 namespace flashmoe::sm90 {
@@ -176,5 +178,6 @@ class SumEngine {
   uint8_t* out_;
   const Trace& trace_;
 };
+static_assert(SumsForMachines<SumEngine<Bf16, Tracer<false, 32>>>);
 
 }  // namespace flashmoe::sm90
