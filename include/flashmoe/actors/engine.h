@@ -4,7 +4,7 @@
 
 #include <concepts>
 
-#include "flashmoe/spec/enums.h"
+#include "flashmoe/protocol/task.h"
 
 namespace flashmoe {
 
@@ -61,7 +61,7 @@ concept SumsForMachines = SumsRows<E> && requires(E& engine, uint32_t n) {
 // Of run_processor(). What multiply() writes is ordered before this warp's next release.
 template <class E>
 concept RunsProcessor =
-    SendsRows<E> && SumsRows<E> && JoinsRows<E> && requires(E& engine, uint32_t b, uint32_t tile, uint32_t column) {
+    SendsRows<E> && SumsRows<E> && JoinsRows<E> && requires(E& engine, uint32_t b, TileIndex tile, uint32_t column) {
       { engine.dispatch(b) } -> std::same_as<bool>;  // of token block b; false if the call is over
       engine.template multiply<0>(tile, column);     // of product 0, and of each other
     };
