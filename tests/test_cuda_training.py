@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import flashmoe.torch_op  # noqa: E402, F401
 from flashmoe import _ffi  # noqa: E402
-from flashmoe.arguments import Tensors  # noqa: E402
+from flashmoe.arguments import Options, Tensors  # noqa: E402
 from flashmoe.engines import cuda_training  # noqa: E402
 
 T, H, E, K = 37, 24, 5, 2
@@ -55,3 +55,18 @@ def test_what_a_traced_call_keeps_has_its_size(dtype):
         *_, kept, counted = torch.ops.flashmoe.moe_kept(-1, x, up, down, router=router, top_k=top_k)
     assert kept.shape == (tokens * (top_k * 2 * inner * dtype.itemsize + top_k * 8 + experts * 4),)
     assert counted.shape == (0,)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("shared", [0, 3])
+def test_a_token_is_kept_in_as_many_bytes_as_its_rows_choices_and_logits_have(slices, shared):
+    width = 16
+    shapes = {"x": (T, H), "gate_up_proj": (E * slices, 2 * width, H), "down_proj": (E * slices, H, width)}
+    shapes["router"] = (E, H)
+    if shared:
+        shapes |= {"shared_gate_up": (2 * shared * width, H), "shared_down": (H, shared * width)}
+    made = {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    tensors = Tensors(**{name: made.get(name) for name in Tensors._fields})
+    kept = cuda_training.kept_token_bytes(tensors, Options(activation="swiglu", top_k=K, slices=slices))
+    rows, choices = K * slices + shared, K * slices + bool(shared)
+    assert kept == rows * 2 * width * 2 + choices * (4 + 4) + E * 4
