@@ -9,6 +9,7 @@ less than a whole file is not recorded.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from flashmoe import jit
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -136,6 +138,33 @@ def committed(suite: Suite) -> list[Path]:
     return sorted((ROOT / "benchmarks" / "results" / suite.results).glob("*.json"))
 
 
+def kernels(variants: Sequence[jit.Variant], root: Path = ROOT) -> dict[str, str]:
+    """A digest for each, by its type, its activation and the options that are on: of all of ours that it is compiled
+    from."""
+    of_sources = {}
+    for variant in {each.entry: each for each in variants}.values():
+        digest = of_sources[variant.entry] = hashlib.sha256()
+        for path, content in jit.sources_of(root, variant).items():
+            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    found = {}
+    for variant in variants:
+        digest = of_sources[variant.entry].copy()
+        digest.update(" ".join(variant.flags).encode())
+        options = [name for name in jit.OPTIONS if getattr(variant, name)]
+        found[" ".join([variant.dtype, variant.activation, *options])] = digest.hexdigest()[:16]
+    return dict(sorted(found.items()))
+
+
+def current(run: dict[str, Any], root: Path = ROOT) -> bool:
+    """Whether the sources in `root` make the kernels that were compiled for a run, as far as that is known."""
+    told = run.get("kernels", {})
+    variants = [
+        jit.Variant(dtype, activation, **dict.fromkeys(options, True))
+        for dtype, activation, *options in map(str.split, told)
+    ]
+    return bool(told) and kernels(variants, root) == told
+
+
 def outdated(suite: Suite, paths: Sequence[Path]) -> list[str]:
     """What is to be said of those that are of other sources than there are now, or lack a file of tests."""
     now = digest_of(ROOT, *suite.sources)
@@ -145,6 +174,7 @@ def outdated(suite: Suite, paths: Sequence[Path]) -> list[str]:
         run = json.loads(path.read_text())
         if run["sources_sha256"] != now:
             of = f"{', '.join(suite.sources)} {run['sources_sha256']} ({run['commit'][:7]})"
-            said.append(f"{path.name}: the {suite.name} ran on {of}, not on {now}")
+            same = ", with the same kernels" if current(run) else ""
+            said.append(f"{path.name}: the {suite.name} ran on {of}, not on {now}{same}")
         said += [f"{path.name}: {test} has not run" for test in sorted(tests - run["files"].keys())]
     return said

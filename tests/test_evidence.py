@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
 import evidence  # which makes the benchmarks' modules importable
 import pytest
+from flashmoe.jit import Variant
 from harness import digest_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,6 +179,43 @@ def test_a_run_of_other_sources_or_less_is_named(tmp_path):
     other, lacking = evidence.outdated(evidence.GPU, sorted(tmp_path.glob("*.json")))
     assert other.startswith("bx2.json: the GPU tests ran on include, csrc 0000000000000000 (0123456), not on ")
     assert lacking == "cx1.json: tests/gpu/test_few.py has not run"
+
+
+@pytest.fixture
+def sources(tmp_path) -> Path:
+    """A copy of what kernels are compiled from."""
+    for folder in ("include", "csrc/cuda/entry"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    return tmp_path
+
+
+def append(path: Path) -> None:
+    path.write_text(path.read_text() + "// changed\n")
+
+
+def test_a_run_is_of_the_kernels_that_the_sources_make(sources):
+    few = {"kernels": evidence.kernels([Variant("float16", few=True, group=True), Variant(few=True)])}
+    both = {"kernels": few["kernels"] | evidence.kernels([Variant(activation="gelu", keeps=True, group=True)])}
+    assert sorted(both["kernels"]) == ["bfloat16 gelu keeps group", "bfloat16 swiglu few", "float16 swiglu group few"]
+    assert len(set(both["kernels"].values())) == 3
+    assert evidence.current(few, sources) and evidence.current(both, sources)
+    append(sources / "csrc" / "cuda" / "entry" / "moe_backward.cu")  # of neither
+    assert evidence.current(few, sources) and evidence.current(both, sources)
+    append(sources / "include" / "flashmoe" / "sm90" / "roles" / "clerk.cuh")  # not of those for few tokens
+    assert evidence.current(few, sources) and not evidence.current(both, sources)
+    append(sources / "include" / "flashmoe" / "sm90" / "geometry.h")
+    assert not evidence.current(few, sources)
+    assert not evidence.current({}, sources)  # of a run that does not say
+
+
+def test_a_run_of_other_sources_with_the_same_kernels_is_named_so(tmp_path):
+    files = {f"tests/gpu/{path.name}": {} for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    of = {"sources_sha256": "0" * 16, "commit": "0123456789", "files": files}
+    same = evidence.kernels([Variant(), Variant(mxfp4=True, few=True)])
+    for name, kernels in (("same", same), ("other", same | {"bfloat16 swiglu": "0" * 16})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(of | {"kernels": kernels}))
+    other, with_same = evidence.outdated(evidence.GPU, sorted(tmp_path.glob("*.json")))
+    assert with_same.endswith(", with the same kernels") and "kernels" not in other
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         f"{torch.cuda.get_device_name()}, {memory:.0f} GiB, driver {driver}, "
         f"torch {torch.__version__}, {jit.find_nvcc()}; FLASHMOE_SEED={SEED}"
     )
+    variants = asked_for()
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        list(pool.map(jit.compile_kernel, variants))
     if folder := os.environ.get("FLASHMOE_EVIDENCE"):
         gpus, name = torch.cuda.device_count(), torch.cuda.get_device_name()
         origin = {
@@ -81,10 +84,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             "torch": torch.__version__,
             "ranks_a_gpu": RANKS_A_GPU,
             "commit": head(),
+            "kernels": evidence.kernels(variants),
             "command": "make test-gpu",
         }
         path = Path(folder) / result_path("tests", name, gpus).name
         session.config.pluginmanager.register(evidence.Evidence(evidence.GPU, path, origin))
+
+
+def asked_for() -> list[jit.Variant]:
+    """The kernels that the tests load, on this machine."""
     alone: list[dict[str, Any]] = [{"dtype": dtype} for dtype in DTYPES] + [{"dtype": "float32", "exact": True}]
     alone += [{"dtype": dtype, "transposed": True} for dtype in jit.TRANSPOSED]
     alone += [{"dtype": dtype, which: True} for which in ("quantised", "mxfp4") for dtype in jit.BESIDE_QUANTISED]
@@ -142,8 +150,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         variants += [jit.Variant(machines=True, quantised=True)]
         variants += [jit.Variant(*each, rdma=True) for each in PUT]
         variants += [jit.Variant(*each, rdma=True, transposed=True) for each in PUT_TRANSPOSED]
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        list(pool.map(jit.compile_kernel, variants))
+    return variants
 
 
 @pytest.fixture(scope="session", autouse=True)
