@@ -21,7 +21,8 @@ from collections.abc import Iterable, Sequence
 import flashmoe
 import torch
 import torch.distributed as dist
-from flashmoe.account import PARTS, Account, accounts, with_epilogues
+from epilogues import with_epilogues
+from flashmoe.account import PARTS, Account, accounts
 from flashmoe.trace import CallTrace, Event, write_traces
 from harness import SHAPES, GroupLayer, join, own_span, profile_of
 

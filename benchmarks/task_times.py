@@ -19,7 +19,7 @@ from pathlib import Path
 
 import flashmoe
 import torch
-from flashmoe.account import with_epilogues
+from epilogues import with_epilogues
 from flashmoe.trace import Event
 from group_trace import GEMMS, microseconds
 from harness import BUSY_CYCLES, SHAPES, commit_option, described, milliseconds, result_path, write

@@ -7,10 +7,12 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import evidence  # noqa: F401  which makes the benchmarks' modules importable
 import flashmoe
 import pytest
 import torch
-from flashmoe.account import PARTS, account, accounts, pieces, with_epilogues
+from epilogues import with_epilogues
+from flashmoe.account import PARTS, account, accounts, pieces
 from flashmoe.trace import CallTrace, Event
 
 

@@ -86,6 +86,30 @@ constexpr auto kE2M1Pairs = [] {
   return pairs;
 }();
 
+// The elements of a type, each a number of its own.
+template <class T, float (*kWiden)(T), T (*kNarrow)(float)>
+struct Elements {
+  using Element = T;
+  static float widen(T v) { return kWiden(v); }
+  static T narrow(float v) { return kNarrow(v); }
+  static float at(const void* from, uint64_t i) { return kWiden(static_cast<const T*>(from)[i]); }
+};
+float unchanged(float v) {
+  return v;
+}
+
+// Calls f with the Elements of t; not at all of mxfp4, of which two are a byte.
+template <class F>
+void with_elements(DType t, F&& f) {
+  switch (t) {
+    case DType::kFloat8E4M3: return f(Elements<uint8_t, e4m3_to_float, float_to_e4m3>{});
+    case DType::kMxFp4: return;
+    case DType::kFloat32: return f(Elements<float, unchanged, unchanged>{});
+    case DType::kBFloat16: return f(Elements<uint16_t, bf16_to_float, float_to_bf16>{});
+    case DType::kFloat16: return f(Elements<uint16_t, half_to_float, float_to_half>{});
+  }
+}
+
 }  // namespace
 
 float e8m0_to_float(uint8_t e) {
@@ -98,103 +122,43 @@ float e4m3_to_float(uint8_t e) {
 }
 
 void widen(float* to, const void* from, DType t, uint64_t n) {
-  const auto* h = static_cast<const uint16_t*>(from);
-  const auto* e = static_cast<const uint8_t*>(from);
-  switch (t) {
-    case DType::kFloat8E4M3:
-      for (uint64_t i = 0; i < n; ++i) to[i] = kE4M3[e[i]];
-      return;
-    case DType::kMxFp4:
-      for (uint64_t i = 0; i < n / 2; ++i) std::memcpy(to + 2 * i, kE2M1Pairs[e[i]].data(), sizeof(kE2M1Pairs[0]));
-      return;
-    case DType::kFloat32: std::memcpy(to, from, n * 4); return;
-    case DType::kBFloat16:
-      for (uint64_t i = 0; i < n; ++i) to[i] = bf16_to_float(h[i]);
-      return;
-    case DType::kFloat16:
-      for (uint64_t i = 0; i < n; ++i) to[i] = half_to_float(h[i]);
-      return;
+  if (t == DType::kFloat32) {
+    std::memcpy(to, from, n * 4);
+  } else if (t == DType::kMxFp4) {
+    const auto* pairs = static_cast<const uint8_t*>(from);
+    for (uint64_t i = 0; i < n / 2; ++i) std::memcpy(to + 2 * i, kE2M1Pairs[pairs[i]].data(), sizeof(kE2M1Pairs[0]));
+  } else {
+    with_elements(t, [&](auto e) {
+      for (uint64_t i = 0; i < n; ++i) to[i] = e.at(from, i);
+    });
   }
 }
 
 void widen_every(float* to, const void* from, DType t, uint64_t n, uint64_t step) {
   if (step == 1) return widen(to, from, t, n);
-  const auto* f = static_cast<const float*>(from);
-  const auto* h = static_cast<const uint16_t*>(from);
-  const auto* e = static_cast<const uint8_t*>(from);
-  switch (t) {
-    case DType::kFloat8E4M3:
-      for (uint64_t i = 0; i < n; ++i) to[i] = kE4M3[e[i * step]];
-      return;
-    case DType::kMxFp4: return;
-    case DType::kFloat32:
-      for (uint64_t i = 0; i < n; ++i) to[i] = f[i * step];
-      return;
-    case DType::kBFloat16:
-      for (uint64_t i = 0; i < n; ++i) to[i] = bf16_to_float(h[i * step]);
-      return;
-    case DType::kFloat16:
-      for (uint64_t i = 0; i < n; ++i) to[i] = half_to_float(h[i * step]);
-      return;
-  }
+  with_elements(t, [&](auto e) {
+    for (uint64_t i = 0; i < n; ++i) to[i] = e.at(from, i * step);
+  });
 }
 
 void narrow(void* to, const float* from, DType t, uint64_t n, float scale) {
-  auto* f = static_cast<float*>(to);
-  auto* h = static_cast<uint16_t*>(to);
-  auto* e = static_cast<uint8_t*>(to);
-  switch (t) {
-    case DType::kFloat8E4M3:
-      for (uint64_t i = 0; i < n; ++i) e[i] = float_to_e4m3(from[i] * scale);
-      return;
-    case DType::kMxFp4: return;
-    case DType::kFloat32:
-      for (uint64_t i = 0; i < n; ++i) f[i] = from[i] * scale;
-      return;
-    case DType::kBFloat16:
-      for (uint64_t i = 0; i < n; ++i) h[i] = float_to_bf16(from[i] * scale);
-      return;
-    case DType::kFloat16:
-      for (uint64_t i = 0; i < n; ++i) h[i] = float_to_half(from[i] * scale);
-      return;
-  }
+  with_elements(t, [&](auto e) {
+    auto* const elements = static_cast<decltype(e)::Element*>(to);
+    for (uint64_t i = 0; i < n; ++i) elements[i] = e.narrow(from[i] * scale);
+  });
 }
 
 void round_to(float* v, DType t, uint64_t n) {
-  switch (t) {
-    case DType::kFloat32: return;
-    case DType::kFloat8E4M3:
-      for (uint64_t i = 0; i < n; ++i) v[i] = kE4M3[float_to_e4m3(v[i])];
-      return;
-    case DType::kMxFp4: return;
-    case DType::kBFloat16:
-      for (uint64_t i = 0; i < n; ++i) v[i] = bf16_to_float(float_to_bf16(v[i]));
-      return;
-    case DType::kFloat16:
-      for (uint64_t i = 0; i < n; ++i) v[i] = half_to_float(float_to_half(v[i]));
-      return;
-  }
+  if (t == DType::kFloat32) return;
+  with_elements(t, [&](auto e) {
+    for (uint64_t i = 0; i < n; ++i) v[i] = e.widen(e.narrow(v[i]));
+  });
 }
 
 void accumulate(float* acc, const void* from, DType t, uint64_t n) {
-  const auto* f = static_cast<const float*>(from);
-  const auto* h = static_cast<const uint16_t*>(from);
-  const auto* e = static_cast<const uint8_t*>(from);
-  switch (t) {
-    case DType::kFloat8E4M3:
-      for (uint64_t i = 0; i < n; ++i) acc[i] += kE4M3[e[i]];
-      return;
-    case DType::kMxFp4: return;
-    case DType::kFloat32:
-      for (uint64_t i = 0; i < n; ++i) acc[i] += f[i];
-      return;
-    case DType::kBFloat16:
-      for (uint64_t i = 0; i < n; ++i) acc[i] += bf16_to_float(h[i]);
-      return;
-    case DType::kFloat16:
-      for (uint64_t i = 0; i < n; ++i) acc[i] += half_to_float(h[i]);
-      return;
-  }
+  with_elements(t, [&](auto e) {
+    for (uint64_t i = 0; i < n; ++i) acc[i] += e.at(from, i);
+  });
 }
 
 void quantise(uint8_t* elements, float* scales, const float* values, uint32_t n) {

@@ -36,7 +36,6 @@ PARTS = {
 """The parts of an account, in the order of a call, and what they are."""
 
 _MAIN_WARP = 0
-_GEMMS = ("gemm0", "gemm1")
 
 
 @dataclass(frozen=True)
@@ -153,20 +152,3 @@ def _part(piece: Piece) -> str:
     if kind == "dispatch" and around == "send":
         return around
     return "wait for returns" if kind == "return" else kind
-
-
-def with_epilogues(events: Iterable[Event]) -> list[tuple[Event, Event]]:
-    """Each GEMM task that was traced with its epilogue, and that."""
-    by_actor = defaultdict(list)
-    for event in sorted(events, key=lambda event: (event.end_ns, -event.start_ns)):
-        if event.warp == _MAIN_WARP:
-            by_actor[event.actor].append(event)
-    pairs = []
-    for of_actor in by_actor.values():
-        epilogue = None
-        for event in of_actor:
-            if event.kind == "epilogue":
-                epilogue = event
-            elif event.kind in _GEMMS and epilogue is not None:
-                pairs.append((event, epilogue))
-    return pairs

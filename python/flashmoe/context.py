@@ -15,7 +15,7 @@ from . import launcher, machine
 from . import placement as placements
 from .arguments import Options, Tensors
 from .ending import Call
-from .engines.base import Engine, Membership
+from .engines.base import Engine, Gradients, Membership
 from .engines.cpu import CpuEngine
 from .engines.cuda import CudaEngine
 from .errors import FlashMoEError, InvalidArgument
@@ -68,24 +68,16 @@ def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any,
         return engine.call_and_keep(tensors, options)
 
 
-def run_backward(
-    ctx: Context,
-    kept: Any,
-    counted: Any,
-    options: Options,
-    given: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    accumulates: bool,
-) -> None:
+def run_backward(ctx: Context, kept: Any, counted: Any, options: Options, gradients: Gradients) -> None:
     """The gradients of a call that left `kept` and `counted`; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
     try:
         if options.placement is not None:
             options = options._replace(placement=placements.as_placed(options.placement))
-        for name, each in {**given, "what the call keeps": kept, "counts of what it keeps": counted}.items():
+        for name, each in {**gradients.given, "what the call keeps": kept, "counts of what it keeps": counted}.items():
             refuse_unstored(_GRADIENTS.get(name, name), each)
         with Call():
-            engine.backward(kept, counted, options, given, wanted, accumulates)
+            engine.backward(kept, counted, options, gradients)
     except Exception as error:
         tell(ctx, error)
         raise

@@ -28,6 +28,7 @@ from . import tensors as operands
 from .arguments import WRITTEN, Options, Tensors, as_plain_values
 from .context import Context, context_id, contexts, run, run_and_keep, run_backward
 from .engines import cuda_training
+from .engines.base import Gradients
 from .errors import FlashMoEError, InvalidArgument
 from .growing import GrowingContext, Result
 from .placement import from_flat
@@ -309,7 +310,7 @@ def _write_gradients(
     if of_call.logits_grad is not None:
         read["router_logits"] = of_call.logits_grad.contiguous()
     written = {names[place]: each for place, each in results.items()}
-    what = of_call.kept, of_call.counted, _options_of(options), read, written, accumulates
+    what = of_call.kept, of_call.counted, _options_of(options), Gradients(read, written, accumulates)
     _in_context(of_call.context, of_call.grad.shape[0], lambda ctx: run_backward(ctx, *what))
 
 
@@ -341,18 +342,18 @@ def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     )
 
 
+def _and(signature: inspect.Signature, **more: Any) -> inspect.Signature:
+    """With these parameters, which have defaults, behind its own."""
+    added = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=more[name]) for name in more]
+    return signature.replace(parameters=[*signature.parameters.values(), *added])
+
+
 moe = torch.library.custom_op("flashmoe::moe", _moe, mutates_args=())
 _SIGNATURE = inspect.signature(_moe)
 _DEFAULTS = {name: each.default for name, each in _SIGNATURE.parameters.items() if each.default is not each.empty}
 
 _SCHEMA = torch.library.infer_schema(_moe, mutates_args=()).removesuffix(") -> Tensor")
-_OBSERVED = _SIGNATURE.replace(
-    parameters=[
-        *_SIGNATURE.parameters.values(),
-        inspect.Parameter("load_size", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=0),
-        inspect.Parameter("with_logits", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False),
-    ]
-)
+_OBSERVED = _and(_SIGNATURE, load_size=0, with_logits=False)
 _OBSERVED_SCHEMA = f"{_SCHEMA}, SymInt load_size=0, bool with_logits=False"
 moe_observed = torch.library.custom_op(
     "flashmoe::moe_observed",
@@ -360,12 +361,7 @@ moe_observed = torch.library.custom_op(
     mutates_args=(),
     schema=f"{_OBSERVED_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
-_KEPT = _OBSERVED.replace(
-    parameters=[
-        *_OBSERVED.parameters.values(),
-        inspect.Parameter("main_grad", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False),
-    ]
-)
+_KEPT = _and(_OBSERVED, main_grad=False)
 moe_kept = torch.library.custom_op(
     "flashmoe::moe_kept",
     _moe_kept,

@@ -9,6 +9,7 @@ import torch
 from fake_gpu import SIZES, E, H, K, arguments, freed, given, launched, on_gpu, sparse
 from flashmoe.arguments import Options, Tensors
 from flashmoe.context import run_backward
+from flashmoe.engines.base import Gradients
 
 
 @pytest.mark.parametrize(
@@ -82,5 +83,5 @@ def test_memory_that_was_freed_before_the_backward_pass(ctx, name):
     wanted = {"x": on_gpu(100, H)}
     freed(given[name])
     with pytest.raises(flashmoe.InvalidArgument, match=f"{name}: expected [0-9]* bytes of storage"):
-        run_backward(ctx, kept, counted, options, given, wanted, False)
+        run_backward(ctx, kept, counted, options, Gradients(given, wanted, False))
     assert launched() == before

@@ -8,6 +8,7 @@ import torch
 from fake_gpu import SIZES, E, H, I, K, OnGpu, launched, of_both, on_gpu
 from flashmoe import jit
 from flashmoe.arguments import Options, Tensors
+from flashmoe.engines.base import Gradients
 
 
 @pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
@@ -53,7 +54,7 @@ def test_a_backward_pass(ctx, device, activation, columns, transposed):
     names = ("x", "gate_up_proj", "down_proj", "topk_weights")
     wanted = {name: torch.empty(named[name].shape, dtype=named[name].dtype).as_subclass(OnGpu) for name in names}
     dy = on_gpu(tokens, H)
-    ctx._engine.backward(kept, counted, options, named | {"y": dy}, wanted, False)
+    ctx._engine.backward(kept, counted, options, Gradients(named | {"y": dy}, wanted, False))
     assert device[-1] == jit.Variant("bfloat16", activation, transposed=transposed, backward=True)
     seen, of = launched(), launched()["backward"]
     tiles = tokens * K // 256 + E
@@ -98,7 +99,7 @@ def test_a_backward_pass_with_weights_on_the_input(ctx, device):
         given = tensors._replace(**biases)
         _, kept, counted = ctx._engine.call_and_keep(given, options)
         named = {name: each for name, each in given._asdict().items() if each is not None} | {"y": on_gpu(tokens, H)}
-        ctx._engine.backward(kept, counted, options, named, {"x": on_gpu(tokens, H)}, False)
+        ctx._engine.backward(kept, counted, options, Gradients(named, {"x": on_gpu(tokens, H)}, False))
         of = launched()["backward"]
         behind.append((launched()["options"][0], of["weight_parts"] - of["weighted"]))
     assert behind == [(0, rows * 2 * I), (rows * 6 * I, rows * 6 * I)]
@@ -138,7 +139,7 @@ def test_a_backward_pass_of_a_shared_expert(device, options, dtype, of_up, up_st
         given["y"] = on_gpu(tokens, H, dtype=dtype)
         written = ("shared_gate_up", "shared_down", "shared_gate")
         wanted = {each: torch.empty(given[each].shape, dtype=dtype).as_subclass(OnGpu) for each in written}
-        ctx._engine.backward(kept, counted, told, given, wanted, False)
+        ctx._engine.backward(kept, counted, told, Gradients(given, wanted, False))
     seen, of = launched(), launched()["backward"]
     assert device[-1] == jit.Variant(name, transposed="transposed" in options, backward=True, sliced=True)
     tiles = tokens * (K + 1) // 256 + E + 1

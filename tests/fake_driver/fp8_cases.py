@@ -7,6 +7,7 @@ import pytest
 import torch
 from fake_gpu import SIZES, E, H, I, arguments, given, launched, of_both, on_gpu
 from flashmoe.arguments import Options, Tensors
+from flashmoe.engines.base import Gradients
 
 F8 = torch.float8_e4m3fn
 FP8_SIZES = {**SIZES, "weight_dtype": "float8_e4m3fn"}
@@ -137,4 +138,4 @@ def test_layers_without_gradients_are_named():
         _, kept, counted = ctx._engine.call_and_keep(tensors, options)
         assert kept.numel() == launched()["kept"] == 0
         with pytest.raises(NotImplementedError, match="no backward pass of x of bfloat16 with weights of"):
-            ctx._engine.backward(kept, counted, options, given | {"y": tensors.x}, {}, False)
+            ctx._engine.backward(kept, counted, options, Gradients(given | {"y": tensors.x}, {}, False))

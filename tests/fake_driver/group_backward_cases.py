@@ -12,6 +12,7 @@ from fake_gpu import SIZES, E, H, I, K, OnGpu, driver, launched, on_gpu
 from fake_group import kept_by_halves, on_ranks, pretend, rows_of_halves
 from flashmoe import jit
 from flashmoe.arguments import Options, Tensors
+from flashmoe.engines.base import Gradients
 from flashmoe.placement import hybrid
 
 
@@ -68,7 +69,7 @@ def train_on_rank(rank, ranks, name, environment, cubin, redispatch):
         named = {each: tensor for each, tensor in tensors._asdict().items() if tensor is not None}
         wanted = {each: torch.empty(named[each].shape, dtype=named[each].dtype).as_subclass(OnGpu) for each in named}
         del wanted["topk_ids"]
-        made._engine.backward(kept, counted, options, named | {"y": on_gpu(tokens, H)}, wanted, False)
+        made._engine.backward(kept, counted, options, Gradients(named | {"y": on_gpu(tokens, H)}, wanted, False))
         return compiled, counted.tolist(), kept.numel(), forward, move, kept.data_ptr(), launched()
 
 
@@ -102,7 +103,9 @@ def train_in_slices(rank, ranks, name, environment, cubin):
         options = Options(slices=2, placement=hybrid(E, 2, 2))
         _, kept, counted = made._engine.call_and_keep(tensors, options)
         named = {each: tensor for each, tensor in tensors._asdict().items() if tensor is not None}
-        made._engine.backward(kept, counted, options, named | {"y": on_gpu(tokens, H)}, {"x": on_gpu(tokens, H)}, False)
+        made._engine.backward(
+            kept, counted, options, Gradients(named | {"y": on_gpu(tokens, H)}, {"x": on_gpu(tokens, H)}, False)
+        )
         seen = launched()
         at = seen["backward"]["kept_ids"] - kept.data_ptr()
         return compiled, counted.tolist(), kept.numel(), seen, at, tokens

@@ -10,6 +10,7 @@ import torch
 from fake_gpu import SIZES, E, H, I, K, OnGpu, arguments, launched, on_gpu, prepared
 from flashmoe.arguments import Options, Tensors
 from flashmoe.engines import cuda
+from flashmoe.engines.base import Gradients
 
 SHARED = 3
 WIDTH = SHARED * I
@@ -124,7 +125,7 @@ def test_a_backward_pass(wide, trained, order, accumulates):
     given = {name: each for name, each in tensors._asdict().items() if each is not None} | {"y": on_gpu(tokens, H)}
     dtype = torch.float32 if accumulates else torch.bfloat16
     wanted = {name: on_gpu(WIDTH, H, dtype=dtype) for name in trained}
-    wide._engine.backward(kept, counted, options, given, wanted, accumulates)
+    wide._engine.backward(kept, counted, options, Gradients(given, wanted, accumulates))
     seen = launched()
     of_gates, of_ups = seen["options"][1], seen["shared_ups_gradient"] + WIDTH * H * dtype.itemsize
     assert [of_gates, of_ups][0 if trained[0] == "shared_gate_up" else 1] == wanted[trained[0]].data_ptr()

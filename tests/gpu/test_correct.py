@@ -14,7 +14,6 @@ from dataclasses import replace
 import flashmoe
 import pytest
 import torch
-from flashmoe.tolerance import error_bound
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import (
@@ -31,6 +30,7 @@ from layers import (
     random_problem,
     run_and_check,
 )
+from size_bound import error_bound
 
 pytestmark = pytest.mark.gpu
 

@@ -73,6 +73,20 @@ struct Tracer {
   __device__ __forceinline__ uint8_t* buffer() const { return args.trace + blockIdx.x * kTraceBytesPerBlock; }
 };
 
+// What an engine has of spans (actors/engine.h).
+template <class Trace>
+class Spans {
+ public:
+  explicit __device__ __forceinline__ Spans(const Trace& trace) : trace_(trace) {}
+  __device__ __forceinline__ void begin() const { trace_.begin(); }
+  __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {
+    trace_.end(phase, index, column);
+  }
+
+ private:
+  const Trace& trace_;
+};
+
 // One thread: answers `times` times, or until the host has let it wait for so long.
 __device__ __forceinline__ void answer_the_time(ClockPage* page, uint32_t times, uint64_t patience_ns) {
   const uint64_t begin = Platform::now_ns();

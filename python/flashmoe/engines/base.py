@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..arguments import Options, Tensors
 from ..errors import FlashMoEError, InvalidArgument
@@ -28,6 +28,18 @@ class Membership:
     """Nanoseconds without progress after which a wait gives up; 0: never."""
     meet: Callable[[], Meeting] | None = None
     """Begins a meeting with the other ranks, which may be of other machines; None: they meet in shared memory."""
+
+
+class Gradients(NamedTuple):
+    """What a backward pass reads and writes, by the names of `Tensors`."""
+
+    given: Mapping[str, Any]
+    """The call's tensors; ``y``, the gradient of its result; perhaps ``router_logits``, that of the logits. These two
+    are contiguous."""
+    wanted: Mapping[str, Any]
+    """Where gradients are written."""
+    accumulates: bool
+    """Those of weights and biases are added to what is there, in float32."""
 
 
 class Engine(ABC):
@@ -64,19 +76,8 @@ class Engine(ABC):
         host, where that is not known from the call: among several ranks on the CUDA engine; else empty."""
 
     @abstractmethod
-    def backward(
-        self,
-        kept: Any,
-        counted: Any,
-        options: Options,
-        given: Mapping[str, Any],
-        wanted: Mapping[str, Any],
-        accumulates: bool,
-    ) -> None:
-        """The gradients of the call of these options that left `kept` and `counted`: writes those in `wanted`, by the
-        names of `Tensors`. `given`: the call's tensors by these names, ``y``, the gradient of its result, and perhaps
-        ``router_logits``, that of the logits; these two contiguous. `accumulates`: those of weights and biases are
-        added to what is there, in float32."""
+    def backward(self, kept: Any, counted: Any, options: Options, gradients: Gradients) -> None:
+        """The gradients of the call of these options that left `kept` and `counted`."""
 
     @abstractmethod
     def refuse(self, reason: str) -> None:

@@ -18,7 +18,7 @@ from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
 from ..spec import LayerSpec
 from ..tensors import as_view, believed, empty_like, host_view, operand, refuse_unwritable, signature
 from ..trace import PHASES, CallTrace, Event
-from .base import Engine, Membership
+from .base import Engine, Gradients, Membership
 from .network import Joined, join
 
 _PHASES = PHASES[: PHASES.index("epilogue")]  # of which the library has sums
@@ -88,19 +88,11 @@ class CpuEngine(Engine):
         y, kept = self._call(tensors, options, False, True)
         return y, torch.from_dlpack(kept), torch.empty(0, dtype=torch.int64)
 
-    def backward(
-        self,
-        kept: Any,
-        counted: Any,
-        options: Options,
-        given: Mapping[str, Any],
-        wanted: Mapping[str, Any],
-        accumulates: bool,
-    ) -> None:
-        views = [{name: host_view(each) for name, each in tensors.items()} for tensors in (given, wanted)]
+    def backward(self, kept: Any, counted: Any, options: Options, gradients: Gradients) -> None:
+        views = [{name: host_view(each) for name, each in tensors.items()} for tensors in gradients[:2]]
         records = self._recorded is not None
         how = int(kept[0]), records, self._order(), 1, self._perturbation
-        events = _ffi.library().context_backward(self.checked_handle(), *how, *views, accumulates)
+        events = _ffi.library().context_backward(self.checked_handle(), *how, *views, gradients.accumulates)
         if records:
             self._recorded.append(self._trace_of(events, True))
 

@@ -31,7 +31,7 @@ from ..trace import CallTrace
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile
 from ..tuning.profiles import Setting
 from . import cuda_training
-from .base import Engine, Membership
+from .base import Engine, Gradients, Membership
 from .cuda_report import Ended, call_trace, counted, timed
 from .pulse import beating
 
@@ -216,15 +216,8 @@ class CudaEngine(Engine):
                 at.own(kept).copy_(routing)
         return y, kept, torch.tensor(rows)
 
-    def backward(
-        self,
-        kept: Any,
-        counted: Any,
-        options: Options,
-        given: Mapping[str, Any],
-        wanted: Mapping[str, Any],
-        accumulates: bool,
-    ) -> None:
+    def backward(self, kept: Any, counted: Any, options: Options, gradients: Gradients) -> None:
+        given, wanted, accumulates = gradients
         tensors = Tensors(**{name: given.get(name) for name in Tensors._fields})._replace(router_logits=None)
         if (without := cuda_training.missing(tensors, self.rdma, self.spread)) is not None:
             raise NotImplementedError(

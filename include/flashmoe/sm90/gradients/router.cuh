@@ -155,7 +155,7 @@ __device__ __forceinline__ void load_router_dx(const KernelArgs& args, const Tas
   const uint32_t box = slot.column * kClusterBlocks + cluster_rank();
   const FeatureSpans features{&args.router, box * kBoxFeatures, false, 0, false};
   const BoxRows rows{&args.logit_gradient_rows(), slot.tile * kTileTokens + slot.share.first, slot.share.rows};
-  intermediate_load<Dtype>(ring, true, features, rows, NoScales{}, slot.k_bytes, count);
+  load_stages<Dtype>(ring, true, features, rows, NoScales{}, slot.k_bytes, count);
 }
 template <class Dtype, class Count>
 __device__ __forceinline__ void load_router_weights(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,

@@ -126,9 +126,9 @@ namespace detail {
 // every other stage, and no bounds check for each row, it is hardly more than one. Rows that the tile does not have are
 // copies of row 0.
 template <class Dtype, class Stage, class Features, class Scales, class Count>
-__device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const Features& features,
-                                              const TokenRows& tokens, const Scales& scales, uint32_t k_bytes,
-                                              Count&& count) {
+__device__ __forceinline__ void load_stages(typename Stage::Ring& ring, const Features& features,
+                                            const TokenRows& tokens, const Scales& scales, uint32_t k_bytes,
+                                            Count&& count) {
   constexpr uint32_t kRowsApart = kLoaders / 8;
   constexpr uint32_t kMost = Stage::kTokens / kRowsApart, kBlocks = Stage::kBlocks;
   constexpr uint32_t kAtOnce = 4;  // rows of a thread between two bounds checks
@@ -188,8 +188,8 @@ __device__ __forceinline__ void gather_stages(typename Stage::Ring& ring, const 
 // Rows by the copy engine, `k_bytes` of each slice. The first loader thread does it all, and arrives for the others too, so
 // that the second warp may do something else.
 template <class Dtype, class Stage, class Features, class Scales, class Count>
-__device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features features, const BoxRows& from,
-                                           const Scales& scales, uint32_t k_bytes, Count&& count) {
+__device__ __forceinline__ void load_stages(typename Stage::Ring& ring, Features features, const BoxRows& from,
+                                            const Scales& scales, uint32_t k_bytes, Count&& count) {
   constexpr bool kScaled = !std::is_same_v<Scales, NoScales>;
   const uint32_t stages = Stage::stages(k_bytes);
   if (threadIdx.x == kFirstLoader) {
@@ -245,28 +245,15 @@ __device__ __forceinline__ void box_stages(typename Stage::Ring& ring, Features 
 
 }  // namespace detail
 
-// Operand::kTokens: all stages of a task whose token rows of `k_bytes` are gathered. All loader threads; the first calls
-// count() with each stage. What has scales is wide.
-template <class Dtype, class Features, class Scales, class Count>
-__device__ __forceinline__ void gather_load(Pipeline& ring, bool wide, const Features& features,
-                                            const TokenRows& tokens, const Scales& scales, uint32_t k_bytes,
-                                            Count&& count) {
+// All stages of a task, whose tokens' rows are gathered (TokenRows, `k_bytes` of each) or lie together (BoxRows, of each
+// slice). All loader threads; the first calls count() with each stage. What has scales is wide.
+template <class Dtype, class Features, class Rows, class Scales, class Count>
+__device__ __forceinline__ void load_stages(Pipeline& ring, bool wide, const Features& features, const Rows& rows,
+                                            const Scales& scales, uint32_t k_bytes, Count&& count) {
   if (wide) {
-    detail::gather_stages<Dtype, Wide>(ring, features, tokens, scales, k_bytes, count);
+    detail::load_stages<Dtype, Wide>(ring, features, rows, scales, k_bytes, count);
   } else if constexpr (std::is_same_v<Scales, NoScales>) {
-    detail::gather_stages<Dtype, Narrow>(ring, features, tokens, scales, k_bytes, count);
-  }
-}
-
-// Operand::kIntermediate: all stages of a task whose tokens are these rows, `k_bytes` of each slice.
-template <class Dtype, class Features, class Scales, class Count>
-__device__ __forceinline__ void intermediate_load(Pipeline& ring, bool wide, const Features& features,
-                                                  const BoxRows& rows, const Scales& scales, uint32_t k_bytes,
-                                                  Count&& count) {
-  if (wide) {
-    detail::box_stages<Dtype, Wide>(ring, features, rows, scales, k_bytes, count);
-  } else if constexpr (std::is_same_v<Scales, NoScales>) {
-    detail::box_stages<Dtype, Narrow>(ring, features, rows, scales, k_bytes, count);
+    detail::load_stages<Dtype, Narrow>(ring, features, rows, scales, k_bytes, count);
   }
 }
 

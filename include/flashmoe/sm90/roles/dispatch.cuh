@@ -81,8 +81,8 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
     const uint32_t rows = min_of(tokens - first, kGateTokens<Dtype, Stage>);
     for (uint32_t e = 0; e < c.shape.gate_experts; e += Stage::kFeatures) {
       const BoxRows tokens_of_pass{&args.tokens, (b << c.policy.log2_block) + first, rows};
-      detail::box_stages<Dtype, Stage>(ring, FeatureBox{&args.router, e, 0, 0, 0, false, false}, tokens_of_pass,
-                                       NoScales{}, c.shape.hidden * Dtype::kBytes, [] {});
+      detail::load_stages<Dtype, Stage>(ring, FeatureBox{&args.router, e, 0, 0, 0, false, false}, tokens_of_pass,
+                                        NoScales{}, c.shape.hidden * Dtype::kBytes, [] {});
     }
   }
 }

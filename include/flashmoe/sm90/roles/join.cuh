@@ -16,7 +16,7 @@ namespace flashmoe::sm90 {
 
 // The GPU's engine of a Joiner: a block is a processor, its warps are the workers.
 template <class Dtype, class Trace>
-class JoinEngine {
+class JoinEngine : public Spans<Trace> {
   using P = Platform;
 
  public:
@@ -24,7 +24,7 @@ class JoinEngine {
   static constexpr uint32_t kJoinedAtOnce = Dtype::kBytes == 2 ? 6 : 4;
 
   __device__ __forceinline__ JoinEngine(const KernelArgs& args, const Call& call, const Trace& trace)
-      : args_(args), c_(call), trace_(trace) {}
+      : Spans<Trace>(trace), args_(args), c_(call) {}
 
   // Adds the two rows of each late row that the first `count` lanes name, and writes the output.
   __device__ __forceinline__ void join(uint32_t row, uint32_t count) const {
@@ -65,15 +65,9 @@ class JoinEngine {
     }
   }
 
-  __device__ __forceinline__ void begin() const { trace_.begin(); }
-  __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {
-    trace_.end(phase, index, column);
-  }
-
  private:
   const KernelArgs& args_;
   const Call& c_;
-  const Trace& trace_;
 };
 static_assert(JoinsRows<JoinEngine<Bf16, Tracer<false, 32>>>);
 

@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
           else
             return GatheredScales{scales_of(ring), rows_of, scales_offset(c.shape.hidden), weights()};
         }();
-        gather_load<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
+        load_stages<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
       } else {
         const BoxRows rows = intermediate_rows(args, c, slot);
         const auto beside = [&] {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
           else
             return BoxScales{scales_of(ring), c.intermediate_row(0, 0), tile_bytes(c), c.shape.intermediate, weights()};
         }();
-        intermediate_load<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
+        load_stages<Factor>(ring, wide, features, rows, beside, slot.k_bytes, count);
         apart = true;
       }
       if constexpr (p == kReturning && !kIsBackward) {

@@ -13,11 +13,11 @@
 namespace flashmoe::sm90 {
 
 template <class Trace>
-class RelayEngine {
+class RelayEngine : public Spans<Trace> {
   using P = Platform;
 
  public:
-  __device__ __forceinline__ RelayEngine(const Call& call, const Trace& trace) : c_(call), trace_(trace) {}
+  __device__ __forceinline__ RelayEngine(const Call& call, const Trace& trace) : Spans<Trace>(trace), c_(call) {}
 
   __device__ __forceinline__ void pass_rows(uint32_t q, uint32_t p, uint32_t token, uint32_t rows) const {
     FLASHMOE_NO_UNROLL
@@ -26,14 +26,9 @@ class RelayEngine {
       copy_row(c_.dispatched_row(q, p, t), c_.dispatched_row(c_.rank, p, t), c_.memory.token_row_bytes);
     }
   }
-  __device__ __forceinline__ void begin() const { trace_.begin(); }
-  __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {
-    trace_.end(phase, index, column);
-  }
 
  private:
   const Call& c_;
-  const Trace& trace_;
 };
 static_assert(PassesRows<RelayEngine<Tracer<false, 32>>> && HasSpans<RelayEngine<Tracer<false, 32>>>);
 

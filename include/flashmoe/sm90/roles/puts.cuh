@@ -15,25 +15,20 @@ namespace flashmoe::sm90 {
 
 // The GPU's engine of a PutSender.
 template <class Dtype, class Trace>
-class PutEngine {
+class PutEngine : public Spans<Trace> {
  public:
   __device__ __forceinline__ PutEngine(const KernelArgs& args, const Call& call, const Trace& trace)
-      : args_(args), c_(call), trace_(trace) {}
+      : Spans<Trace>(trace), args_(args), c_(call) {}
 
   __device__ __forceinline__ void stage_row(uint32_t token) const {
     // With more on their way, and NVSHMEM's code in the same loop, kernels spill.
     constexpr uint32_t kFlight = Dtype::kBytes == 2 ? 4 : 2;
     copy_row<kFlight>(c_.out_row(token), args_.x + token * args_.x_row_bytes, c_.memory.token_row_bytes);
   }
-  __device__ __forceinline__ void begin() const { trace_.begin(); }
-  __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {
-    trace_.end(phase, index, column);
-  }
 
  private:
   const KernelArgs& args_;
   const Call& c_;
-  const Trace& trace_;
 };
 static_assert(StagesRows<PutEngine<Bf16, Tracer<false, 32>>>);
 

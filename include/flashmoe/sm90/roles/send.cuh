@@ -88,13 +88,13 @@ class RowCopies {
 
 // The GPU's engine of a Sender.
 template <class Dtype, class Pass, class Trace>
-class RowEngine {
+class RowEngine : public Spans<Trace> {
   using P = Platform;
 
  public:
   __device__ __forceinline__ RowEngine(const KernelArgs& args, const Call& call, const RowCopies& copies,
                                        const Trace& trace)
-      : args_(args), c_(call), copies_(copies), trace_(trace) {}
+      : Spans<Trace>(trace), args_(args), c_(call), copies_(copies) {}
 
   __device__ __forceinline__ void send_rows(uint32_t q, uint32_t token, uint32_t rows) {
     // Quantised rows were stored by other blocks, through the generic proxy.
@@ -108,16 +108,11 @@ class RowEngine {
         },
         [&](uint32_t row) { return c_.dispatched_row(q, c_.rank, P::broadcast(token, row)); });
   }
-  __device__ __forceinline__ void begin() const { trace_.begin(); }
-  __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {
-    trace_.end(phase, index, column);
-  }
 
  private:
   const KernelArgs& args_;
   const Call& c_;
   RowCopies copies_;
-  const Trace& trace_;
 };
 static_assert(SendsRows<RowEngine<Bf16, void, Tracer<false, 32>>>);
 

@@ -19,12 +19,12 @@ namespace flashmoe::sm90 {
 
 // The GPU's engine of a Returner: a block is a processor, its warps are the workers.
 template <class Dtype, class Trace, bool kBrief = false, class P = Platform>
-class SumEngine {
+class SumEngine : public Spans<Trace> {
  public:
   using Piece = std::conditional_t<SpansMachines<P>, MachinePiece, SumPiece>;
 
   __device__ __forceinline__ SumEngine(const Call& call, uint8_t* out, const Trace& trace)
-      : c_(call), out_(out), trace_(trace) {}
+      : Spans<Trace>(trace), c_(call), out_(out) {}
 
   __device__ __forceinline__ static uint32_t processor() { return blockIdx.x; }
   __device__ __forceinline__ static uint32_t processors() { return gridDim.x; }
@@ -93,11 +93,6 @@ class SumEngine {
       if (piece.wide != MachinePiece::kNone) return WideSums<Dtype>(piece).run();
     }
     ItemSums<Dtype, kBrief>(piece).run();
-  }
-
-  __device__ __forceinline__ void begin() const { trace_.begin(); }
-  __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column) const {
-    trace_.end(phase, index, column);
   }
 
  private:
@@ -176,7 +171,6 @@ class SumEngine {
 
   const Call& c_;
   uint8_t* out_;
-  const Trace& trace_;
 };
 static_assert(SumsForMachines<SumEngine<Bf16, Tracer<false, 32>>>);
 
