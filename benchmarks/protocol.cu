@@ -174,8 +174,9 @@ __device__ void execute(const Call& c, const BenchArgs& args, const Task& task) 
   if (P::lane() != 0) return;
   // Relaxed adds without a result: the SM does not wait for them.
   if (task.kind == TaskKind::kStop) return;
-  with_product(task.kind,
-               [&]<uint32_t n>() { P::fetch_add(&args.checks->rows[n], uint64_t{c.tile(task.index)->shape.rows}); });
+  with_product(task.kind, [&]<uint32_t n>() {
+    P::fetch_add(&args.checks->rows[n], uint64_t{c.tile(task.tile().number())->shape.rows});
+  });
 }
 
 // The engine of the executor's Returner: an item is a token, and nothing is summed. (A rank alone reduces nothing.)

@@ -16,7 +16,7 @@
 
 namespace flashmoe::sm90::few {
 
-// With so many tokens every block chooses for all: cheaper, in two turns of its warps, than to choose once and pass it on.
+// Up to so many tokens, every block chooses for all tokens: cheaper, in two turns of its warps, than to choose once and pass it on.
 inline constexpr uint32_t kMostChosenByAll = 2 * kFewRouters;
 
 // ---- gate -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // Works out what a task means for a thread block: which rows of the tile it has (its cluster's other block has the rest), at which
 // addresses its token rows, results and weights lie, and how many stages of the pipeline they fill.
 // look_up() is run by the clerk (warp 10 of each block), a task ahead of the loaders and consumers. The small functions beside it read
-// the kernel's arguments alone, and any role may call them.
+// the kernel's arguments and a task's slot alone, and any role may call them.
 // look_up() reads the tile's and its rows' descriptions in this rank's workspace, and writes the task's slot in the ring (shared memory).
 // It neither reads nor writes at the addresses that it computes, in x, y and all ranks' heaps, and touches no barrier.
 // In training, the Pass (roles/pass.cuh) adds to it: addresses of what a forward pass keeps; and in a backward pass, in device memory of

@@ -5,7 +5,7 @@
 // Call::dispatched_row). Uses two barriers of the warp's own, Shared::send_barriers. Never touches weights, y or the task ring.
 // The Sender, on the same threads, writes the packets' entries, counts and signals to the same heaps.
 //
-// Why some blocks, and not a warp of every block: a block's first stores to a peer take 0.1 ms (H100), and its clerk's loads wait
+// Why some blocks, and not a warp of every block: a block's first stores to a peer take 0.1 ms, and its clerk's loads wait
 // behind them, so that nearly all blocks had no task until 0.16 ms into the call. Why through the stages: they are free until a block
 // computes, and a few blocks then have enough bytes in flight to fill the link.
 #pragma once
