@@ -4,8 +4,9 @@
 // consume_tasks(): warps 0 to 7 of every block, each its columns of every task. They read stages, tasks and routing in shared memory,
 // and biases in device memory. They write intermediate rows to this rank's workspace (GEMM0); and of GEMM1 result rows, each times
 // its choice's weight: on a rank that is alone to FewMemory (gpu/decode_memory.h), in a group to the return rows of the heap
-// of the rank whose token it is, this one's or a peer's. Signals of these are group.cuh's.
-// tell_of_stored(): one thread of warp kFewTeller. It adds to FewMemory's counter of a unit, with release, for all blocks.
+// of the rank whose token it is, this one's or a peer's; decode/group.cuh signals return rows.
+// tell_of_stored(): one thread of each block, of warp kFewTeller. It adds to FewMemory's counter of a unit, with release, so that all
+// blocks may load the unit's rows.
 // sum_rows(): all threads of a rank that is alone, behind its grid's meeting. It reads FewMemory and writes the output y.
 #pragma once
 

@@ -4,9 +4,10 @@
 // this rank's heap; intermediate rows, and own token rows that dispatch has quantised, in this rank's workspace.
 // They write the stages, and of a wide tile, whose weights both blocks of a cluster multiply, a half to both blocks' stages.
 // They wait at the ring's `full` and the stages' `empty`, and arrive at the stages' `full` and the ring's `done` (slot is free).
-// For GEMM1 warp 8 suffices. Warp 9 then adds up rows of y whose last expert is stored (join.cuh: reads result rows, writes y),
+// For GEMM1 warp 8 suffices. Warp 9 then adds up rows of y whose last expert is stored (join.cuh: reads this rank's result rows, writes y),
 // or a piece of the rows that return (sums.cuh: reads result rows of this rank's heap, writes return rows and signals to any
-// rank's heap, and y). A backward pass adds gradients/load.cuh. Else loaders write no memory but shared memory.
+// rank's heap, and y). In a backward pass loaders also load what gradients/load.cuh says, and warp 9 stores gradients of combine weights
+// to all ranks' heaps. Else loaders write no memory but shared memory.
 #pragma once
 
 #include "flashmoe/gpu/tracer.cuh"

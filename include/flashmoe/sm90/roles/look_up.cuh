@@ -4,8 +4,8 @@
 // the kernel's arguments and a task's slot alone, and any role may call them.
 // look_up() reads the tile's and its rows' descriptions in this rank's workspace, and writes the task's slot in the ring (shared memory).
 // It neither reads nor writes at the addresses that it computes, in x, y and all ranks' heaps, and touches no barrier.
-// In training, the Pass (roles/pass.cuh) adds to it: addresses of what a forward pass keeps; and in a backward pass, in device memory of
-// this rank, the list of rows to gather (GroupArgs::gather) and gradients of the shared expert's gate.
+// In training, the Pass (roles/pass.cuh) adds to the slot the addresses of what a forward pass keeps; in a backward pass it also writes,
+// to device memory of this rank, the list of rows to gather (GroupArgs::gather) and gradients of the shared expert's gate.
 #pragma once
 
 #include "flashmoe/sm90/machine/load.cuh"
