@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "3, 4, 6 release into the ready list",
         PROTOCOL + "ready_list.h",
-        "P::store_release(c.list_slot(base + position), task.pack(), kDevice);",
-        "P::store_relaxed(c.list_slot(base + position), task.pack());",
+        "P::store_release(c.list_slot(base + position), ready.pack(), kDevice);",
+        "P::store_relaxed(c.list_slot(base + position), ready.pack());",
     ),
     Mutant(
         "3, 4, 6 fence of the OS actor between ready list and queue",
