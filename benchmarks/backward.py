@@ -30,6 +30,7 @@ from floors import backward_floor_call
 from harness import (
     QUERY,
     SHAPES,
+    TRAINED,
     LoneLayer,
     commit_option,
     described,
@@ -45,7 +46,6 @@ from harness import (
 BUSY_CYCLES = 10_000_000  # some 5 ms: autograd and what follows the kernel take the host longer than a launch
 TIMERS = {True: "", False: "plain_", None: "sustained_"}
 """How keys of a row begin, by whether the GPU was kept busy with something else; None: with calls of the same kind."""
-DEFAULT = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64")
 
 
 def calls_of(layer: Any, exact: bool = False) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def measure(name: str, tokens: int, repeats: int, dtype: str, exact: bool) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="*", default=DEFAULT)
+    parser.add_argument("--shapes", nargs="*", default=TRAINED)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--exact", action="store_true", help="float32 without TF32")
     parser.add_argument("--repeats", type=int, default=32)

@@ -47,6 +47,9 @@ SHAPES = {  # H, I, E, K, activation, token counts
 WHOLE = tuple(name for name in SHAPES if not name.endswith("-slice") and not name.startswith("deepseek"))
 """Those that one GPU has room for beside what is compared with them, in bf16: DeepSeek's experts are in FP8."""
 
+TRAINED = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64")
+"""Those whose backward passes are measured, with the first of their token counts."""
+
 BUSY_CYCLES = 1_000_000  # about half a millisecond: longer than it takes to launch any of what is timed
 WARM_UP = 3
 """Calls that are not timed."""

@@ -23,7 +23,7 @@ import sys
 import time
 from typing import Any
 
-from harness import QUERY, ROOT, Tree, as_typed, compile_kernels, nvidia_smi, write
+from harness import QUERY, ROOT, SHAPES, TRAINED, Tree, as_typed, compile_kernels, nvidia_smi, write
 
 LAYERS = (
     ("paper-E64", 16384),
@@ -38,13 +38,7 @@ LAYERS = (
     ("qwen2-moe", 8192),
     ("phi3.5", 8192),
 )
-BACKWARD_LAYERS = (
-    ("qwen3-30b", 8192),
-    ("mixtral", 8192),
-    ("qwen2-moe", 8192),
-    ("phi3.5", 8192),
-    ("paper-E64", 16384),
-)
+BACKWARD_LAYERS = tuple((name, SHAPES[name][-1][0]) for name in TRAINED)
 VARIANTS = (["--activation", "swiglu"], ["--activation", "gelu"])
 """What `flashmoe compile` is told for these."""
 ROUNDS = 15
