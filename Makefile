@@ -1,6 +1,6 @@
 # make run        set up .venv, install the package, run the demo
 # make test       every test that runs without a GPU; says what it had to skip
-# make test-gpu   the tests that need a GPU
+# make test-gpu   the tests that need a GPU, as far as what they are of has changed since they ran;  make stale  names them
 # make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 3 GB)
 # make nightly    make test with 10,000 examples per property test, and some 790 instances of the kernels
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc 13.0
@@ -30,7 +30,7 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt \
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
-.PHONY: run test test-cpp test-cuda-build test-python test-gpu test-integrations in-vllm in-training nightly fuzz wheel site \
+.PHONY: run test test-cpp test-cuda-build test-python test-gpu stale test-integrations in-vllm in-training nightly fuzz wheel site \
         format lint clean compiler spin
 
 run: $(VENV)/.package
@@ -127,10 +127,14 @@ test-python: $(VENV)/.package $(VENV)/.test $(VENV)/.fuzz $(VENV)/.nvshmem spin
 	@echo "==> Python tests"
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
-# What passed on which machine is left in this folder; tests/test_evidence.py says when it is of other sources.
-test-gpu: export FLASHMOE_EVIDENCE ?= benchmarks/results/tests
+# Those whose last run is not of today's sources; what passed where is left in benchmarks/results/tests. For example
+# TEST_GPU_FLAGS="--minutes 8 tests/gpu/test_few.py".
 test-gpu: $(VENV)/.package $(VENV)/.test
-	@$(BIN)/python -m pytest -m gpu --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
+	@$(BIN)/python tools/test_gpu.py $(TEST_GPU_FLAGS)
+
+# Which these are, and how long they take.
+stale: $(VENV)/.package $(VENV)/.test
+	@$(BIN)/python tools/stale.py
 
 # In environments of their own: vLLM asks for other versions than the tests do. A failure in one does not keep the other
 # from running; files that PYTEST_FLAGS names run in theirs alone.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from flashmoe.nn import MoE
 from flashmoe.report import CallReport
 from flashmoe.spec import GATED
 from hypothesis import HealthCheck, seed, settings
+from seeds import SEED
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -31,8 +30,6 @@ MATRICES = ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down")
 ROUTER_OPTIONS = ("renormalize", "score", "routed_scale", "round_logits", "groups", "top_groups")
 ARITHMETIC = {**{dtype: {"dtype": dtype} for dtype in DTYPES}, "exact": {"dtype": "float32", "exact": True}}
 """What `random_problem` is told for each way to multiply."""
-SEED = int(os.environ.get("FLASHMOE_SEED") or secrets.randbelow(2**31))
-"""Of what is new in each run; conftest.py prints it."""
 PATIENCE = 10.0
 """Seconds without progress after which a kernel gives up."""
 

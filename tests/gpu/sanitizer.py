@@ -31,7 +31,9 @@ RELEASING = ("bfloat16", "float32", "exact", "fp8", "few", "few_fp8", "backward"
 and of few tokens more stages than a block has room for."""
 PARTS = [(kind, 1) for kind in (*KINDS, *OTHERS)] + [(way, 2) for way in (*WAYS, *FEW)]
 every_part = pytest.mark.parametrize(
-    "part, ranks", PARTS, ids=[f"{part}-{'alone' if n == 1 else f'{n}ranks'}" for part, n in PARTS]
+    "part, ranks",
+    [pytest.param(*of, marks=[pytest.mark.parts, *[pytest.mark.own_gpus] * (of[1] > 1)]) for of in PARTS],
+    ids=[f"{part}-{'alone' if n == 1 else f'{n}ranks'}" for part, n in PARTS],
 )
 """What each run of a tool looks at, and on how many ranks."""
 

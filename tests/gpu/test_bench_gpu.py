@@ -55,7 +55,7 @@ class Ranks:
         self._group = None
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids="{}ranks".format)
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.group)], ids="{}ranks".format)
 def ranks(request) -> Iterator[Ranks]:
     number = request.param
     if number > torch.cuda.device_count() * SHARING:
@@ -88,6 +88,7 @@ def test_a_small_point(ranks, name):
         assert any(call.startswith("gemms") for call in measured["samples"])
 
 
+@pytest.mark.own_gpus
 def test_a_rank_that_is_killed():
     if torch.cuda.device_count() < 2:
         pytest.skip("ranks share a GPU: under MPS a client that is killed can take all others with it")

@@ -17,8 +17,8 @@ from flashmoe.limits import TRANSPORTS
 from flashmoe.memory import plan_memory
 from flashmoe.placement import contiguous
 from layer_options import CLAMPED
-from layers import SEED
 from ranks import everywhere
+from seeds import SEED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -298,6 +298,7 @@ def test_a_rank_that_compiles_is_awaited(pool, who, max_tokens):
     assert everywhere(pool, on_rank.compile_late, who, 2.0, max_tokens) == [""] * pool.ranks
 
 
+@pytest.mark.own_gpus
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_dies_is_named(pool, tmp_path, transport):
     if pool.ranks > torch.cuda.device_count():

@@ -14,9 +14,9 @@ import pytest
 from flashmoe.launch import RankPool
 from flashmoe.memory import plan_memory
 from flashmoe.placement import contiguous
-from layers import SEED
 from problems import Outcome, check, quantised, random_problem
 from ranks import RETURN_MODES, pool_of
+from seeds import SEED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

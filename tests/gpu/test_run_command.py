@@ -18,7 +18,7 @@ LAYERS = {
 }
 
 
-@pytest.fixture(params=["one GPU", "all GPUs"])
+@pytest.fixture(params=["one GPU", pytest.param("all GPUs", marks=pytest.mark.own_gpus)])
 def ranks(request) -> int:
     if request.param == "one GPU":
         return 1

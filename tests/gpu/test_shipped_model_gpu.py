@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 SIZES = {"max_tokens": WINDOW, "hidden": 256, "intermediate": 128, "experts": 16, "top_k": 4}
 
 
-@pytest.fixture(scope="module", params=(1, 2, 4), ids=lambda ranks: f"{ranks}ranks")
+@pytest.fixture(scope="module", params=(1, 2, 4), ids="{}ranks".format)
 def pool(request) -> Iterator[RankPool]:
     here = torch.cuda.device_count() * on_rank.RANKS_A_GPU
     if here < request.param:

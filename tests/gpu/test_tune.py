@@ -47,6 +47,7 @@ def test_a_shape_is_tuned_and_found_by_a_new_context():
             check(problem, *call(context, problem))
 
 
+@pytest.mark.own_gpus
 def test_two_ranks_are_tuned():
     if torch.cuda.device_count() < 2:
         pytest.skip(f"2 GPUs needed, {torch.cuda.device_count()} here")

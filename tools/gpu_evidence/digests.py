@@ -1,0 +1,195 @@
+"""What a file of GPU tests depends on, as three digests and one for each kernel.
+
+- Its tests: the file and the modules beside it that it imports.
+- Python: the package's modules that these import, and those that they import.
+- Host: what the CUDA engine's bindings are linked from, which is what their headers name.
+
+Of these a comment and a docstring are no part, and no blank line: none of them runs. A kernel's digest is that of all
+files that it is compiled from, comments too, as in the name under which it is kept (python/flashmoe/jit.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import flashmoe
+from flashmoe import jit
+from flashmoe.spec import ACTIVATIONS, DTYPES
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = Path("tests/gpu")
+CONFTEST = TESTS / "conftest.py"
+"""pytest loads it beside every file."""
+ON_CPU_TOO = TESTS / "test_cpu_engine.py"
+"""It compares the engines."""
+
+_IMPORTED_FROM = ("python", "tests/gpu", "tests", "benchmarks")
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+_CPP = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+class Tree:
+    """The sources in a folder, which do not change while this looks at them."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.root = root
+        self._code: dict[Path, str] = {}
+        self._imported: dict[Path, set[Path]] = {}
+        self._of_entry: dict[str, bytes] = {}
+
+    def sources_of(self, test: Path) -> dict[str, str]:
+        """The three digests of a file of tests, which is named from the root."""
+        modules = closure([self.root / test, self.root / CONFTEST], self._imports)
+        package = {path for path in modules if self.root / "python" in path.parents}
+        engines = ["cuda", "cpu"] if test == ON_CPU_TOO else ["cuda"]
+        linked = closure([self.root / f"csrc/bindings/{engine}.cpp" for engine in engines], self._linked)
+        return {"tests": self._digest(modules - package), "python": self._digest(package), "host": self._digest(linked)}
+
+    def kernels(self, variants: Iterable[jit.Variant]) -> dict[str, str]:
+        """A digest for each, by its type, its activation and the options that are on."""
+        found = {}
+        for variant in variants:
+            digest = hashlib.sha256(self._entry(variant) + " ".join(variant.flags).encode())
+            options = [name for name in jit.OPTIONS if getattr(variant, name)]
+            found[" ".join([variant.dtype, variant.activation, *options])] = digest.hexdigest()[:16]
+        return dict(sorted(found.items()))
+
+    def kernel(self, name: str) -> str | None:
+        """The digest of one by that name; None: these sources make no such kernel."""
+        try:
+            return self.kernels([variant_named(name)])[name]
+        except (TypeError, ValueError, KeyError, OSError):  # an option, an activation or a source that is no more
+            return None
+
+    def _entry(self, variant: jit.Variant) -> bytes:
+        if variant.entry not in self._of_entry:
+            digest = hashlib.sha256()
+            for path, content in jit.sources_of(self.root, variant).items():
+                digest.update(f"{path.relative_to(self.root)} {len(content)}\n".encode() + content)
+            self._of_entry[variant.entry] = digest.digest()
+        return self._of_entry[variant.entry]
+
+    def _imports(self, path: Path) -> set[Path]:
+        """The files of the modules that a file imports, anywhere in it, and of the packages that they are in."""
+        if path not in self._imported:
+            names = {name[:end] for name in _imported_names(self.root, path) for end in range(1, len(name) + 1)}
+            folders = [self.root / folder for folder in _IMPORTED_FROM]
+            self._imported[path] = {file for name in names for each in folders for file in _module_files(each, name)}
+        return self._imported[path]
+
+    def _linked(self, path: Path) -> set[Path]:
+        """The headers that a file includes, each with the source that defines what it declares."""
+        found = set()
+        for name in _INCLUDE.findall(path.read_text()):
+            for each in (path.parent / name, self.root / "include" / name, self.root / "csrc" / name):
+                found |= {file.resolve() for file in (each, each.with_suffix(".cpp")) if file.is_file()}
+        return found
+
+    def _digest(self, paths: Iterable[Path]) -> str:
+        digest = hashlib.sha256()
+        for path in sorted(paths):
+            if path not in self._code:
+                self._code[path] = (without_words if path.suffix == ".py" else without_comments)(path.read_text())
+            digest.update(f"{path.relative_to(self.root)}\n{self._code[path]}\n".encode())
+        return digest.hexdigest()[:16]
+
+
+def differing(root: Path = ROOT) -> str:
+    """The first source that is not as the installed package has it; empty: there is none."""
+    package = Path(flashmoe.__file__).resolve().parent
+    pairs = [(path, package / path.relative_to(root / "python/flashmoe")) for path in _files(root / "python/flashmoe")]
+    pairs += [(path, jit.source_root() / path.relative_to(root)) for path in _files(root / "include")]
+    pairs += [(path, jit.source_root() / path.relative_to(root)) for path in _files(root / "csrc/cuda/entry")]
+    others = (
+        path for path, installed in pairs if not installed.is_file() or path.read_bytes() != installed.read_bytes()
+    )
+    return next((str(path.relative_to(root)) for path in others), "")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".h", ".cuh", ".cu"))
+
+
+def variant_named(name: str) -> jit.Variant:
+    """That of a name in `kernels`."""
+    dtype, activation, *options = name.split()
+    return jit.Variant(dtype, activation, **dict.fromkeys(options, True))
+
+
+def variant_of(flags: Sequence[str]) -> jit.Variant:
+    """That which nvcc was given these flags for."""
+    macros = dict(flag[2:].partition("=")[::2] for flag in flags if flag.startswith("-DFLASHMOE_"))
+    on = {name: macro in macros for name, macro in jit.OPTIONS.items()}
+    return jit.Variant(DTYPES[int(macros["FLASHMOE_DTYPE"])], ACTIVATIONS[int(macros["FLASHMOE_ACTIVATION"])], **on)
+
+
+def closure(paths: Iterable[Path], leads_to: Callable[[Path], Iterable[Path]]) -> set[Path]:
+    """These files, and all that one leads to."""
+    found: set[Path] = set()
+    todo = list(paths)
+    while todo:
+        if (path := todo.pop()) not in found:
+            found.add(path)
+            todo += leads_to(path)
+    return found
+
+
+def _module_files(folder: Path, name: Sequence[str]) -> list[Path]:
+    path = folder.joinpath(*name)
+    return [each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()][:1]
+
+
+def _imported_names(root: Path, path: Path) -> Iterator[tuple[str, ...]]:
+    package = path.relative_to(root / "python").parts[:-1] if root / "python" in path.parents else ()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (tuple(each.name.split(".")) for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            within = package[: len(package) - node.level + 1] if node.level else ()
+            name = (*within, *(node.module.split(".") if node.module else ()))
+            yield from ((*name, each.name) for each in node.names)
+
+
+def without_comments(text: str) -> str:
+    """C++ without its comments and blank lines."""
+    code = _CPP.sub(lambda found: " " if found[0][0] == "/" else found[0], text)
+    return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
+
+
+def without_words(text: str) -> str:
+    """Python without its comments, docstrings and blank lines; the same whatever version of Python reads it."""
+    lines = text.splitlines(keepends=True)
+    spans = [*_comments(text), *_docstrings(text)]
+    for (first, start), (last, end) in sorted(spans, reverse=True):
+        head, tail = lines[first - 1][:start], lines[last - 1][end:]
+        lines[first - 1 : last] = [head + tail, *[""] * (last - first)]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+_Span = tuple[tuple[int, int], tuple[int, int]]
+"""The first and the last line, each with a column."""
+
+
+def _comments(text: str) -> Iterator[_Span]:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start, token.end
+
+
+def _docstrings(text: str) -> Iterator[_Span]:
+    """All strings that are statements: what says something of a name below it is one too."""
+    lines = text.splitlines(keepends=True)
+
+    def column(line: int, in_bytes: int) -> int:
+        return len(lines[line - 1].encode()[:in_bytes].decode())
+
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+            yield (start[0], column(*start)), (end[0], column(*end))

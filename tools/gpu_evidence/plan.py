@@ -1,0 +1,68 @@
+"""What of the GPU tests is to run: shards of at most eight minutes, each at one place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from .records import PLACES, Evidence
+
+SHARD_SECONDS = 480.0
+UNKNOWN_START, UNKNOWN_TEST = 12.0, 5.0
+"""Of what never ran: seconds of a process until its first test, and of a test with its parameters."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tests of one file, which one process runs at one place."""
+
+    place: str
+    file: str
+    tests: tuple[str, ...]
+    seconds: float
+    """Expected."""
+    why: str
+    """Of its first test."""
+
+
+@dataclass
+class Shard:
+    place: str
+    units: list[Unit] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum(unit.seconds for unit in self.units)
+
+
+def units(evidence: Evidence) -> Iterator[Unit]:
+    """What is stale, by place and file; a file that takes longer than a shard in several parts."""
+    stale: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    for place, file, test, why in evidence.stale():
+        stale[place, file].append((test, why))
+    for (place, file), tests in sorted(stale.items(), key=lambda each: (list(PLACES).index(each[0][0]), each[0][1])):
+        runs = [run for (at, of, _), run in evidence.runs.items() if (at, of) == (place, file)]
+        start = max((run.start for run in runs), default=UNKNOWN_START)
+        part: list[str] = []
+        seconds, whys = start, []
+        for test, why in tests:
+            run = evidence.runs.get((place, file, test))
+            expected = run.seconds if run else UNKNOWN_TEST
+            if part and seconds + expected > SHARD_SECONDS:
+                yield Unit(place, file, tuple(part), seconds, whys[0])
+                part, seconds, whys = [], start, []
+            part.append(test)
+            whys.append(why)
+            seconds += expected
+        yield Unit(place, file, tuple(part), seconds, whys[0])
+
+
+def shards(of: Iterable[Unit]) -> list[Shard]:
+    """The units in their order, as many in each as it has time for."""
+    found: list[Shard] = []
+    for unit in of:
+        if not found or found[-1].place != unit.place or found[-1].seconds + unit.seconds > SHARD_SECONDS:
+            found.append(Shard(unit.place))
+        found[-1].units.append(unit)
+    return found

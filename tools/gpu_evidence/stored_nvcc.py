@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""nvcc for GPU tests: takes what was compiled before from a store, and writes down what it was asked for.
+
+Each file of tests begins with an empty cache, so that what its processes ask the compiler for are the kernels that it
+loads, whichever process loads them. python/flashmoe/jit.py names the folder of the output after all that a kernel is
+compiled from, and so is it named in the store. It begins quickly, since a file may load a hundred kernels: no import of
+ours.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+
+def main() -> int:
+    nvcc, store = os.environ["FLASHMOE_TESTS_NVCC"], os.environ["FLASHMOE_TESTS_STORE"]
+    if "-cubin" not in sys.argv:
+        return subprocess.run([nvcc, *sys.argv[1:]]).returncode
+    with open(os.environ["FLASHMOE_TESTS_ASKED"], "a") as asked:
+        asked.write(json.dumps([flag for flag in sys.argv if flag.startswith("-DFLASHMOE_")]) + "\n")
+    output = sys.argv[sys.argv.index("-o") + 1]
+    name = os.path.basename(os.path.dirname(output)).rsplit(".", 2)[0]
+    if appended := os.environ.get("NVCC_APPEND_FLAGS"):
+        name += "-" + hashlib.sha256(appended.encode()).hexdigest()[:16]
+    stored = os.path.join(store, name)
+    if not os.path.exists(f"{stored}.cubin"):
+        done = subprocess.run([nvcc, *sys.argv[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        sys.stdout.buffer.write(done.stdout)
+        if done.returncode == 0:
+            with open(f"{stored}.{os.getpid()}", "wb") as log:
+                log.write(done.stdout)
+            os.replace(f"{stored}.{os.getpid()}", f"{stored}.log")  # which is there before the kernel is
+            shutil.copyfile(output, f"{stored}.{os.getpid()}")
+            os.replace(f"{stored}.{os.getpid()}", f"{stored}.cubin")
+        return done.returncode
+    with open(f"{stored}.log", "rb") as log:  # of spills, too, which are for who asks to judge
+        sys.stdout.buffer.write(log.read())
+    shutil.copyfile(f"{stored}.cubin", output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

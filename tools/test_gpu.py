@@ -1,0 +1,64 @@
+"""Runs the GPU tests whose last run is not of today's sources, and leaves a record of each shard.
+
+    python tools/test_gpu.py [--minutes M] [FILE ...]
+
+What runs, and why, tools/stale.py says. A run that is stopped goes on where it was, when it is started again. Tests
+that want more GPUs than there are stay stale, and are named at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from gpu_evidence.collect import collected  # noqa: E402
+from gpu_evidence.digests import Tree, differing  # noqa: E402
+from gpu_evidence.plan import shards, units  # noqa: E402
+from gpu_evidence.records import PLACES, RESULTS, Evidence, read  # noqa: E402
+from gpu_evidence.session import Session  # noqa: E402
+from harness import commit_option  # noqa: E402
+from stale import said  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="of tests/gpu; without any: all")
+    parser.add_argument("--place", choices=PLACES, help="without: wherever there are GPUs enough")
+    parser.add_argument("--minutes", type=float, default=24 * 60.0, help="begin nothing that would end later")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for records")
+    commit_option(parser)
+    args = parser.parse_args()
+    deadline = time.monotonic() + 60 * args.minutes
+    if other := differing():
+        print(f"the installed package is not of these sources, install it again: {other}", file=sys.stderr)
+        return 1
+    evidence = Evidence(collected(), read(), Tree())
+    with tempfile.TemporaryDirectory(prefix="flashmoe-tests-") as work:
+        session = Session(evidence, args.out, args.commit, deadline, Path(work))
+        wanted = [
+            unit
+            for unit in units(evidence)
+            if (not args.files or unit.file in args.files) and args.place in (None, unit.place)
+        ]
+        here = [unit for unit in wanted if PLACES[unit.place].gpus <= session.gpus]
+        planned = shards(here)
+        print("\n".join(said(planned)), flush=True)
+        for number, shard in enumerate(planned, 1):
+            print(f"shard {number} of {len(planned)}, {PLACES[shard.place].title}", flush=True)
+            session.run(shard)
+    for unit in wanted:
+        if unit not in here:
+            print(f"not run, {PLACES[unit.place].gpus} GPUs needed, {session.gpus} here: {unit.file}")
+    for each in session.failed:
+        print(f"failed: {each}")
+    return 1 if session.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
