@@ -14,7 +14,9 @@ def places_of(item: pytest.Item) -> list[str]:
     """By its marks: see PLACES in tools/gpu_evidence/records.py."""
     if item.get_closest_marker("own_gpus"):
         return ["own"]
-    return ["shared", "own"] if item.get_closest_marker("group") else ["alone"]
+    if item.get_closest_marker("group"):
+        return ["shared", "own"]
+    return ["undisturbed" if item.get_closest_marker("undisturbed") else "alone"]
 
 
 def test_of(item: pytest.Item) -> str:
