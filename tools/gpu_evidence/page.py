@@ -20,10 +20,11 @@ makes this page from the list of promises and the records of runs.
 
 Tests without a mark need no GPU and run with each change. Behind a **GPU** test stand the places where it ran last, and
 a digest of all that it was of there: its file and what that imports, the package's Python, the host's C++ and the
-kernels that were loaded; the [last table](#gpu-tests-by-file) has the devices, days and commits. `make stale` says which
-digests are no longer today's, and how many minutes it takes to run what is of them; `make test-gpu` runs that. Tests in
-a **framework** run in an environment of its own (`make test-integrations`), those of a **release** with `make wheel`; of
-them the commits stand here. Speed is measured, not tested: [performance](performance.md), [measured](measured.md).
+kernels that were loaded; the [last table](#gpu-tests-by-file) has the devices, days and commits. `make stale` says
+which digests are no longer today's, and how many minutes it takes to run what is of them; `make test-gpu` runs that.
+Tests in a **framework** run in an environment of its own (`make test-integrations`), those of a **release** with
+`make wheel`; of them the commits stand here. Speed is measured, not tested: [performance](performance.md),
+[measured](measured.md).
 """
 FOLDERS = {
     "tests/integrations/training": ("framework", "integrations_training"),

@@ -125,6 +125,8 @@ class Session:
             "FLASHMOE_SHARE_GPUS": str(PLACES[place].ranks_a_gpu),
             "FLASHMOE_TESTS_NVCC": str(self.nvcc),
             "FLASHMOE_TESTS_STORE": str(self.store),
+            # The references are of small matrices, and the cores are for other files and for ranks.
+            **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
             "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[: PLACES[place].gpus]),
         }
         return {**os.environ, **told}
