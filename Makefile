@@ -96,7 +96,7 @@ compiler:
 # ---- Tests --------------------------------------------------------------------------------------------
 
 # pytest comes last, so that its summary, with the names of what it skipped, ends the output.
-test: test-cpp test-cuda-build test-python
+test: test-cpp test-cuda-build stale test-python
 
 comma := ,
 # $(call cpp-tests,folder,sanitizer)
@@ -134,7 +134,7 @@ test-gpu: $(VENV)/.package $(VENV)/.test
 
 # Which these are, and how long they take.
 stale: $(VENV)/.package $(VENV)/.test
-	@$(BIN)/python tools/stale.py
+	-@$(BIN)/python tools/stale.py
 
 # In environments of their own: vLLM asks for other versions than the tests do. A failure in one does not keep the other
 # from running; files that PYTEST_FLAGS names run in theirs alone.

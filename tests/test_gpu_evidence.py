@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
 import stale  # noqa: E402
 from gpu_evidence import collect, records  # noqa: E402
 from gpu_evidence.digests import Tree, variant_named, variant_of, without_comments, without_words  # noqa: E402
+from gpu_evidence.page import Page, digest  # noqa: E402
 from gpu_evidence.plan import SHARD_SECONDS, shards, units  # noqa: E402
 from gpu_evidence.records import PLACES, Evidence  # noqa: E402
 from gpu_evidence.session import file_record  # noqa: E402
@@ -365,3 +366,24 @@ def test_a_kernel_is_compiled_once_and_each_question_is_written_down(tmp_path):
     assert told == [Variant(few=True)] * 4
     version = subprocess.run([program, "--version"], env=environment, capture_output=True, text=True)
     assert version.stdout == "nvcc 13\n"
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_of_the_records_that_are_committed():
+    made = Page(records.RESULTS.parent, records.read()).text()
+    assert (ROOT / "docs" / "evidence.md").read_text() == made, "run python tools/evidence_page.py"
+
+
+def test_the_page_says_where_a_test_ran_last(ran):
+    text = Page(records.RESULTS.parent, ran).text()
+    run = records.last_runs(ran)["alone", FEW, "test_it"]
+    (row,) = (line for line in text.splitlines() if line.startswith("| `gpu/test_few.py` |"))
+    assert row == f"| `gpu/test_few.py` | one GPU | 3 | 0 | 0 | 40 | A, 2026-01-01, 0000000, `{digest(run)}` |"
+    assert "`gpu/test_few.py::test_shapes`: **GPU**, never" in text
+    renamed = copy.deepcopy(ran)
+    tests = renamed[0]["files"][FEW]["tests"]
+    tests["test_shapes[parts]"] = tests.pop("test_it") | {"failed": 2}
+    text = Page(records.RESULTS.parent, renamed).text()
+    assert f"`gpu/test_few.py::test_shapes`: **GPU**, one GPU `{digest(run)}`, 2 failed" in text
