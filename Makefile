@@ -158,11 +158,13 @@ in-training: $(VENV)/.training $(VENV)/.package
 	@$(BIN)/python -m pytest $(if $(findstring tests/,$(PYTEST_FLAGS)),,tests/integrations/training) \
 	  --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
-# What was compiled is left in benchmarks/results/cuda_instances, and is not compiled again unless its sources change.
-# NIGHTLY_MINUTES=60 compiles for an hour; the rest is left to other nights.
+# What was compiled is left in benchmarks/results/cuda_instances, and what of the Python tests has run in
+# benchmarks/results/nightly, file by file. Neither is done again unless its sources change, so that a night which is stopped
+# goes on in the next. NIGHTLY_MINUTES=60 compiles for an hour, and then begins the tests.
 nightly: export FLASHMOE_EXAMPLES = 10000
 nightly: export FLASHMOE_PROGRAMS = 1000
 nightly: export FLASHMOE_LONG_TESTS = 1
+nightly: export FLASHMOE_NIGHTLY_EVIDENCE ?= benchmarks/results/nightly
 nightly: TEST_TIMEOUT = 14400
 nightly: COMPILE_FLAGS = --every --record benchmarks/results/cuda_instances $(if $(NIGHTLY_MINUTES),--minutes $(NIGHTLY_MINUTES))
 nightly: test
