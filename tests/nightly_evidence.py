@@ -2,8 +2,9 @@
 many seconds, with how many examples, of which sources.
 
 It names the folder in FLASHMOE_NIGHTLY_EVIDENCE. A night may be spread over several: a file is recorded as soon as all
-its tests are over, and a later run of the same sources with as many examples leaves out what has passed, of whatever
-commit. Files that the command line names run in any case.
+its tests are over, and a later run of the same sources with as many examples, of whatever commit, leaves it out. So it
+does where a test failed, since other random examples may pass: then that run fails too. Files that the command line
+names run in any case, and what passes then counts.
 """
 
 from __future__ import annotations
@@ -50,14 +51,26 @@ class Nightly(Evidence):
         super().pytest_runtest_logreport(report)
 
     def _counts(self, file: str) -> dict[str, Any]:
-        reasons = dict(sorted(self._reasons[file].items()))
-        return {**super()._counts(file), "seconds": round(self._took[file], 1), "skip_reasons": reasons}
+        return {
+            **super()._counts(file),
+            "seconds": round(self._took[file], 1),
+            "skip_reasons": dict(sorted(self._reasons[file].items())),
+            "failures": sorted(test for test, outcome in self._outcomes[file].items() if outcome == "failed"),
+        }
 
     def _record(self, file: str) -> None:
         if NIGHTLY.digest() == self._origin["sources_sha256"]:
             super()._record(file)
         else:
             self._reason = "the sources have changed since the run began; what it had ended is recorded"
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        super().pytest_sessionfinish(session)
+        files = last_runs(self._path.parent.glob("*.json"), self._origin["environment"])
+        if failures := [test for each in files.values() for test in each["failures"]]:
+            say = session.config.pluginmanager.get_plugin("terminalreporter").write_line
+            say(f"\nfailed, of these sources: {', '.join(failures)}")
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 class GoesOn:
@@ -99,7 +112,7 @@ def begin(config: pytest.Config) -> None:
     }
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     files = last_runs(Path(folder).glob("*.json"), environment)
-    config.pluginmanager.register(GoesOn(passed(files) if everything else ()))
+    config.pluginmanager.register(GoesOn(files if everything else ()))
     path = Path(folder) / f"{result_path('nightly', cpu_model(), 0).stem}-{head()[:7]}.json"
     config.pluginmanager.register(Nightly(path, origin))
 
@@ -120,18 +133,14 @@ def last_runs(paths: Iterable[Path], environment: dict[str, str]) -> dict[str, d
     now, files = NIGHTLY.digest(), {}
     for record in map(json.loads, map(Path.read_text, sorted(paths))):
         if (record["sources_sha256"], record["environment"]) == (now, environment):
-            files |= {name: each for name, each in record["files"].items() if name not in files or not each["failed"]}
+            files |= {name: each for name, each in record["files"].items() if name not in files or not each["failures"]}
     return files
-
-
-def passed(files: dict[str, dict[str, Any]]) -> set[str]:
-    return {name for name, each in files.items() if not each["failed"]}
 
 
 def outdated() -> list[str]:
     """What is to be said of the committed runs: the files that none of today's sources has, or that failed."""
     files = last_runs(committed(NIGHTLY), NIGHT)
-    failed = [f"{name}: {each['failed']} failed" for name, each in sorted(files.items()) if each["failed"]]
+    failed = [f"{test} failed" for _, each in sorted(files.items()) for test in each["failures"]]
     there = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}
     left = len(there - files.keys())
     return failed + ([f"{left} of {len(there)} files have not run of these sources"] if left else [])

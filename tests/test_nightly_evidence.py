@@ -52,8 +52,14 @@ def test_ends_all():
         time.sleep(0.1)
     os.kill({parent}, 9)
 """
-FIRST_COUNTS = {"passed": 3, "failed": 1, "skipped": 4, "skip_reasons": {"no friend": 2, "no time": 1, "not yet": 1}}
-SECOND_COUNTS = {"passed": 2, "failed": 0, "skipped": 0, "skip_reasons": {}}
+FIRST_COUNTS = {
+    "passed": 3,
+    "failed": 1,
+    "skipped": 4,
+    "skip_reasons": {"no friend": 2, "no time": 1, "not yet": 1},
+    "failures": ["tests/test_first.py::test_wrong"],
+}
+SECOND_COUNTS = {"passed": 2, "failed": 0, "skipped": 0, "skip_reasons": {}, "failures": []}
 ALONE, IN_TWO = ["-p", "no:xdist"], ["-n", "2", "--dist", "worksteal"]
 PROCESSES = pytest.mark.parametrize("processes", [ALONE, IN_TWO], ids=["alone", "in_two"])
 
@@ -98,21 +104,25 @@ def test_a_night_is_counted_by_file(fake, processes):
 
 
 @PROCESSES
-def test_a_later_run_goes_on_with_what_has_not_passed(fake, processes):
+def test_a_later_run_leaves_out_what_ended(fake, processes):
+    """And fails as long as anything did of these sources."""
     fake.runpytest_subprocess(*processes).assert_outcomes(passed=6, failed=1, skipped=3, xfailed=1)
-    write(fake, "repaired", "")
+    write(fake, "tests/test_what.py", "def test_right(): pass\n")
     done = fake.runpytest_subprocess(*processes)
-    done.stdout.fnmatch_lines(["recorded before, of the same sources: tests/test_second.py"])
-    done.assert_outcomes(passed=5, skipped=3, xfailed=1)  # the first file, and that in tests/gpu
-    assert recorded(fake) == {
-        "tests/test_first.py": FIRST_COUNTS | {"passed": 4, "failed": 0},
-        "tests/test_second.py": SECOND_COUNTS,
-    }
+    done.stdout.fnmatch_lines(["recorded before, of the same sources: tests/test_first.py, tests/test_second.py"])
+    done.stdout.fnmatch_lines(["failed, of these sources: tests/test_first.py::test_wrong"])
+    done.assert_outcomes(passed=2)  # the new file, and that in tests/gpu
+    assert done.ret == pytest.ExitCode.TESTS_FAILED
+    assert recorded(fake).keys() == {f"tests/test_{name}.py" for name in ("first", "second", "what")}
 
 
 def test_files_that_are_named_run_in_any_case(fake):
-    for _ in range(2):
-        fake.runpytest_subprocess(*ALONE, "tests/test_second.py").assert_outcomes(passed=2)
+    assert fake.runpytest_subprocess(*ALONE, "tests/test_first.py").ret == pytest.ExitCode.TESTS_FAILED
+    write(fake, "repaired", "")
+    done = fake.runpytest_subprocess(*ALONE, "tests/test_first.py")
+    done.assert_outcomes(passed=4, skipped=3, xfailed=1)
+    assert done.ret == 0
+    assert recorded(fake) == {"tests/test_first.py": FIRST_COUNTS | {"passed": 4, "failed": 0, "failures": []}}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +149,10 @@ def test_a_process_that_crashes_fails_one_test(fake):
     """And the file is whole all the same: another process takes the rest."""
     write(fake, "tests/test_second.py", f"import os\ndef test_crashes(): os.kill(os.getpid(), 9)\n{SECOND}")
     fake.runpytest_subprocess(*IN_TWO)
-    assert recorded(fake)["tests/test_second.py"] == SECOND_COUNTS | {"failed": 1}
+    assert recorded(fake)["tests/test_second.py"] == SECOND_COUNTS | {
+        "failed": 1,
+        "failures": ["tests/test_second.py::test_crashes"],
+    }
 
 
 @PROCESSES
@@ -166,33 +179,36 @@ def test_an_installed_package_of_other_sources_is_refused(fake):
     done.stderr.fnmatch_lines(["*the installed package is not of these sources*python/flashmoe/jit.py"])
 
 
-def record(failed: int, digest: str, examples: str = "10000") -> str:
+FAILED = "tests/test_trace.py::test_a"
+
+
+def record(digest: str, *failures: str, examples: str = "10000") -> str:
     environment = NIGHT | {"FLASHMOE_EXAMPLES": examples}
-    files = {"tests/test_trace.py": {"failed": failed}}
+    files = {"tests/test_trace.py": {"failures": failures}}
     return json.dumps({"sources_sha256": digest, "environment": environment, "files": files})
 
 
 def test_runs_of_today_count_together(tmp_path):
     now = NIGHTLY.digest()
     for name, text in {
-        "a": record(1, now),
-        "b": record(0, now),
-        "c": record(1, now),
-        "d": record(2, "0" * 16),
-        "e": record(3, now, "500"),
+        "a": record(now, FAILED),
+        "b": record(now),
+        "c": record(now, FAILED),
+        "d": record("0" * 16, FAILED, FAILED),
+        "e": record(now, FAILED, FAILED, examples="500"),
     }.items():
         (tmp_path / f"{name}.json").write_text(text)
-    assert last_runs(tmp_path.glob("[acde].json"), NIGHT) == {"tests/test_trace.py": {"failed": 1}}
-    assert last_runs(tmp_path.glob("*.json"), NIGHT) == {"tests/test_trace.py": {"failed": 0}}
+    assert last_runs(tmp_path.glob("[acde].json"), NIGHT) == {"tests/test_trace.py": {"failures": [FAILED]}}
+    assert last_runs(tmp_path.glob("*.json"), NIGHT) == {"tests/test_trace.py": {"failures": []}}
     assert last_runs(tmp_path.glob("d.json"), NIGHT) == {}
 
 
 def test_what_has_not_run_or_failed_is_named(tmp_path, monkeypatch):
-    (tmp_path / "a.json").write_text(record(1, NIGHTLY.digest()))
+    (tmp_path / "a.json").write_text(record(NIGHTLY.digest(), FAILED))
     monkeypatch.setattr(nightly_evidence, "committed", lambda suite: list(tmp_path.glob("*.json")))
     there = len(list((ROOT / "tests").glob("test_*.py")))
     assert nightly_evidence.outdated() == [
-        "tests/test_trace.py: 1 failed",
+        f"{FAILED} failed",
         f"{there - 1} of {there} files have not run of these sources",
     ]
 
