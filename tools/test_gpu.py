@@ -46,7 +46,7 @@ def main() -> int:
             for unit in units(evidence)
             if (not args.files or unit.file in args.files) and args.place in (None, unit.place)
         ]
-        here = [unit for unit in wanted if PLACES[unit.place].gpus <= session.gpus]
+        here = [unit for unit in wanted if PLACES[unit.place].gpus <= len(session.gpus)]
         planned = shards(here)
         print("\n".join(said(planned)), flush=True)
         for number, shard in enumerate(planned, 1):
@@ -54,7 +54,7 @@ def main() -> int:
             session.run(shard)
     for unit in wanted:
         if unit not in here:
-            print(f"not run, {PLACES[unit.place].gpus} GPUs needed, {session.gpus} here: {unit.file}")
+            print(f"not run, {PLACES[unit.place].gpus} GPUs needed, {len(session.gpus)} here: {unit.file}")
     for each in session.failed:
         print(f"failed: {each}")
     return 1 if session.failed else 0

@@ -33,15 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Told(Path(path), os.environ.get("FLASHMOE_PLACE")))
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if HERE in item.path.parents]
     if here and (reason := missing()):
         for item in here:
             item.add_marker(pytest.mark.skip(reason=reason))
-    for item in here:
-        if "pool" in item.fixturenames:  # of ranks
-            item.add_marker(pytest.mark.group)
 
 
 def pytest_report_header() -> str:

@@ -19,6 +19,8 @@ from ranks import RANKS_A_GPU, WAYS
 from sanitized import FEW, KINDS, OTHERS
 
 SCRIPT = Path(__file__).resolve().parent / "sanitized.py"
+MODULES = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
+"""Where it finds what it shares with the tests of the CPU engine."""
 FOUND = 86
 """Exit status for what a tool found."""
 LIMIT = 1800
@@ -71,7 +73,12 @@ def sanitize(tool: str, part: str, ranks: int) -> None:
     command += [sys.executable, str(SCRIPT), part, "2" if tool in GLOBAL_MEMORY else "1"]
     # Without PyTorch's cache, an access beyond a tensor is one beyond its allocation.
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool in GLOBAL_MEMORY else {}
-    environment = {**os.environ, **uncached, **(releasing() if tool == "racecheck" and part in RELEASING else {})}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": MODULES,
+        **uncached,
+        **(releasing() if tool == "racecheck" and part in RELEASING else {}),
+    }
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
         of_group = [] if ranks == 1 else [str(rank), str(ranks), f"sanitized-{os.getpid()}"]

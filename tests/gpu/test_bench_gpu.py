@@ -16,7 +16,7 @@ from flashmoe.bench.plan import Point
 from flashmoe.bench.run import Run
 from flashmoe.bench.suites import SUITES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.undisturbed]
 
 LAYER = {"hidden": 1024, "intermediate": 512, "experts": 32, "top_k": 4, "activation": "swiglu"}
 POINTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -8,7 +8,7 @@ import torch
 from flashmoe import models
 from flashmoe.memory import plan_memory
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.undisturbed]
 
 GRANULE = 2 << 20
 """Bytes that the driver rounds an allocation up to; a context has three: heap, workspace and where its heap is."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layers import Observed, call, context_of, gpu_operations, random_problem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.undisturbed]
 
 CALLS = 10
 

@@ -12,7 +12,7 @@ from flashmoe.account import account
 from flashmoe.trace import write_perfetto, write_timeline
 from layers import call, check, context_of, random_problem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.undisturbed]
 
 KINDS = ("gate", "dispatch", "gemm0", "gemm1", "combine", "wait", "epilogue")
 

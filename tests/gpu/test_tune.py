@@ -12,7 +12,7 @@ from flashmoe.tuning import profiles
 from flashmoe.tuning.knobs import PROFILE
 from layers import call, check, context_of, random_problem
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.undisturbed, pytest.mark.timeout(300)]
 
 SHAPE = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
 TOKENS = 500

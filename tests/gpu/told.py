@@ -11,10 +11,12 @@ import pytest
 
 
 def places_of(item: pytest.Item) -> list[str]:
-    """By its marks: see PLACES in tools/gpu_evidence/records.py."""
+    """By its marks, and whether it has a pool of ranks: see PLACES in tools/gpu_evidence/records.py."""
     if item.get_closest_marker("own_gpus"):
         return ["own"]
-    return ["shared", "own"] if item.get_closest_marker("group") else ["alone"]
+    if item.get_closest_marker("group") or "pool" in item.fixturenames:
+        return ["shared", "own"]
+    return ["undisturbed" if item.get_closest_marker("undisturbed") else "alone"]
 
 
 def test_of(item: pytest.Item) -> str:

@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = Path("tests/gpu")
 CONFTEST = TESTS / "conftest.py"
 """pytest loads it beside every file."""
+TELLS = TESTS / "told.py"
+"""It decides of no test what it shows."""
 ON_CPU_TOO = TESTS / "test_cpu_engine.py"
 """It compares the engines."""
 
@@ -46,6 +48,7 @@ class Tree:
     def sources_of(self, test: Path) -> dict[str, str]:
         """The three digests of a file of tests, which is named from the root."""
         modules = closure([self.root / test, self.root / CONFTEST], self._imports)
+        modules.discard(self.root / TELLS)
         package = {path for path in modules if self.root / "python" in path.parents}
         engines = ["cuda", "cpu"] if test == ON_CPU_TOO else ["cuda"]
         linked = closure([self.root / f"csrc/bindings/{engine}.cpp" for engine in engines], self._linked)

@@ -33,7 +33,9 @@ class Shard:
 
     @property
     def seconds(self) -> float:
-        return sum(unit.seconds for unit in self.units)
+        """Expected, where as many files run at once as may."""
+        each = [unit.seconds for unit in self.units]
+        return max(sum(each) / PLACES[self.place].at_once, max(each, default=0.0))
 
 
 def units(evidence: Evidence) -> Iterator[Unit]:
@@ -62,7 +64,10 @@ def shards(of: Iterable[Unit]) -> list[Shard]:
     """The units in their order, as many in each as it has time for."""
     found: list[Shard] = []
     for unit in of:
-        if not found or found[-1].place != unit.place or found[-1].seconds + unit.seconds > SHARD_SECONDS:
-            found.append(Shard(unit.place))
-        found[-1].units.append(unit)
+        if found and found[-1].place == unit.place:
+            longer = Shard(unit.place, [*found[-1].units, unit])
+            if longer.seconds <= SHARD_SECONDS:
+                found[-1] = longer
+                continue
+        found.append(Shard(unit.place, [unit]))
     return found

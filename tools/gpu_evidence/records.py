@@ -23,16 +23,19 @@ class Place(NamedTuple):
 
     gpus: int
     ranks_a_gpu: int
+    at_once: int
+    """How many files, on a machine with cores enough."""
     title: str
 
 
 PLACES = {
-    "alone": Place(1, 1, "one GPU"),
-    "shared": Place(1, 4, "ranks that share a GPU"),
-    "own": Place(2, 1, "a GPU for each rank"),
+    "alone": Place(1, 1, 4, "one GPU"),
+    "undisturbed": Place(1, 1, 1, "one GPU, nothing beside it"),
+    "shared": Place(1, 4, 1, "ranks that share a GPU"),
+    "own": Place(2, 1, 1, "a GPU for each rank"),
 }
-"""Tests without several ranks run `alone`; those of several where they share a GPU, and where each has its own. Those
-that cannot share one run in the last alone (tests/gpu/told.py)."""
+"""Tests without several ranks run `alone`, several files at once, since most of their time is the CPU's; those of
+several ranks where they share a GPU, and where each has its own. tests/gpu/told.py says which is for where."""
 
 OTHERS = {"tests": "the tests", "python": "Python", "host": "the host's C++"}
 """What the digests of a file are of."""

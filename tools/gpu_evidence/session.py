@@ -7,6 +7,7 @@ says at the end what it has loaded. The kernels that its last run loaded are com
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -14,8 +15,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -51,7 +54,9 @@ class Session:
         gpus = [line.split(", ") for line in nvidia_smi("name,driver_version").splitlines()]
         if not gpus:
             raise RuntimeError("nvidia-smi: expected a GPU, found none")
-        self.gpus, (self.device, self.driver) = len(gpus), gpus[0]
+        self.device, self.driver = gpus[0]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.gpus = visible.split(",") if visible else [str(gpu) for gpu in range(len(gpus))]
         self.nvcc = jit.find_nvcc()
         self.store = Path(os.environ.get("FLASHMOE_TESTS_STORE") or self.work / "store")
         self.store.mkdir(parents=True, exist_ok=True)
@@ -72,25 +77,36 @@ class Session:
             "seconds": 0,
             "files": {},
         }
-        path = self._record_path(place.gpus)
-        began = time.monotonic()
-        with self._sharing(shard.place):
-            for unit in shard.units:
-                if time.monotonic() + unit.seconds > self.deadline:
-                    print(f"  no time is left for {unit.file}, of {unit.seconds:.0f} s", flush=True)
-                    continue
-                ran = self._run(unit)
+        path: Path | None = None
+        began, written = time.monotonic(), threading.Lock()
+
+        def run_one(unit: Unit) -> None:
+            nonlocal path
+            if time.monotonic() + unit.seconds > self.deadline:
+                print(f"  no time is left for {unit.file}, of {unit.seconds:.0f} s", flush=True)
+                return
+            ran = self._run(unit)
+            with written:
                 if ran["tests"]:
                     record["files"][unit.file] = ran
                     record["seconds"] = round(time.monotonic() - began)
                     record["ended"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+                    path = path or self._new_path(place.gpus)
                     write(path, record)
 
-    def _record_path(self, gpus: int) -> Path:
+        at_once = max(1, min(place.at_once, (os.cpu_count() or 1) // 4))
+        with self._sharing(shard.place), ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(run_one, sorted(shard.units, key=lambda unit: -unit.seconds)))
+
+    def _new_path(self, gpus: int) -> Path:
+        """Of a record, which no other session has."""
         stem = f"{result_path('tests', self.device, gpus).stem}-{self.commit[:7]}"
-        number = 1
-        while (path := self.results / f"{stem}-{number}.json").exists():
-            number += 1
+        self.results.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            path = self.results / f"{stem}-{number}.json"
+            with contextlib.suppress(FileExistsError):
+                path.touch(exist_ok=False)
+                break
         return path
 
     def _compile(self, shard: Shard) -> None:
@@ -109,7 +125,9 @@ class Session:
             "FLASHMOE_SHARE_GPUS": str(PLACES[place].ranks_a_gpu),
             "FLASHMOE_TESTS_NVCC": str(self.nvcc),
             "FLASHMOE_TESTS_STORE": str(self.store),
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(PLACES[place].gpus))),
+            # The references are of small matrices, and the cores are for other files and for ranks.
+            **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[: PLACES[place].gpus]),
         }
         return {**os.environ, **told}
 
@@ -122,7 +140,8 @@ class Session:
             return
         for name in ("PIPE", "LOG"):
             os.environ[f"CUDA_MPS_{name}_DIRECTORY"] = str(self.work / f"mps-{name.lower()}")
-        subprocess.run([program, "-d"], check=True)
+        everywhere = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        subprocess.run([program, "-d"], env=everywhere, check=True)
         try:
             yield
         finally:
@@ -132,10 +151,10 @@ class Session:
 
     def _run(self, unit: Unit) -> dict[str, Any]:
         """The file's part of the record."""
-        told, asked = (self.work / f"{name}.jsonl" for name in ("told", "asked"))
+        name = f"{Path(unit.file).stem}-{unit.place}"
+        told, asked = (self.work / f"{name}-{what}.jsonl" for what in ("told", "asked"))
         for path in (told, asked):
             path.write_text("")
-        name = f"{Path(unit.file).stem}-{unit.place}"
         shutil.rmtree(self.work / "caches" / name, ignore_errors=True)
         environment = self._environment(unit.place, name) | {
             "FLASHMOE_TOLD": str(told),
