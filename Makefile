@@ -2,7 +2,7 @@
 # make test       every test that runs without a GPU; says what it had to skip
 # make test-gpu   the tests that need a GPU, as far as what they are of has changed since they ran;  make stale  names them
 # make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 3 GB)
-# make nightly    make test with 10,000 examples per property test, and some 790 instances of the kernels
+# make nightly    make test with 10,000 examples per property test, and some 1180 instances of the kernels
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc 13.0
 # make site       the documentation as pages, in build/site/, which are then opened in a browser
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
@@ -158,11 +158,15 @@ in-training: $(VENV)/.training $(VENV)/.package
 	@$(BIN)/python -m pytest $(if $(findstring tests/,$(PYTEST_FLAGS)),,tests/integrations/training) \
 	  --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
+# What was compiled is left in benchmarks/results/cuda_instances, and what of the Python tests has run in
+# benchmarks/results/nightly, file by file. Neither is done again unless its sources change, so that a night which is stopped
+# goes on in the next. NIGHTLY_MINUTES=60 compiles for an hour, and then begins the tests.
 nightly: export FLASHMOE_EXAMPLES = 10000
 nightly: export FLASHMOE_PROGRAMS = 1000
 nightly: export FLASHMOE_LONG_TESTS = 1
+nightly: export FLASHMOE_NIGHTLY_EVIDENCE ?= benchmarks/results/nightly
 nightly: TEST_TIMEOUT = 14400
-nightly: COMPILE_FLAGS = --every
+nightly: COMPILE_FLAGS = --every --record benchmarks/results/cuda_instances $(if $(NIGHTLY_MINUTES),--minutes $(NIGHTLY_MINUTES))
 nightly: test
 
 # Goes on after a finding, and fails at the end.

@@ -14,9 +14,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # As wide as each test says: consoles keep what they find first, and a process of pytest-xdist finds 80.
 os.environ.update(COLUMNS="", LINES="")
 
+import nightly_evidence
 import pytest
 from flashmoe.launch import RankPool
 from problems import Ranks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    nightly_evidence.begin(config)
 
 
 @pytest.fixture(scope="session")

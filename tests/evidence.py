@@ -39,6 +39,11 @@ class Suite(NamedTuple):
     """The folder in `benchmarks/results/` for what runs leave."""
     sources: tuple[str, ...]
     """The folders that the digest is of."""
+    without: tuple[str, ...] = ()
+    """Folders in them that it is not of."""
+
+    def digest(self) -> str:
+        return digest_of(ROOT, *self.sources, without=self.without)
 
 
 GPU = Suite("GPU tests", "gpu", "tests", ("include", "csrc"))
@@ -56,7 +61,7 @@ class Evidence:
     """A plugin of pytest that counts, and writes `path`. `origin`: what it says besides, as the device."""
 
     def __init__(self, suite: Suite, path: Path, origin: dict[str, Any]) -> None:
-        sources = {"sources": list(suite.sources), "sources_sha256": digest_of(ROOT, *suite.sources)}
+        sources = {"sources": list(suite.sources), "sources_sha256": suite.digest()}
         self._path, self._origin = path, {**origin, **sources}
         self._start = time.monotonic()
         self._seconds, self._files = recorded(path, self._origin)
@@ -67,17 +72,31 @@ class Evidence:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        self._reason = partial(session)
-        self._in_part = selected_in_part(session)
-        self._left = Counter(map(file_of, session.items))
+        self._session = session
+        if not session.config.pluginmanager.has_plugin(
+            "dsession"
+        ):  # of pytest-xdist, whose processes collect the tests
+            self._begin([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        """Each process has the same tests; so has one that follows on another which crashed."""
+        if not self._left:
+            self._begin(ids)
+
+    def _begin(self, tests: Sequence[str]) -> None:
+        self._reason = partial(self._session)
+        self._in_part = selected_in_part(self._session, tests)
+        self._left = Counter(map(file_of, tests))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test has three parts; it failed if one of them did, and was skipped before it or in it."""
-        file = report.nodeid.partition("::")[0]
+        """A test has three parts; it failed if one of them did, and was skipped before it or in it. One whose process
+        crashed ends with a part of no name."""
+        file = file_of(report.nodeid)
         outcomes = self._outcomes.setdefault(file, {})
         parts = {outcomes.get(report.nodeid, "passed"), report.outcome}
         outcomes[report.nodeid] = next(each for each in ("failed", "skipped", "passed") if each in parts)
-        if report.when == "teardown":
+        if report.when not in ("setup", "call"):
             self._left[file] -= 1
             if self._left[file] == 0 and self._reason is None and file not in self._in_part:
                 self._record(file)
@@ -95,18 +114,22 @@ class Evidence:
             if files:
                 say(f"\nnot recorded in {self._path}: {reason}: {', '.join(files)}")
 
-    def _record(self, file: str) -> None:
+    def _counts(self, file: str) -> dict[str, Any]:
+        """What is said of a file whose tests are over."""
         counts = Counter(self._outcomes[file].values())
-        self._files[file] = {each: counts[each] for each in OUTCOMES}
+        return {each: counts[each] for each in OUTCOMES}
+
+    def _record(self, file: str) -> None:
+        self._files[file] = self._counts(file)
         seconds = self._seconds + round(time.monotonic() - self._start)
         write(self._path, {**self._origin, "seconds": seconds, "files": dict(sorted(self._files.items()))})
 
 
-def file_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
-def recorded(path: Path, origin: dict[str, Any]) -> tuple[int, dict[str, dict[str, int]]]:
+def recorded(path: Path, origin: dict[str, Any]) -> tuple[int, dict[str, dict[str, Any]]]:
     """Seconds and files of the run in `path`, if it is of this origin; else none."""
     said = json.loads(path.read_text()) if path.exists() else {}
     if any(said.get(name) != value for name, value in origin.items()):
@@ -126,11 +149,11 @@ def partial(session: pytest.Session) -> str | None:
     return None
 
 
-def selected_in_part(session: pytest.Session) -> set[str]:
-    """The files that the command line names tests of."""
+def selected_in_part(session: pytest.Session, tests: Sequence[str]) -> set[str]:
+    """The files that the command line names some of these tests of."""
     start = session.config.invocation_params.dir
     named = {(start / each.partition("::")[0]).resolve() for each in session.config.args if "::" in each}
-    return {file_of(item) for item in session.items if item.path in named}
+    return {file for file in map(file_of, tests) if (session.config.rootpath / file).resolve() in named}
 
 
 def committed(suite: Suite) -> list[Path]:
@@ -167,7 +190,7 @@ def current(run: dict[str, Any], root: Path = ROOT) -> bool:
 
 def outdated(suite: Suite, paths: Sequence[Path]) -> list[str]:
     """What is to be said of those that are of other sources than there are now, or lack a file of tests."""
-    now = digest_of(ROOT, *suite.sources)
+    now = suite.digest()
     tests = {f"tests/{suite.tests}/{path.name}" for path in (ROOT / "tests" / suite.tests).glob("test_*.py")}
     said = []
     for path in paths:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cuda_units
 import nvshmem_headers
 import pytest
 from flashmoe import jit, nvshmem, spec
@@ -54,7 +55,7 @@ def test_opcodes(tool):
 
 
 def test_report(tool, capsys):
-    fused = next(unit for unit in tool.units() if unit.variant)
+    fused = next(unit for unit in cuda_units.units() if unit.variant)
     assert tool.report(fused, compiled(tool)) == 0
     assert "1 HGMMA, 1 UTMALDG, 2 LDGSTS" in capsys.readouterr().out
     assert tool.report(fused, compiled(tool, spilled=8)) == 1
@@ -65,15 +66,15 @@ def test_report(tool, capsys):
     assert tool.report(fused, tool.Compiled("", "nvdisasm exited with 1: no cubin")) == 1
 
 
-def variants(tool, every: bool = False, **options: Any) -> list[jit.Variant]:
+def variants(every: bool = False, **options: Any) -> list[jit.Variant]:
     """Of the units, those with these options."""
-    found = [unit.variant for unit in tool.units(every) if unit.variant]
+    found = [unit.variant for unit in cuda_units.units(every) if unit.variant]
     return [each for each in found if all(getattr(each, name) == value for name, value in options.items())]
 
 
 @pytest.mark.parametrize("few", [False, True])
 def test_exact_instances_need_no_tensor_cores(tool, capsys, few):
-    [exact] = [tool.Unit(each) for each in variants(tool, exact=True, few=few)]
+    [exact] = [cuda_units.Unit(each) for each in variants(exact=True, few=few)]
     assert tool.report(exact, compiled(tool, sass=SASS.replace("HGMMA", "FFMA"))) == 0
     assert "  1 UTMALDG, 2 LDGSTS" in capsys.readouterr().out
     assert tool.report(exact, compiled(tool, sass=SASS.replace("LDGSTS", "NOP"))) == 1
@@ -82,9 +83,9 @@ def test_exact_instances_need_no_tensor_cores(tool, capsys, few):
 @pytest.mark.parametrize("every", [False, True])
 def test_instances(tool, every):
     """Each once, and `every` one includes all others; no source is left out."""
-    units = tool.units(every)
+    units = cuda_units.units(every)
     assert len(units) == len(set(units)) == len({unit.title for unit in units})  # of which files have their names
-    assert {unit for unit in tool.units() if unit.variant} <= set(tool.units(True))
+    assert {unit for unit in cuda_units.units() if unit.variant} <= set(cuda_units.units(True))
     assert all(bool(unit.nvshmem) == (unit.variant is not None and unit.variant.rdma) for unit in units)
     assert {unit.source for unit in units} == {*(ROOT / "csrc").rglob("*.cu"), *(ROOT / "benchmarks").rglob("*.cu")}
     assert len(units) == (NIGHTLY if every else 42)
@@ -110,7 +111,7 @@ def test_a_unit_is_told_what_the_compiler_on_first_use_is(tool, monkeypatch, tmp
     monkeypatch.setattr(tool.subprocess, "run", run)
     variant = jit.Variant("float32", "gelu", few=True, exact=True)
     for of in (variant, ROOT / "benchmarks" / "protocol.cu"):
-        tool.compile_unit(Path("nvcc"), Path("nvdisasm"), tool.Unit(of))
+        tool.compile_unit(Path("nvcc"), Path("nvdisasm"), cuda_units.Unit(of))
     kernel, program = (" ".join(command) for command in commands)
     assert kernel.startswith(f"nvcc {' '.join(variant.flags)} -Xptxas -v -Werror all-warnings ")
     assert f" {ROOT}/csrc/cuda/entry/decode.cu -o {tmp_path}/" in kernel and kernel.endswith(".cubin")
@@ -118,32 +119,32 @@ def test_a_unit_is_told_what_the_compiler_on_first_use_is(tool, monkeypatch, tmp
     assert program.endswith(".o")
 
 
-def test_instances_of_plain_layers(tool):
+def test_instances_of_plain_layers():
     # bfloat16, of which one is traced, float16, float32, exact float32.
-    assert len(tool.plain_variants(False)) == 3 + 1 + 1 + 2 + 1
-    assert len(tool.plain_variants(True)) == 4 * len(spec.ACTIVATIONS) * 2
-    assert not any(each.few for each in tool.plain_variants(True))
+    assert len(cuda_units.plain_variants(False)) == 3 + 1 + 1 + 2 + 1
+    assert len(cuda_units.plain_variants(True)) == 4 * len(spec.ACTIVATIONS) * 2
+    assert not any(each.few for each in cuda_units.plain_variants(True))
 
 
-def test_instances_of_transposed_weights(tool):
-    assert len(tool.transposed_variants(False)) == len(tool.quantised_variants(False)) == 2
-    for variant in tool.transposed_variants(True):
+def test_instances_of_transposed_weights():
+    assert len(cuda_units.transposed_variants(False)) == len(cuda_units.quantised_variants(False)) == 2
+    for variant in cuda_units.transposed_variants(True):
         assert variant.transposed and variant.dtype != "float32"
 
 
-def test_instances_of_experts_in_fp8(tool):
-    units = [tool.Unit(each) for each in variants(tool, quantised=True, few=False)]
-    assert [unit.variant for unit in units] == tool.quantised_variants(False)
-    assert all({tool.WGMMA, tool.WGMMA_FP8} <= set(unit.required) for unit in units)
+def test_instances_of_experts_in_fp8():
+    units = [cuda_units.Unit(each) for each in variants(quantised=True, few=False)]
+    assert [unit.variant for unit in units] == cuda_units.quantised_variants(False)
+    assert all({cuda_units.WGMMA, cuda_units.WGMMA_FP8} <= set(unit.required) for unit in units)
 
 
 def test_instances_of_few_tokens(tool, capsys):
     """Of each type and encoding, with the gate of most registers, and in groups; of all that have that kernel, at
     night."""
-    least = variants(tool, few=True)
-    assert least == tool.few_variants(False)
+    least = variants(few=True)
+    assert least == cuda_units.few_variants(False)
     of_kinds = Counter((each.quantised, each.mxfp4, each.group) for each in least)
-    plain = len(tool.plain_variants(False))
+    plain = len(cuda_units.plain_variants(False))
     assert of_kinds == {
         (False, False, False): plain,
         (True, False, False): 2,
@@ -153,22 +154,22 @@ def test_instances_of_few_tokens(tool, capsys):
     }
     assert sum(each.trace for each in least) == 1
     # Of 16-bit types: plain, FP8 and MXFP4 alone, the first two in groups; float32, exact or not, alone.
-    assert len(tool.few_variants(True)) == (2 * (3 + 2) + 2) * len(spec.ACTIVATIONS) * 2
+    assert len(cuda_units.few_variants(True)) == (2 * (3 + 2) + 2) * len(spec.ACTIVATIONS) * 2
     for variant in least:
-        unit = tool.Unit(variant)
+        unit = cuda_units.Unit(variant)
         exactly = variant.dtype == "float32"
-        assert unit.required == (tool.LOADS if exactly else (tool.MMA, *tool.LOADS))
-    unit = tool.Unit(next(each for each in least if each.mxfp4))
+        assert unit.required == (cuda_units.LOADS if exactly else (cuda_units.MMA, *cuda_units.LOADS))
+    unit = cuda_units.Unit(next(each for each in least if each.mxfp4))
     assert tool.report(unit, compiled(tool)) == 1  # there is no mma.sync
     assert "no HMMA instruction" in capsys.readouterr().out
     assert tool.report(unit, compiled(tool, sass=SASS.replace("HGMMA", "HMMA"))) == 0
 
 
-def test_instances_of_training(tool):
+def test_instances_of_training():
     # Of an activation: 6 types and layouts, 2 passes, alone and in groups, and 3 sets of reasons besides none.
     a = len(spec.ACTIVATIONS)
     for every, of_each, in_group, of_fp32, of_reasons in ((False, 3, 1, 0, 2), (True, 4 * a, 4 * a, 8 * a, 72 * a)):
-        found = tool.training_variants(every)
+        found = cuda_units.training_variants(every)
         assert len(set(found)) == len(found)
         assert not any(each.quantised or each.mxfp4 for each in found)
         assert not any(each.dtype == "float32" and each.transposed for each in found)
@@ -182,7 +183,7 @@ def test_instances_of_training(tool):
             assert sum(each.group for each in of_pass) == in_group
 
 
-def test_every_kernel_of_training_that_a_call_may_ask_for_is_compiled_at_night(tool):
+def test_every_kernel_of_training_that_a_call_may_ask_for_is_compiled_at_night():
     types = [{"dtype": dtype, "transposed": each} for dtype in jit.TRANSPOSED for each in (False, True)]
     types += [{"dtype": "float32", "exact": each} for each in (False, True)]
     asked = {
@@ -192,10 +193,10 @@ def test_every_kernel_of_training_that_a_call_may_ask_for_is_compiled_at_night(t
         )
     }
     assert {each.dtype for each in asked} == set(jit.TRAINED)
-    assert asked == set(tool.training_variants(True)) and len(asked) == 96 * len(spec.ACTIVATIONS)
+    assert asked == set(cuda_units.training_variants(True)) and len(asked) == 96 * len(spec.ACTIVATIONS)
 
 
-def test_every_kernel_for_a_few_tokens_that_layers_have_is_compiled_at_night(tool):
+def test_every_kernel_for_a_few_tokens_that_layers_have_is_compiled_at_night():
     """Untraced and traced, of a rank alone and of a group."""
     kinds = [{"dtype": dtype} for dtype in spec.DTYPES] + [{"dtype": "float32", "exact": True}]
     kinds += [{"dtype": dtype, which: True} for dtype in jit.BESIDE_QUANTISED for which in ("quantised", "mxfp4")]
@@ -206,21 +207,21 @@ def test_every_kernel_for_a_few_tokens_that_layers_have_is_compiled_at_night(too
         if each.few
     }
     groups = {replace(each, group=True) for each in alone if each.dtype != "float32" and not each.mxfp4}
-    assert set(tool.few_variants(True)) == alone | groups
+    assert set(cuda_units.few_variants(True)) == alone | groups
 
 
 def test_backward_passes_of_float32_multiply_by_fragments(tool, capsys):
-    unit = tool.Unit(next(each for each in variants(tool, backward=True, dtype="float32")))
+    unit = cuda_units.Unit(next(each for each in variants(backward=True, dtype="float32")))
     assert tool.report(unit, compiled(tool)) == 1
     assert "no HMMA instruction" in capsys.readouterr().out
     assert tool.report(unit, compiled(tool, sass=SASS.replace("HGMMA", "HMMA"))) == 0
 
 
-def test_kernels_that_put_are_compiled_with_both_ends_of_nvshmems_releases(tool):
-    puts = [unit for unit in tool.units(True) if unit.nvshmem]
+def test_kernels_that_put_are_compiled_with_both_ends_of_nvshmems_releases():
+    puts = [unit for unit in cuda_units.units(True) if unit.nvshmem]
     by_release = Counter(unit.nvshmem for unit in puts)
     assert by_release == dict(zip(nvshmem_headers.RELEASES, (1, 6), strict=True))
-    always = Counter(unit.nvshmem for unit in tool.units() if unit.nvshmem)
+    always = Counter(unit.nvshmem for unit in cuda_units.units() if unit.nvshmem)
     assert always == dict(zip(nvshmem_headers.RELEASES, (1, 3), strict=True))
     ends = [tuple(map(int, release.split(".")[:2])) for release in nvshmem_headers.RELEASES]
     assert ends == [nvshmem.OLDEST, nvshmem.NEWEST]
@@ -251,13 +252,13 @@ def test_what_needs_headers_of_nvshmem_is_skipped_by_name_but_in_ci(tool, tmp_pa
     (tmp_path / newest).mkdir()
     compiled.clear()
     assert tool.main() == 0 and "SKIPPED" not in capsys.readouterr().out
-    assert compiled == tool.units()
+    assert compiled == cuda_units.units()
 
 
 def test_a_kernel_that_puts_keeps_what_nvshmem_looks_for(tool, tmp_path, monkeypatch):
     """A compiler that writes a cubin of these symbols, and a disassembler that says nothing."""
     monkeypatch.setattr(tool, "OUTPUT", tmp_path)
-    unit = next(unit for unit in tool.units() if unit.nvshmem)
+    unit = next(unit for unit in cuda_units.units() if unit.nvshmem)
     nvcc = tmp_path / "nvcc"
     nvcc.touch(mode=0o755)
 
@@ -272,7 +273,7 @@ def test_a_kernel_that_puts_keeps_what_nvshmem_looks_for(tool, tmp_path, monkeyp
 
 
 def test_other_kernels_need_no_particular_instruction(tool):
-    other = next(unit for unit in tool.units() if not unit.variant)
+    other = next(unit for unit in cuda_units.units() if not unit.variant)
     assert tool.report(other, compiled(tool, sass="")) == 0
 
 

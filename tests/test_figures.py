@@ -183,8 +183,9 @@ def texts() -> Iterator[str]:
 def test_files_that_are_cited_are_there_and_all_others_too():
     pattern = r"\b([a-z0-9_]+/[a-z0-9-]+x\d+(?:-[0-9a-f]{7})?\.json)"
     cited = {name for text in texts() for name in re.findall(pattern, text)}
-    # Runs of tests and wheels speak for themselves (test_evidence.py, test_release.py): no figure is taken from them.
-    uncited = ("tests", "integrations", "integrations_training", "release")
+    # Runs of tests, compilations and wheels speak for themselves (test_evidence.py, test_instance_records.py,
+    # test_release.py): no figure is taken from them.
+    uncited = ("tests", "integrations", "integrations_training", "nightly", "cuda_instances", "release")
     files = [path for path in FILES if path.parent.name not in uncited]
     # README cites what it is made of by the columns of its table.
     cited |= {"fused_gpu/h200x1.json", "fused_group/h200x2.json", "fused_group/h200x4.json"}

@@ -1,6 +1,7 @@
 """Compile every CUDA source for Hopper and refuse what would be slow without failing.
 
-    python tools/compile_cuda.py [--every]
+    python tools/compile_cuda.py [--every] [--record FOLDER [--minutes M] [--jobs N]]
+    python tools/compile_cuda.py [--every] --record FOLDER --list
 
 No GPU is needed. The layer's kernels are compiled as on first use (python/flashmoe/jit.py): for each type, exact
 float32, transposed weights, experts in FP8 and MXFP4, few tokens alone and in groups, forward passes that keep what
@@ -17,37 +18,41 @@ from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import nvshmem_headers
+from cuda_units import Unit, units
 from flashmoe import jit
-from flashmoe.jit import Variant
-from flashmoe.spec import ACTIVATIONS
+from gpu_evidence.digests import Tree
+from instance_records import Instance, Record, Standing, instance, read, standing
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = (*(ROOT / "csrc" / "cuda" / "entry").glob("*.cu"), *(ROOT / "benchmarks").glob("*.cu"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from harness import as_typed, commit_option, cpu_model, result_path  # noqa: E402
+
 OUTPUT = ROOT / "build-cuda"
 CHECKS = [
     *("-Xptxas", "-v", "-Werror", "all-warnings"),
     *("-I", str(ROOT / "include"), "-I", str(ROOT / "csrc")),
 ]
+NICE = 10
+"""What is recorded runs behind the machine's other work."""
 INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
-
-# Of the layer's kernels, by their names in SASS: TMA loads of the weights and cp.async that gathers the tokens' rows,
-# wgmma and mma.sync.
-LOADS = ("UTMALDG", "LDGSTS")
-WGMMA, WGMMA_FP8, MMA = "HGMMA", "QGMMA", "HMMA"
-
-CLAMPED = "clamped_swiglu"  # of most registers
 
 # What nvshmemx_cumodule_init looks for in a module, by these names.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
@@ -131,166 +136,6 @@ def readable(symbols: list[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A kernel's build, or a source without options."""
-
-    of: Variant | Path
-    nvshmem: str = ""
-    """The release whose headers it is compiled with; empty: with none."""
-
-    @property
-    def variant(self) -> Variant | None:
-        """None: it is not one of the layer's kernels."""
-        return self.of if isinstance(self.of, Variant) else None
-
-    @property
-    def source(self) -> Path:
-        return jit.entry_of(ROOT, self.of) if isinstance(self.of, Variant) else self.of
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The instructions that it is built on."""
-        variant = self.variant
-        if variant is None:
-            return ()
-        if variant.exact or (variant.few and variant.dtype == "float32"):  # whose few rows are multiplied exactly
-            return LOADS
-        if variant.few:
-            return (MMA, *LOADS)
-        if variant.quantised:
-            return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are of y's type
-        by_fragments = variant.backward and variant.dtype == "float32"
-        return (MMA if by_fragments else WGMMA, *LOADS)
-
-    @property
-    def title(self) -> str:
-        defines = [flag for flag in self.variant.flags if flag.startswith("-D")] if self.variant else []
-        headers = [f"(NVSHMEM {self.nvshmem})"] if self.nvshmem else []
-        return " ".join([str(self.source.relative_to(ROOT)), *defines, *headers])
-
-
-def plain_variants(every: bool) -> list[Variant]:
-    """Those of plain layers. Unless `every` one is asked for, bfloat16 has the activations of most instructions and of
-    most registers, with a gate and without one, and is traced; the other types have what differs most from that."""
-    found = []
-    plain = (("bfloat16", ("swiglu", "gelu", CLAMPED)), ("float16", (CLAMPED,)), ("float32", ("gelu", CLAMPED)))
-    for dtype, least, *exact in (*plain, ("float32", (CLAMPED,), True)):
-        for activation in ACTIVATIONS if every else least:
-            untraced = Variant(dtype, activation, exact=bool(exact))
-            found.append(untraced)
-            if every or (dtype, activation) == ("bfloat16", "swiglu"):
-                found.append(replace(untraced, trace=True))
-    return found
-
-
-def of_16_bits(which: str, traced: str, every: bool) -> list[Variant]:
-    """Of kernels that 16-bit types have; `every` one: with the plain gate, of the other type, and traced too."""
-    kinds = [("bfloat16", "gelu"), ("bfloat16", CLAMPED)]
-    if every:
-        kinds += [("bfloat16", "swiglu"), ("float16", "swiglu")]
-    found = [Variant(*kind, **{which: True}) for kind in kinds]
-    return [*found, Variant(activation=traced, trace=True, **{which: True})] if every else found
-
-
-def transposed_variants(every: bool) -> list[Variant]:
-    """Of transposed weights, which 16-bit types have: without a gate, and with the one of most registers."""
-    return of_16_bits("transposed", CLAMPED, every)
-
-
-def quantised_variants(every: bool) -> list[Variant]:
-    """Of experts in FP8: without a gate, and with the one of most registers."""
-    return of_16_bits("quantised", "swiglu", every)
-
-
-def few_variants(every: bool) -> list[Variant]:
-    """Of a few tokens: of a rank alone what plain layers and experts in FP8 have of any number, and of experts in MXFP4
-    as of those in FP8; of groups with the gate of most registers. `every` one: of each type, weights and activation."""
-    encodings: tuple[dict[str, bool], ...] = ({}, {"quantised": True}, {"mxfp4": True})
-    if not every:
-        alone = [*plain_variants(False), *quantised_variants(False)]
-        found = [replace(each, few=True) for each in alone]
-        found += [replace(each, quantised=False, mxfp4=True, few=True) for each in quantised_variants(False)]
-        return found + [Variant(activation=CLAMPED, **of, few=True, group=True) for of in encodings[:2]]
-    kinds = [
-        ({"dtype": dtype} | of, (False, True)[: 1 + ("mxfp4" not in of)])
-        for dtype in jit.BESIDE_QUANTISED
-        for of in encodings
-    ]
-    kinds += [({"dtype": "float32", "exact": exact}, (False,)) for exact in (False, True)]
-    return [
-        Variant(**of, activation=activation, trace=trace, few=True, group=group)
-        for of, groups in kinds
-        for activation in ACTIVATIONS
-        for trace in (False, True)
-        for group in groups
-    ]
-
-
-def training_variants(every: bool) -> list[Variant]:
-    """Of forward passes that keep what gradients need, and of backward passes: without a gate, with the one of most
-    registers, and of both layouts of weights; among several ranks, with the one of most registers, of layers that have
-    the usual kernels, and of such as have others for all reasons there are, in float32 as well. `every` one: of each
-    type, layout and activation, for each set of these reasons, alone and among several ranks."""
-    passes: tuple[dict[str, bool], ...] = ({"keeps": True}, {"backward": True})
-    if every:
-        types = [{"dtype": dtype, "transposed": each} for dtype in jit.TRANSPOSED for each in (False, True)]
-        types += [{"dtype": "float32", "exact": each} for each in (False, True)]
-        return [
-            Variant(**of, activation=activation, on_input=on_input, sliced=sliced, **which, group=group)
-            for of in types
-            for activation in ACTIVATIONS
-            for on_input in (False, True)
-            for sliced in (False, True)
-            for which in passes
-            for group in (False, True)
-        ]
-    kinds = ({"activation": "gelu"}, {"activation": CLAMPED}, {"activation": CLAMPED, "transposed": True})
-    found = [Variant(**kind, **which) for which in passes for kind in kinds]
-    found += [Variant(activation=CLAMPED, group=True, **which) for which in passes]
-    others = {"on_input": True, "sliced": True, "backward": True, "group": True}
-    return found + [Variant(dtype, CLAMPED, **others) for dtype in ("bfloat16", "float32")]
-
-
-def machines_variants(every: bool) -> list[Variant]:
-    """Of groups on several machines: with the gate of most registers; `every` one: of each type, and of FP8."""
-    found = [Variant(activation=CLAMPED, machines=True)]
-    if every:
-        found += [Variant(machines=True), Variant(quantised=True, machines=True)]
-        found += [Variant(dtype, CLAMPED, machines=True) for dtype in ("float16", "float32")]
-    return found
-
-
-def rdma_units(every: bool) -> list[Unit]:
-    """Those that put to other ranks: one of each set of registers with the newest NVSHMEM, which inlines the most; one
-    with the oldest, whose calls are all in it, since each takes half a minute of a core."""
-    oldest, newest = nvshmem_headers.RELEASES
-    kinds = [("bfloat16", "swiglu"), ("float32", "gelu")]
-    if every:
-        kinds += [("bfloat16", "gelu"), ("float16", "swiglu"), ("float32", "swiglu")]
-    found = [*(Variant(*kind, rdma=True) for kind in kinds), Variant(activation=CLAMPED, rdma=True, transposed=True)]
-    return [Unit(Variant(rdma=True), oldest), *(Unit(each, newest) for each in found)]
-
-
-KINDS = (
-    plain_variants,
-    transposed_variants,
-    quantised_variants,
-    few_variants,
-    training_variants,
-    machines_variants,
-)
-"""Of kernels that nothing else is needed for."""
-
-
-def units(every: bool = False) -> list[Unit]:
-    """What is to be compiled: of each kind of kernel what tells whether it fits, or `every` instance that there is; and
-    each source that has no instances."""
-    found = [Unit(each) for of_kind in KINDS for each in of_kind(every)] + rdma_units(every)
-    entries = {unit.source for unit in found}
-    return found + [Unit(source) for source in sorted(SOURCES) if source not in entries]
-
-
-@dataclass(frozen=True)
 class Compiled:
     """What became of a unit."""
 
@@ -329,31 +174,81 @@ def compile_unit(nvcc: Path, nvdisasm: Path, unit: Unit) -> Compiled:
     return Compiled(done.stdout, opcodes=Counter(OPCODE.findall(sass.stdout)))
 
 
-def report(unit: Unit, compiled: Compiled) -> int:
-    """Print one unit's table; returns the number of faults."""
-    print(f"\n{unit.title}")
+def faults_of(unit: Unit, compiled: Compiled) -> list[str]:
+    """Why a unit is refused; empty: it is not."""
     if compiled.failure:
-        print(compiled.log.rstrip())
-        print(f"  FAILED: {compiled.failure}")
-        return 1
+        return [compiled.failure]
     functions, advisories = parse(compiled.log)
     faults = [f"ptxas: {advisory}" for advisory in advisories]
     faults += [f"no {opcode} instruction" for opcode in unit.required if not compiled.opcodes[opcode]]
-    if functions:
-        print(f"  {'registers':>9} {'smem':>7} {'stack':>6} {'spills':>7}  kernel")
     for function, name in zip(functions, readable([f.symbol for f in functions]), strict=True):
-        registers = "-" if function.registers is None else function.registers
-        print(f"  {registers:>9} {function.smem:>7} {function.stack:>6} {function.spills:>7}  {name}")
         faults += [f"{name} {fault}" for fault in function.faults]
-    if unit.required:
+    return faults
+
+
+def report(unit: Unit, compiled: Compiled) -> int:
+    """Print one unit's table; returns the number of faults."""
+    print(f"\n{unit.title}")
+    functions, _ = parse(compiled.log)
+    if compiled.failure:
+        print(compiled.log.rstrip())
+    elif functions:
+        print(f"  {'registers':>9} {'smem':>7} {'stack':>6} {'spills':>7}  kernel")
+        for function, name in zip(functions, readable([f.symbol for f in functions]), strict=True):
+            registers = "-" if function.registers is None else function.registers
+            print(f"  {registers:>9} {function.smem:>7} {function.stack:>6} {function.spills:>7}  {name}")
+    if unit.required and not compiled.failure:
         print("  " + ", ".join(f"{compiled.opcodes[opcode]} {opcode}" for opcode in unit.required))
+    faults = faults_of(unit, compiled)
     for fault in faults:
         print(f"  FAILED: {fault}")
     return len(faults)
 
 
-def main() -> int:
-    todo = units("--every" in sys.argv[1:])
+def entry(unit: Unit, compiled: Compiled, digest: str) -> dict[str, Any]:
+    """What a record has of a unit: the most registers and the largest stack of its functions, and all their spills."""
+    functions, _ = parse(compiled.log)
+    return {
+        "digest": digest,
+        "registers": max((each.registers for each in functions if each.registers is not None), default=None),
+        "spills": sum(each.spills for each in functions),
+        "stack": max((each.stack for each in functions), default=0),
+        "faults": faults_of(unit, compiled),
+    }
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """What units are compiled and looked at with."""
+
+    nvcc: Path
+    nvdisasm: Path
+
+    @property
+    def release(self) -> str:
+        """Of nvcc."""
+        version = subprocess.run([self.nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        found = re.search(r"release [^\n]*", version)
+        return found[0] if found else "(version unknown)"
+
+    def compile(self, todo: Sequence[Unit], jobs: int, end: float) -> Iterator[tuple[Unit, Compiled]]:
+        """Each as it ends, so many at a time. `end`: by `time.monotonic`, when none is begun any more."""
+
+        def one(unit: Unit) -> Compiled | None:
+            return compile_unit(self.nvcc, self.nvdisasm, unit) if time.monotonic() < end else None
+
+        with ThreadPoolExecutor(jobs) as pool:
+            begun = {pool.submit(one, unit): unit for unit in todo}
+            try:
+                for future in as_completed(begun):
+                    if (compiled := future.result()) is not None:
+                        yield begun[future], compiled
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+def toolkit(todo: Sequence[Unit]) -> Toolkit | int:
+    """That of this machine; without one, the status that this ends with, which it has said why."""
     nvcc = find_nvcc()
     if nvcc is None:
         names = ", ".join(unit.title for unit in todo)
@@ -362,30 +257,103 @@ def main() -> int:
             return 1
         print(f"SKIPPED, no nvcc: {names}. To compile them:\n    {jit.INSTALL}")
         return 0
-
     nvdisasm = find_nvdisasm(nvcc)
     if nvdisasm is None:
         print(f"FAILED: no nvdisasm to look at the kernels with. Install one:\n    {INSTALL_NVDISASM}", file=sys.stderr)
         return 1
+    return Toolkit(nvcc, nvdisasm)
 
+
+def with_headers(todo: Sequence[Unit]) -> list[Unit] | None:
+    """Those that can be compiled; None where all have to be."""
     without = [unit for unit in todo if unit.nvshmem and not nvshmem_headers.folder(unit.nvshmem).exists()]
-    if without:
-        what = f"no headers of NVSHMEM for {', '.join(unit.title for unit in without)}. To fetch them:"
-        what += "\n    python tools/nvshmem_headers.py"
-        if os.environ.get("CI"):
-            print(f"FAILED: {what}", file=sys.stderr)
-            return 1
-        print(f"SKIPPED, {what}")
-        todo = [unit for unit in todo if unit not in without]
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    release = re.search(r"release [^\n]*", version)
-    print(f"nvcc {release[0] if release else '(version unknown)'}")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(lambda unit: compile_unit(nvcc, nvdisasm, unit), todo))
-    faults = sum(report(unit, compiled) for unit, compiled in zip(todo, results, strict=True))
-    print(f"\ncompiled for sm_90a: {len(todo)}, faults: {faults}")
+    if not without:
+        return list(todo)
+    what = f"no headers of NVSHMEM for {', '.join(unit.title for unit in without)}. To fetch them:"
+    what += "\n    python tools/nvshmem_headers.py"
+    if os.environ.get("CI"):
+        print(f"FAILED: {what}", file=sys.stderr)
+        return None
+    print(f"SKIPPED, {what}")
+    return [unit for unit in todo if unit not in without]
+
+
+def compile_all(tools: Toolkit, todo: Sequence[Unit], jobs: int) -> int:
+    """Says of each, in this order, what became of it; the number of faults."""
+    compiled = dict(tools.compile(todo, jobs, math.inf))
+    return sum(report(unit, compiled[unit]) for unit in todo)
+
+
+def compile_recorded(tools: Toolkit, todo: Sequence[Unit], args: argparse.Namespace) -> int:
+    """Compiles what the records lack, and says of each as it ends; the number of those with faults, of earlier runs
+    too."""
+    os.nice(NICE)
+    instances = instances_of(todo)
+    unit_of = {each.name: unit for unit, each in instances.items()}
+    left = standing(instances.values(), read(args.record), tools.release).todo
+    device = f"{cpu_model()} x0"
+    path = args.record / f"{result_path(args.record.name, cpu_model(), 0).stem}-{args.commit[:7]}.json"
+    origin = {"device": device, "commit": args.commit, "nvcc": tools.release}
+    record = Record(path, origin, as_typed("python", sys.argv))
+    end = time.monotonic() + 60 * args.minutes
+    for unit, compiled in tools.compile([unit_of[name] for name in left], args.jobs, end):
+        report(unit, compiled)
+        if instances_of([unit])[unit] == instances[unit]:
+            record.add(instances[unit].name, entry(unit, compiled, instances[unit].digest))
+        else:
+            print("  not recorded: its sources have changed since this began")
+        sys.stdout.flush()
+    return said(standing(instances.values(), read(args.record), tools.release))
+
+
+def instances_of(todo: Sequence[Unit]) -> dict[Unit, Instance]:
+    """Of the sources as they are now."""
+    tree = Tree(ROOT)
+    return {each: instance(tree, each.of, each.nvshmem) for each in todo}
+
+
+def said(found: Standing) -> int:
+    """Prints it; the number of instances with faults."""
+    for name, faults in found.faulty.items():
+        print(f"FAILED: {name}: {'; '.join(faults)}")
+    print(found)
+    return len(found.faulty)
+
+
+def asked(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", action="store_true", help="all instances, not those alone that tell most")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="go on with its records, and leave one there")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many are compiled at a time")
+    parser.add_argument("--list", action="store_true", help="say what the records have, and compile nothing")
+    commit_option(parser)
+    args = parser.parse_args(arguments)
+    if args.record is None and (args.list or args.minutes < math.inf):
+        parser.error("--list and --minutes: expected --record with it")
+    if args.record and not args.list and not args.commit:
+        parser.error("--commit: expected the commit, which git does not tell here")
+    return args
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    args = asked(arguments)
+    todo = units(args.every)
+    if args.list:
+        return 1 if said(standing(instances_of(todo).values(), read(args.record))) else 0
+    tools = toolkit(todo)
+    if isinstance(tools, int):
+        return tools
+    there = with_headers(todo)
+    if there is None:
+        return 1
+    print(f"nvcc {tools.release}")
+    if args.record:
+        return 1 if compile_recorded(tools, there, args) else 0
+    faults = compile_all(tools, there, args.jobs)
+    print(f"\ncompiled for sm_90a: {len(there)}, faults: {faults}")
     return 1 if faults else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

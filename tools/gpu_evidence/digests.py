@@ -70,6 +70,10 @@ class Tree:
         except (TypeError, ValueError, KeyError, OSError):  # an option, an activation or a source that is no more
             return None
 
+    def source(self, path: Path) -> str:
+        """The digest of one that nvcc is given as it is, and of what it includes."""
+        return self._digest(closure([path], self._linked))
+
     def _entry(self, variant: jit.Variant) -> bytes:
         if variant.entry not in self._of_entry:
             digest = hashlib.sha256()
