@@ -1,15 +1,14 @@
-"""What a run of tests that CI does not run leaves: how many of each file passed, failed or were skipped, on what, of
-which sources.
+"""What a run of tests in frameworks, or of a night, leaves: how many of each file passed, failed or were skipped, on
+what, of which sources. (For GPU tests: tools/gpu_evidence.)
 
-`make test-gpu` and `make test-integrations` name the folder in FLASHMOE_EVIDENCE. A file is recorded as soon as all its
-tests are over, so that a run which is stopped, or killed, leaves those that it came to the end of. A run of some whole
-files (`PYTEST_FLAGS=tests/gpu/test_few.py`) adds to what is there, if that is of the same sources on the same machine;
-less than a whole file is not recorded.
+`make test-integrations` names the folder in FLASHMOE_EVIDENCE. A file is recorded as soon as all its tests are over, so
+that a run which is stopped, or killed, leaves those that it came to the end of. A run of some whole files
+(`PYTEST_FLAGS=tests/integrations/test_vllm.py`) adds to what is there, if that is of the same sources on the same
+machine; less than a whole file is not recorded.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from flashmoe import jit
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -46,8 +44,6 @@ class Suite(NamedTuple):
         return digest_of(ROOT, *self.sources, without=self.without)
 
 
-GPU = Suite("GPU tests", "gpu", "tests", ("include", "csrc"))
-"""Of what runs on the GPU, and what launches it."""
 INTEGRATIONS = Suite("tests in frameworks", "integrations", "integrations", ("include", "csrc", "python"))
 TRAINING = Suite(
     "tests in training frameworks",
@@ -161,33 +157,6 @@ def committed(suite: Suite) -> list[Path]:
     return sorted((ROOT / "benchmarks" / "results" / suite.results).glob("*.json"))
 
 
-def kernels(variants: Sequence[jit.Variant], root: Path = ROOT) -> dict[str, str]:
-    """A digest for each, by its type, its activation and the options that are on: of all of ours that it is compiled
-    from."""
-    of_sources = {}
-    for variant in {each.entry: each for each in variants}.values():
-        digest = of_sources[variant.entry] = hashlib.sha256()
-        for path, content in jit.sources_of(root, variant).items():
-            digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
-    found = {}
-    for variant in variants:
-        digest = of_sources[variant.entry].copy()
-        digest.update(" ".join(variant.flags).encode())
-        options = [name for name in jit.OPTIONS if getattr(variant, name)]
-        found[" ".join([variant.dtype, variant.activation, *options])] = digest.hexdigest()[:16]
-    return dict(sorted(found.items()))
-
-
-def current(run: dict[str, Any], root: Path = ROOT) -> bool:
-    """Whether the sources in `root` make the kernels that were compiled for a run, as far as that is known."""
-    told = run.get("kernels", {})
-    variants = [
-        jit.Variant(dtype, activation, **dict.fromkeys(options, True))
-        for dtype, activation, *options in map(str.split, told)
-    ]
-    return bool(told) and kernels(variants, root) == told
-
-
 def outdated(suite: Suite, paths: Sequence[Path]) -> list[str]:
     """What is to be said of those that are of other sources than there are now, or lack a file of tests."""
     now = suite.digest()
@@ -197,7 +166,6 @@ def outdated(suite: Suite, paths: Sequence[Path]) -> list[str]:
         run = json.loads(path.read_text())
         if run["sources_sha256"] != now:
             of = f"{', '.join(suite.sources)} {run['sources_sha256']} ({run['commit'][:7]})"
-            same = ", with the same kernels" if current(run) else ""
-            said.append(f"{path.name}: the {suite.name} ran on {of}, not on {now}{same}")
+            said.append(f"{path.name}: the {suite.name} ran on {of}, not on {now}")
         said += [f"{path.name}: {test} has not run" for test in sorted(tests - run["files"].keys())]
     return said

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from pathlib import Path
 
 import evidence  # which makes the benchmarks' modules importable
 import pytest
-from flashmoe.jit import Variant
 from harness import digest_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
 pytest_plugins = ["pytester"]
+
+SUITE = evidence.TRAINING
 
 CONFTEST = f"""
 import sys
@@ -24,7 +24,7 @@ import evidence
 
 def pytest_collection_finish(session):
     origin = {{"device": "Fake x2", "commit": "0123456789"}}
-    session.config.pluginmanager.register(evidence.Evidence(evidence.GPU, Path("results") / "fakex2.json", origin))
+    session.config.pluginmanager.register(evidence.Evidence(evidence.TRAINING, Path("results") / "fakex2.json", origin))
 """
 FIRST = """
 import pytest
@@ -67,8 +67,8 @@ def test_a_run_is_counted_by_file(fake):
     assert result == {
         "device": "Fake x2",
         "commit": "0123456789",
-        "sources": ["include", "csrc"],
-        "sources_sha256": digest_of(ROOT, "include", "csrc"),
+        "sources": list(SUITE.sources),
+        "sources_sha256": SUITE.digest(),
         "files": {
             "test_first.py": {"passed": 3, "failed": 3, "skipped": 2},
             "test_second.py": {"passed": 1, "failed": 0, "skipped": 0},
@@ -171,56 +171,18 @@ def test_the_digest_is_of_names_and_contents(tmp_path):
 
 
 def test_a_run_of_other_sources_or_less_is_named(tmp_path):
-    files = {f"tests/gpu/{path.name}": {} for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    now = {"sources_sha256": digest_of(ROOT, "include", "csrc"), "commit": "0123456789", "files": files}
-    less = now | {"files": {name: of for name, of in files.items() if not name.endswith("test_few.py")}}
+    files = {f"tests/{SUITE.tests}/{path.name}": {} for path in (ROOT / "tests" / SUITE.tests).glob("test_*.py")}
+    now = {"sources_sha256": SUITE.digest(), "commit": "0123456789", "files": files}
+    first = min(files)
+    less = now | {"files": {name: of for name, of in files.items() if name != first}}
     for name, run in (("ax1", now), ("bx2", now | {"sources_sha256": "0" * 16}), ("cx1", less)):
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
-    other, lacking = evidence.outdated(evidence.GPU, sorted(tmp_path.glob("*.json")))
-    assert other.startswith("bx2.json: the GPU tests ran on include, csrc 0000000000000000 (0123456), not on ")
-    assert lacking == "cx1.json: tests/gpu/test_few.py has not run"
+    other, lacking = evidence.outdated(SUITE, sorted(tmp_path.glob("*.json")))
+    assert other.startswith(f"bx2.json: the {SUITE.name} ran on include, csrc, python {'0' * 16} (0123456), not on ")
+    assert lacking == f"cx1.json: {first} has not run"
 
 
-@pytest.fixture
-def sources(tmp_path) -> Path:
-    """A copy of what kernels are compiled from."""
-    for folder in ("include", "csrc/cuda/entry"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    return tmp_path
-
-
-def append(path: Path) -> None:
-    path.write_text(path.read_text() + "// changed\n")
-
-
-def test_a_run_is_of_the_kernels_that_the_sources_make(sources):
-    few = {"kernels": evidence.kernels([Variant("float16", few=True, group=True), Variant(few=True)])}
-    both = {"kernels": few["kernels"] | evidence.kernels([Variant(activation="gelu", keeps=True, group=True)])}
-    assert sorted(both["kernels"]) == ["bfloat16 gelu keeps group", "bfloat16 swiglu few", "float16 swiglu group few"]
-    assert len(set(both["kernels"].values())) == 3
-    assert evidence.current(few, sources) and evidence.current(both, sources)
-    append(sources / "csrc" / "cuda" / "entry" / "moe_backward.cu")  # of neither
-    assert evidence.current(few, sources) and evidence.current(both, sources)
-    append(sources / "include" / "flashmoe" / "sm90" / "roles" / "clerk.cuh")  # not of those for few tokens
-    assert evidence.current(few, sources) and not evidence.current(both, sources)
-    append(sources / "include" / "flashmoe" / "sm90" / "geometry.h")
-    assert not evidence.current(few, sources)
-    assert not evidence.current({}, sources)  # of a run that does not say
-
-
-def test_a_run_of_other_sources_with_the_same_kernels_is_named_so(tmp_path):
-    files = {f"tests/gpu/{path.name}": {} for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    of = {"sources_sha256": "0" * 16, "commit": "0123456789", "files": files}
-    same = evidence.kernels([Variant(), Variant(mxfp4=True, few=True)])
-    for name, kernels in (("same", same), ("other", same | {"bfloat16 swiglu": "0" * 16})):
-        (tmp_path / f"{name}.json").write_text(json.dumps(of | {"kernels": kernels}))
-    other, with_same = evidence.outdated(evidence.GPU, sorted(tmp_path.glob("*.json")))
-    assert with_same.endswith(", with the same kernels") and "kernels" not in other
-
-
-@pytest.mark.parametrize(
-    "suite", [evidence.GPU, evidence.INTEGRATIONS, evidence.TRAINING], ids=lambda suite: suite.results
-)
+@pytest.mark.parametrize("suite", [evidence.INTEGRATIONS, evidence.TRAINING], ids=lambda suite: suite.results)
 def test_committed_runs_are_of_these_sources(suite):
     """A notice in pytest's summary, not a failure: who changes the sources need not be able to run them."""
     paths = evidence.committed(suite)

@@ -210,6 +210,7 @@ def test_seconds_are_those_of_the_last_run(sources):
 
 
 def test_what_is_stale_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(stale, "read", lambda: [])
     monkeypatch.setattr(stale, "collected", lambda: {"alone": {FEW: ("test_of_nothing",)}})
     stale.main()
     said = capsys.readouterr().out.splitlines()
@@ -376,14 +377,18 @@ def test_the_page_is_of_the_records_that_are_committed():
     assert (ROOT / "docs" / "evidence.md").read_text() == made, "run python tools/evidence_page.py"
 
 
+NAMED = "test_a_tokens_bits_do_not_depend_on_the_others"
+"""A test that a promise names."""
+
+
 def test_the_page_says_where_a_test_ran_last(ran):
     text = Page(records.RESULTS.parent, ran).text()
     run = records.last_runs(ran)["alone", FEW, "test_it"]
     (row,) = (line for line in text.splitlines() if line.startswith("| `gpu/test_few.py` |"))
     assert row == f"| `gpu/test_few.py` | one GPU | 3 | 0 | 0 | 40 | A, 2026-01-01, 0000000, `{digest(run)}` |"
-    assert "`gpu/test_few.py::test_shapes`: **GPU**, never" in text
+    assert f"`gpu/test_few.py::{NAMED}`: **GPU**, never" in text
     renamed = copy.deepcopy(ran)
     tests = renamed[0]["files"][FEW]["tests"]
-    tests["test_shapes[parts]"] = tests.pop("test_it") | {"failed": 2}
+    tests[f"{NAMED}[part]"] = tests.pop("test_it") | {"failed": 2}
     text = Page(records.RESULTS.parent, renamed).text()
-    assert f"`gpu/test_few.py::test_shapes`: **GPU**, one GPU `{digest(run)}`, 2 failed" in text
+    assert f"`gpu/test_few.py::{NAMED}`: **GPU**, one GPU `{digest(run)}`, 2 failed" in text

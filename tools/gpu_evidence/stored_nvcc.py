@@ -26,7 +26,7 @@ def main() -> int:
     if appended := os.environ.get("NVCC_APPEND_FLAGS"):
         name += "-" + hashlib.sha256(appended.encode()).hexdigest()[:16]
     stored = os.path.join(store, name)
-    if not os.path.exists(f"{stored}.cubin"):
+    if not all(os.path.exists(f"{stored}.{kind}") for kind in ("cubin", "log")):
         done = subprocess.run([nvcc, *sys.argv[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         sys.stdout.buffer.write(done.stdout)
         if done.returncode == 0:
