@@ -210,7 +210,7 @@ def test_seconds_are_those_of_the_last_run(sources):
 
 
 def test_what_is_stale_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(stale, "read", lambda: [])
+    monkeypatch.setattr(stale, "read", list)
     monkeypatch.setattr(stale, "collected", lambda: {"alone": {FEW: ("test_of_nothing",)}})
     stale.main()
     said = capsys.readouterr().out.splitlines()

@@ -2,8 +2,9 @@
 
     python tools/test_gpu.py [--minutes M] [FILE ...]
 
-What runs, and why, tools/stale.py says. A run that is stopped goes on where it was, when it is started again. Tests
-that want more GPUs than there are stay stale, and are named at the end.
+What runs, and why, tools/stale.py says. Where there are several GPUs, tests of one run on all of them at once. A run
+that is stopped goes on where it was, when it is started again. Tests that want more GPUs than there are stay stale, and
+are named at the end.
 """
 
 from __future__ import annotations
@@ -49,9 +50,7 @@ def main() -> int:
         here = [unit for unit in wanted if PLACES[unit.place].gpus <= len(session.gpus)]
         planned = shards(here)
         print("\n".join(said(planned)), flush=True)
-        for number, shard in enumerate(planned, 1):
-            print(f"shard {number} of {len(planned)}, {PLACES[shard.place].title}", flush=True)
-            session.run(shard)
+        session.run(planned)
     for unit in wanted:
         if unit not in here:
             print(f"not run, {PLACES[unit.place].gpus} GPUs needed, {len(session.gpus)} here: {unit.file}")

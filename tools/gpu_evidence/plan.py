@@ -44,13 +44,11 @@ def units(evidence: Evidence) -> Iterator[Unit]:
     for place, file, test, why in evidence.stale():
         stale[place, file].append((test, why))
     for (place, file), tests in sorted(stale.items(), key=lambda each: (list(PLACES).index(each[0][0]), each[0][1])):
-        runs = [run for (at, of, _), run in evidence.runs.items() if (at, of) == (place, file)]
-        start = max((run.start for run in runs), default=UNKNOWN_START)
+        start = max((run.start for (_, of, _), run in evidence.runs.items() if of == file), default=UNKNOWN_START)
         part: list[str] = []
         seconds, whys = start, []
         for test, why in tests:
-            run = evidence.runs.get((place, file, test))
-            expected = run.seconds if run else UNKNOWN_TEST
+            expected = expected_seconds(evidence, place, file, test)
             if part and seconds + expected > SHARD_SECONDS:
                 yield Unit(place, file, tuple(part), seconds, whys[0])
                 part, seconds, whys = [], start, []
@@ -58,6 +56,14 @@ def units(evidence: Evidence) -> Iterator[Unit]:
             whys.append(why)
             seconds += expected
         yield Unit(place, file, tuple(part), seconds, whys[0])
+
+
+def expected_seconds(evidence: Evidence, place: str, file: str, test: str) -> float:
+    """What it took there, or elsewhere."""
+    for where in (place, *PLACES):
+        if (run := evidence.runs.get((where, file, test))) is not None:
+            return run.seconds
+    return UNKNOWN_TEST
 
 
 def shards(of: Iterable[Unit]) -> list[Shard]:

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -60,129 +61,105 @@ class Session:
         self.nvcc = jit.find_nvcc()
         self.store = Path(os.environ.get("FLASHMOE_TESTS_STORE") or self.work / "store")
         self.store.mkdir(parents=True, exist_ok=True)
+        self._sharing, self._files = threading.Lock(), itertools.count()
 
-    def run(self, shard: Shard) -> None:
-        """What of it there is time for. Its record is written behind each file."""
+    def run(self, shards: Sequence[Shard]) -> None:
+        """What of them there is time for: those of one GPU on all GPUs at once, then those of several."""
+        free: queue.Queue[str] = queue.Queue()
+        for gpu in self.gpus:
+            free.put(gpu)
+
+        def on_one(shard: Shard) -> None:
+            gpu = free.get()
+            try:
+                self._run_shard(shard, [gpu])
+            finally:
+                free.put(gpu)
+
+        with ThreadPoolExecutor(len(self.gpus)) as pool:
+            list(pool.map(on_one, (shard for shard in shards if PLACES[shard.place].gpus == 1)))
+        for shard in shards:
+            if (gpus := PLACES[shard.place].gpus) > 1:
+                self._run_shard(shard, self.gpus[:gpus])
+
+    def _run_shard(self, shard: Shard, gpus: list[str]) -> None:
+        """Its record is written behind each file."""
         place = PLACES[shard.place]
-        self._compile(shard)
-        record = {
-            "device": self.device + (f" x{place.gpus}" if place.gpus > 1 else ""),
-            "driver": self.driver,
-            "torch": version("torch"),
-            "place": shard.place,
-            "ranks_a_gpu": place.ranks_a_gpu,
-            "commit": self.commit,
-            "command": "make test-gpu",
-            "ended": "",
-            "seconds": 0,
-            "files": {},
-        }
-        path: Path | None = None
-        began, written = time.monotonic(), threading.Lock()
+        environment = self._environment(shard.place, gpus)
+        self._compile(shard, environment)
+        record = Record(self, shard.place)
 
-        def run_one(unit: Unit) -> None:
-            nonlocal path
+        def run_unit(unit: Unit) -> None:
             if time.monotonic() + unit.seconds > self.deadline:
                 print(f"  no time is left for {unit.file}, of {unit.seconds:.0f} s", flush=True)
-                return
-            ran = self._run(unit)
-            with written:
-                if ran["tests"]:
-                    record["files"][unit.file] = ran
-                    record["seconds"] = round(time.monotonic() - began)
-                    record["ended"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-                    path = path or self._new_path(place.gpus)
-                    write(path, record)
+            elif (ran := self._run_unit(unit, environment))["tests"]:
+                record.add(unit.file, ran)
 
-        at_once = max(1, min(place.at_once, (os.cpu_count() or 1) // 4))
-        with self._sharing(shard.place), ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(run_one, sorted(shard.units, key=lambda unit: -unit.seconds)))
+        at_once = max(1, min(place.at_once, (os.cpu_count() or 1) // len(self.gpus) // 4))
+        with contextlib.ExitStack() as stack:
+            if place.ranks_a_gpu > 1:
+                stack.enter_context(self._sharing)  # by one shard at a time: there is one daemon
+                environment |= stack.enter_context(mps(self.work))
+            pool = stack.enter_context(ThreadPoolExecutor(at_once))
+            list(pool.map(run_unit, sorted(shard.units, key=lambda unit: -unit.seconds)))
 
-    def _new_path(self, gpus: int) -> Path:
-        """Of a record, which no other session has."""
-        stem = f"{result_path('tests', self.device, gpus).stem}-{self.commit[:7]}"
-        self.results.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            path = self.results / f"{stem}-{number}.json"
-            with contextlib.suppress(FileExistsError):
-                path.touch(exist_ok=False)
-                break
-        return path
-
-    def _compile(self, shard: Shard) -> None:
+    def _compile(self, shard: Shard, environment: dict[str, str]) -> None:
         """What the last runs of these files have loaded, as many at once as there are cores."""
         names = {name for unit in shard.units for name in self.evidence.kernels_of(unit.file)}
-        environment = self._environment(shard.place, "compiled") | {"FLASHMOE_TESTS_ASKED": os.devnull}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
+        environment = environment | {"PYTHONPATH": path, "FLASHMOE_TESTS_ASKED": os.devnull} | self._cache("compiled")
         subprocess.run([sys.executable, "-m", "gpu_evidence.compile", *sorted(names)], cwd=ROOT, env=environment)
 
-    def _environment(self, place: str, cache: str) -> dict[str, str]:
-        folder = self.work / "caches" / cache
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    def _environment(self, place: str, gpus: list[str]) -> dict[str, str]:
         told = {
             "FLASHMOE_NVCC": str(NVCC),
-            "FLASHMOE_CACHE": str(folder),
+            "FLASHMOE_PLACE": place,
             "FLASHMOE_SHARE_GPUS": str(PLACES[place].ranks_a_gpu),
             "FLASHMOE_TESTS_NVCC": str(self.nvcc),
             "FLASHMOE_TESTS_STORE": str(self.store),
             # The references are of small matrices, and the cores are for other files and for ranks.
             **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus[: PLACES[place].gpus]),
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         }
         return {**os.environ, **told}
 
-    @contextlib.contextmanager
-    def _sharing(self, place: str) -> Iterator[None]:
-        """Where ranks share a GPU, NVIDIA's MPS has their kernels run side by side."""
-        program = shutil.which("nvidia-cuda-mps-control")
-        if PLACES[place].ranks_a_gpu == 1 or program is None:
-            yield
-            return
-        for name in ("PIPE", "LOG"):
-            os.environ[f"CUDA_MPS_{name}_DIRECTORY"] = str(self.work / f"mps-{name.lower()}")
-        everywhere = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        subprocess.run([program, "-d"], env=everywhere, check=True)
-        try:
-            yield
-        finally:
-            subprocess.run([program], input="quit\n", text=True, capture_output=True)
-            for name in ("PIPE", "LOG"):
-                del os.environ[f"CUDA_MPS_{name}_DIRECTORY"]
+    def _cache(self, name: str) -> dict[str, str]:
+        """For a kernel cache by that name."""
+        folder = self.work / "caches" / name
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return {"FLASHMOE_CACHE": str(folder)}
 
-    def _run(self, unit: Unit) -> dict[str, Any]:
+    def _run_unit(self, unit: Unit, environment: dict[str, str]) -> dict[str, Any]:
         """The file's part of the record."""
-        name = f"{Path(unit.file).stem}-{unit.place}"
+        name = f"{next(self._files)}-{Path(unit.file).stem}"
         told, asked = (self.work / f"{name}-{what}.jsonl" for what in ("told", "asked"))
         for path in (told, asked):
             path.write_text("")
-        shutil.rmtree(self.work / "caches" / name, ignore_errors=True)
-        environment = self._environment(unit.place, name) | {
-            "FLASHMOE_TOLD": str(told),
-            "FLASHMOE_PLACE": unit.place,
-            "FLASHMOE_TESTS_ASKED": str(asked),
-        }
+        own = {"FLASHMOE_TOLD": str(told), "FLASHMOE_TESTS_ASKED": str(asked)} | self._cache(name)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_SECONDS}"]
         whole = set(unit.tests) == set(self.evidence.collected[unit.place][unit.file])
         command += [unit.file] if whole else [f"{unit.file}::{test}" for test in unit.tests]
         began = time.monotonic()
         log = self.work / f"{name}.log"
-        why = self._until_the_end(command, environment, log)
+        why = self._until_the_end(command, environment | own, log)
         seconds = time.monotonic() - began
         ran = file_record(told.read_text().splitlines(), why)
-        variants = {variant_of(json.loads(line)) for line in asked.read_text().splitlines()}
-        kernels = self.evidence.tree.kernels(variants)
-        counts = {each: sum(test[each] for test in ran["tests"].values()) for each in ("passed", "failed")}
-        skipped = sum(sum(test["skipped"].values()) for test in ran["tests"].values())
-        print(
-            f"  {unit.file}, {PLACES[unit.place].title}: {counts['passed']} passed, {counts['failed']} failed, "
-            f"{skipped} skipped, {seconds:.0f} s of {unit.seconds:.0f}",
-            flush=True,
-        )
+        self._say(unit, ran, seconds)
         if ran["failures"] or why:
-            self.failed += [*ran["failures"], *([f"{unit.file}: {why}"] if why else [])]
+            self.failed += [f"{unit.file}::{test}" for test in ran["failures"]]
+            self.failed += [f"{unit.file}: {why}"] if why else []
             print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
-        sources = self.evidence.sources_of(unit.file)
-        return {"sources": sources, "kernels": kernels, "seconds": round(seconds, 1), **ran}
+        variants = {variant_of(json.loads(line)) for line in asked.read_text().splitlines()}
+        of = {"sources": self.evidence.sources_of(unit.file), "kernels": self.evidence.tree.kernels(variants)}
+        return {**of, "seconds": round(seconds, 1), **ran}
+
+    @staticmethod
+    def _say(unit: Unit, ran: dict[str, Any], seconds: float) -> None:
+        counts = [sum(test[each] for test in ran["tests"].values()) for each in ("passed", "failed")]
+        counts.append(sum(sum(test["skipped"].values()) for test in ran["tests"].values()))
+        said = "{} passed, {} failed, {} skipped".format(*counts)
+        where = f"{unit.file}, {PLACES[unit.place].title}"
+        print(f"  {where}: {said}, {seconds:.0f} s of {unit.seconds:.0f}", flush=True)
 
     def _until_the_end(self, command: list[str], environment: dict[str, str], log: Path) -> str:
         """Runs pytest; says what ended it before its last test, if anything did."""
@@ -199,6 +176,66 @@ class Session:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return "" if status in (0, 1) else f"pytest ended with status {status}"
+
+
+class Record:
+    """Of a shard, as far as it has run. Its file is there when something has."""
+
+    def __init__(self, session: Session, place: str) -> None:
+        gpus = PLACES[place].gpus
+        self._said: dict[str, Any] = {
+            "device": session.device + (f" x{gpus}" if gpus > 1 else ""),
+            "driver": session.driver,
+            "torch": version("torch"),
+            "place": place,
+            "ranks_a_gpu": PLACES[place].ranks_a_gpu,
+            "commit": session.commit,
+            "command": "make test-gpu",
+            "ended": "",
+            "seconds": 0,
+            "files": {},
+        }
+        stem = f"{result_path('tests', session.device, gpus).stem}-{session.commit[:7]}"
+        self._folder, self._stem, self._path = session.results, stem, None
+        self._began, self._lock = time.monotonic(), threading.Lock()
+
+    def add(self, file: str, ran: dict[str, Any]) -> None:
+        """What a file's process has run; of several parts of one, all."""
+        with self._lock:
+            if (before := self._said["files"].get(file)) is not None:
+                ran = ran | {each: before[each] | ran[each] for each in ("kernels", "tests", "failures")}
+                ran["seconds"] = round(before["seconds"] + ran["seconds"], 1)
+            self._said["files"][file] = ran
+            self._said["seconds"] = round(time.monotonic() - self._began)
+            self._said["ended"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            self._path = self._path or self._new_path()
+            write(self._path, self._said)
+
+    def _new_path(self) -> Path:
+        """That no other record has, of whatever session."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            path = self._folder / f"{self._stem}-{number}.json"
+            with contextlib.suppress(FileExistsError):
+                path.touch(exist_ok=False)
+                break
+        return path
+
+
+@contextlib.contextmanager
+def mps(work: Path) -> Iterator[dict[str, str]]:
+    """Where ranks share a GPU, NVIDIA's MPS has their kernels run side by side: variables for its clients. Where there
+    is no MPS they take turns."""
+    if (program := shutil.which("nvidia-cuda-mps-control")) is None:
+        yield {}
+        return
+    told = {f"CUDA_MPS_{name}_DIRECTORY": str(work / f"mps-{name.lower()}") for name in ("PIPE", "LOG")}
+    of_all_gpus = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    subprocess.run([program, "-d"], env=of_all_gpus | told, check=True)
+    try:
+        yield told
+    finally:
+        subprocess.run([program], input="quit\n", text=True, capture_output=True, env={**os.environ, **told})
 
 
 def file_record(lines: list[str], why: str) -> dict[str, Any]:
