@@ -18,6 +18,7 @@ from flashmoe.jit import Variant
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
 
+import plant  # noqa: E402
 import stale  # noqa: E402
 from gpu_evidence import collect, records  # noqa: E402
 from gpu_evidence.digests import Tree, variant_named, variant_of, without_comments, without_words  # noqa: E402
@@ -169,6 +170,16 @@ def test_a_changed_comment_in_a_header_of_few_tokens_makes_their_files_stale_and
         if any(variant_named(name).few for name in run.kernels)
     }
     assert added == loaded - before
+
+
+@pytest.mark.parametrize("fault", plant.FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_that_is_planted_makes_its_kernels_stale(sources, ran, fault):
+    text = (sources / fault.file).read_text()
+    assert text.count(fault.old) == 1
+    append(sources / fault.file, "")
+    (sources / fault.file).write_text(text.replace(fault.old, fault.new))
+    few = "decode" in fault.file
+    assert set(stale_in(sources, ran)) == ({FEW} if few else set(RAN))
 
 
 # ---- what is stale, and the plan ---------------------------------------------------------------------------------
