@@ -76,7 +76,7 @@ RESULTS = Topic(
         Promise(
             "Both engines compute the same layer, by the same protocol.",
             README,
-            "The CPU engine runs the protocol code that the CUDA kernel runs, on threads, processes and shared memory.",
+            "The CPU engine runs the same protocol code as the CUDA kernel, on threads, processes and shared memory.",
             ("tests/cpp/test_protocol_lanes.cpp", "tests/gpu/test_cpu_engine.py::test_engines_agree"),
         ),
         Promise(
@@ -193,7 +193,7 @@ COMMUNICATION = Topic(
         Promise(
             "Only rows of tokens travel, each to a rank once, however many of its experts are there.",
             README,
-            "Only rows of tokens travel, no padding, and a token's row goes to a rank once",
+            "Ranks send only the rows of tokens, without padding. A token's row goes to a rank once",
             (
                 "tests/test_reports.py::test_reports_count_what_the_routing_says",
                 "tests/cpp/test_protocol_lanes.cpp",
@@ -214,7 +214,7 @@ COMMUNICATION = Topic(
         Promise(
             "A call is one operation of the GPU, of a rank alone and of each rank of a group.",
             README,
-            "over one GPU or several, as one operator and one kernel launch",
+            "on one GPU or on several, as one operator and one kernel launch",
             (
                 "tests/gpu/test_profiler.py::test_one_operation_per_call",
                 "tests/gpu/test_group.py::test_one_gpu_operation_a_call",
@@ -223,7 +223,7 @@ COMMUNICATION = Topic(
         Promise(
             "The host does not wait for a call.",
             README,
-            "A call launches one kernel on PyTorch's current stream and does not wait for it",
+            "A call launches one kernel on PyTorch's current stream, and the host does not wait for the kernel.",
             (
                 "tests/gpu/test_transformers_gpu.py::test_the_host_does_not_wait",
                 "tests/gpu/test_graphs.py::test_calls_from_a_stream_that_waits_for_another",
@@ -232,13 +232,13 @@ COMMUNICATION = Topic(
         Promise(
             "Ranks do not wait for one another as a group: one may begin the next layer while another is in this.",
             README,
-            "There are no collectives: a rank writes its tokens straight into the memory of the rank",
+            "There are no collectives: a rank writes its tokens directly into the memory of the rank",
             ("tests/gpu/test_group.py::test_calls_on_successive_layers_overlap",),
         ),
         Promise(
             "Tiles of rows that are here are computed while others are still on their way.",
             README,
-            "so that GEMMs run while other tokens are still on their way.",
+            "Idle thread blocks take these tasks, so GEMMs run while other tokens are still on their way.",
             ("tests/cpp/test_own_first.cpp",),
         ),
         Promise(
@@ -250,7 +250,7 @@ COMMUNICATION = Topic(
         Promise(
             "Each rank brings any number of tokens, none too.",
             README,
-            "Each has tokens of its own, any number of them, and passes the weights of its own experts.",
+            "Each rank has its own tokens, any number of them, and passes the weights of its own experts.",
             (
                 "tests/test_edges.py::test_no_rows_and_many_rows_in_turn",
                 "tests/gpu/test_group.py::test_uneven_tokens",
@@ -405,7 +405,7 @@ WAITS = Topic(
         Promise(
             "A wait for a rank that died or stands still ends in time, with an error that names it and what it owed.",
             README,
-            "ends after `timeout` seconds (0: never), with an error that names the rank and what it should have sent.",
+            "ends after `timeout` seconds (with 0: never), with an error that names the rank",
             (
                 "tests/test_faults.py::test_a_rank_is_killed_at_any_moment_of_many_calls",
                 "tests/cpp/test_wait_and_faults.cpp",
@@ -1331,13 +1331,13 @@ PYTORCH = Topic(
         Promise(
             "Results are of the arguments' kind, arrays or tensors, and of the same bits.",
             README,
-            "Arrays are NumPy's (bfloat16 by `ml_dtypes`) or PyTorch's CPU tensors; the result is of the same kind.",
+            "The result is of the same kind as the arrays.",
             ("tests/test_torch.py::test_tensors_and_arrays_give_the_same_bits",),
         ),
         Promise(
             "The module gives the function's bits, eager and compiled.",
             README,
-            "`flashmoe.nn.MoE` is the layer as a module.",
+            "`flashmoe.nn.MoE` is the layer as a PyTorch module.",
             (
                 "tests/test_torch.py::test_module_passes_its_options_on",
                 "tests/test_torch.py::test_compiled_gives_the_bits_of_eager",
@@ -1651,7 +1651,7 @@ COMMANDS = Topic(
         Promise(
             "`flashmoe bench` checks what it times, and a point that fails has no figures.",
             README,
-            "`flashmoe bench` measures all this on a machine of yours, checked",
+            "`flashmoe bench` measures all this on your machine, and checks the results that it times.",
             (
                 "tests/test_bench.py::test_suites_in_their_small_form",
                 "tests/test_bench.py::test_a_failed_check_voids_its_point_alone",
