@@ -1374,7 +1374,7 @@ PYTORCH = Topic(
         Promise(
             "The CPU engine runs without PyTorch.",
             INSTALLATION,
-            "PyTorch is not among them: the CPU engine runs without it",
+            "PyTorch is not among these packages: the CPU engine runs without PyTorch",
             ("tests/test_torch.py::test_package_works_without_torch",),
         ),
     ),
@@ -1714,7 +1714,7 @@ RELEASES = Topic(
         Promise(
             "The kernels that it carries are those of the page, and each computes a layer.",
             INSTALLATION,
-            "where each of the kernels computed a layer within the bounds of its tests.",
+            "There, each kernel computed a layer within the bounds of its tests.",
             (
                 "tests/test_release.py::test_the_documentation_lists_the_kernels_that_are_carried",
                 "tests/release/test_carried.py",
@@ -1723,7 +1723,7 @@ RELEASES = Topic(
         Promise(
             "A carried kernel is used if it is of the package's sources, and whole.",
             INSTALLATION,
-            "Each is used if the sources in the package are those that it was compiled from, and if the file is whole.",
+            "only if the kernel's file is whole and if it was compiled from the same sources as those in the package.",
             (
                 "tests/test_jit.py::test_a_carried_kernel_needs_no_compiler",
                 "tests/test_jit.py::test_a_carried_kernel_of_other_sources_is_not_taken",
@@ -1743,7 +1743,7 @@ RELEASES = Topic(
         Promise(
             "Without nvcc the error names the kernel and what to install.",
             INSTALLATION,
-            "Without nvcc such a call ends with a sentence that names the kernel and what to install",
+            "Without nvcc, such a call ends with an error that names the kernel and says what to install",
             (
                 "tests/test_jit.py::test_no_compiler",
                 "tests/release/test_carried.py::test_what_is_not_carried_needs_a_compiler",
@@ -1758,7 +1758,7 @@ RELEASES = Topic(
         Promise(
             "What is built names no folder and no time of its build, so that another build gives the same.",
             INSTALLATION,
-            "The same sources give the same package, byte by byte, whenever and in whatever folder they are built",
+            "The same sources give the same package, byte by byte, at any time and in any folder",
             (
                 "tests/test_release.py::test_the_library_names_no_folder_that_it_was_built_in",
                 "tests/test_release.py::test_a_wheel_that_another_build_would_not_give",
