@@ -93,7 +93,7 @@ RESULTS = Topic(
         Promise(
             "With the direct return the bits do not depend on the number of ranks.",
             GPUS,
-            "With the direct return, the bits are those of one GPU, whatever the number of GPUs",
+            "With the direct return, the bits do not depend on the number of GPUs: they are those of one GPU.",
             (
                 "tests/test_bitwise.py::test_direct_return_does_not_depend_on_the_number_of_ranks",
                 "tests/gpu/test_group.py::test_bits_are_those_of_one_gpu",
@@ -102,7 +102,7 @@ RESULTS = Topic(
         Promise(
             "With the reduced return a rank's sum of a token's rows goes home, rounded once.",
             GPUS,
-            "with `\"reduced\"` a rank's sum of a token's rows, rounded once on its way",
+            "a rank sums the rows that its experts made for a token, and sends the sum, which is rounded once",
             (
                 "tests/test_reports.py::test_reports_count_what_the_routing_says",
                 "tests/cpp/test_protocol_lanes.cpp",
@@ -112,7 +112,7 @@ RESULTS = Topic(
         Promise(
             "On one GPU a token's bits do not depend on the other tokens of its call, but for whether they are few.",
             GPUS,
-            "a token's result has the same bits in every call of 9 tokens or more, and in every call of 8 or fewer.",
+            "has the same bits in every call of 9 tokens or more, and the same bits in every call of 8 or fewer.",
             (
                 "tests/gpu/test_few.py::test_a_tokens_bits_do_not_depend_on_the_others",
                 "tests/gpu/test_few.py::test_more_than_eight_tokens_have_the_bits_of_larger_calls",
@@ -121,7 +121,7 @@ RESULTS = Topic(
         Promise(
             "The order in which tasks are taken changes no bit.",
             GPUS,
-            "The order changes no bit of a result.",
+            "The order of tasks changes no bit of a result.",
             ("tests/cpp/test_protocol_lanes.cpp", "tests/gpu/test_group.py::test_order_changes_no_bit"),
         ),
         Promise(
@@ -244,7 +244,7 @@ COMMUNICATION = Topic(
         Promise(
             "A training forward pass among several GPUs is three launches, behind which the host waits for a count.",
             GPUS,
-            "makes three launches: the kernel, one that counts its rows, one that moves them; and the host waits",
+            "makes three launches: the kernel of the layer, a kernel that counts the rows to keep, and a kernel that",
             ("tests/fake_driver/group_room_cases.py::test_what_is_kept_has_room_before_it_is_counted",),
         ),
         Promise(
@@ -270,7 +270,7 @@ COMMUNICATION = Topic(
         Promise(
             "A context takes the memory that `flashmoe memory` plans.",
             GPUS,
-            "prints, on any machine, every array that a context takes from each GPU.",
+            "prints, on any machine, every array that a context allocates on each GPU.",
             (
                 "tests/test_cli.py::test_memory_of_the_cuda_engine",
                 "tests/fake_driver/memory_cases.py::test_memory_is_what_the_plan_says",
@@ -281,7 +281,7 @@ COMMUNICATION = Topic(
         Promise(
             "A context with a capacity factor has memory for what calls with it keep, and refuses others.",
             GPUS,
-            "has memory for what calls with that factor keep, and refuses calls with a larger one or none.",
+            "has memory only for the rows that calls with this factor keep. It refuses calls with a larger factor",
             (
                 "tests/test_capacity.py::test_calls_are_right_or_refused",
                 "tests/test_capacity.py::test_calls_must_have_a_capacity_factor_within_the_contexts",
@@ -461,7 +461,7 @@ WAITS = Topic(
         Promise(
             "A rank that compiles within a call is awaited by the others.",
             GPUS,
-            "A rank that compiles in a call is awaited by the others of its group",
+            "If a rank compiles during a call, the other ranks of its group wait for it.",
             (
                 "tests/fake_driver/pulse_cases.py::test_a_rank_that_compiles_says_so",
                 "tests/gpu/test_group.py::test_a_rank_that_compiles_is_awaited",
@@ -592,7 +592,7 @@ INPUTS = Topic(
         Promise(
             "On a GPU such an error is raised once, and calls behind it are made.",
             GPUS,
-            "They are raised once, by `ctx.synchronize()`, by `ctx.last_call`, or by a later call",
+            "Such an error is raised once: by `ctx.synchronize()`, by `ctx.last_call`, or by a later call.",
             (
                 "tests/fake_driver/fault_cases.py::test_rows_that_are_errors",
                 "tests/gpu/test_special_values_gpu.py::test_wrong_ids_are_raised_once",
@@ -631,7 +631,7 @@ INPUTS = Topic(
         Promise(
             "Sizes beyond a GPU's limits are refused by name.",
             GPUS,
-            "at most 65,536 tokens of a rank, 1024 experts, and 32 experts a token.",
+            "A rank has at most 65,536 tokens; a layer has at most 1024 experts, and 32 experts a token.",
             ("tests/fake_driver/context_cases.py::test_contexts_that_cannot_be", "tests/cpp/test_policy.cpp"),
         ),
         Promise(
@@ -1133,7 +1133,7 @@ FEW = Topic(
         Promise(
             "A few tokens on one GPU have a kernel of their own, in turn with the general one.",
             GPUS,
-            "Calls of at most 256 tokens on one GPU go to a kernel of their own, as long as experts have 16 tokens",
+            "On one GPU, calls of at most 256 tokens use a separate kernel, if the experts have 16 tokens or fewer",
             (
                 "tests/cpp/test_policy.cpp",
                 "tests/gpu/test_few.py::test_every_number_of_tokens",
@@ -1143,13 +1143,13 @@ FEW = Topic(
         Promise(
             "It takes the weights of each chosen expert once.",
             GPUS,
-            "It reads each chosen expert's weights once.",
+            "This kernel reads the weights of each chosen expert once.",
             ("tests/gpu/test_few.py::test_traced_call",),
         ),
         Promise(
             "So has a context of few tokens among several GPUs.",
             GPUS,
-            "Among several GPUs a context does the same whose `max_tokens` is so small",
+            "Among several GPUs, a context uses such a kernel if its `max_tokens` is so small",
             (
                 "tests/cpp/test_policy.cpp",
                 "tests/fake_driver/few_group_cases.py::test_few_tokens_of_several_ranks",
@@ -1159,7 +1159,7 @@ FEW = Topic(
         Promise(
             "Its bits are the general kernel's, which takes the other layers of such a context.",
             GPUS,
-            "Other layers of such a context go the general way, and the bits are the same",
+            "other layers use the general kernel, and the bits of results are the same",
             (
                 "tests/fake_driver/few_group_cases.py::test_what_the_general_kernel_takes_of_few_tokens",
                 "tests/gpu/test_few_group.py::test_bits_are_the_general_kernels",
@@ -1363,7 +1363,7 @@ PYTORCH = Topic(
         Promise(
             "A call can be captured into a CUDA graph, and a replay sees what its tensors have then.",
             GPUS,
-            "A call can be captured into a CUDA graph, once a call like it has been made.",
+            "A call can be captured into a CUDA graph, once a similar call has been made before the capture.",
             (
                 "tests/fake_driver/capture_cases.py::test_capture",
                 "tests/gpu/test_graphs.py::test_replays_see_changed_inputs",
@@ -1630,7 +1630,7 @@ COMMANDS = Topic(
         Promise(
             "`flashmoe tune` stores what beats the built-in order by more than the spread.",
             GPUS,
-            "It stores what beats the built-in order by more than the spread of the times",
+            "If an order is faster than the built-in order by more than the spread of the times",
             (
                 "tests/test_tuning.py::test_less_than_the_spread_is_no_gain",
                 "tests/test_tuning.py::test_the_best_is_shown_and_stored",
@@ -1640,7 +1640,7 @@ COMMANDS = Topic(
         Promise(
             "Later contexts of the same setting use it.",
             GPUS,
-            "Contexts made later use it if their GPU, dtype, H, I, E, K and number of ranks are the same.",
+            "Later contexts use a stored order if their GPU, dtype, H, I, E, K and number of ranks are the same.",
             (
                 "tests/test_profiles.py::test_an_exact_bucket_is_found_without_a_notice",
                 "tests/test_profiles.py::test_else_none",
@@ -1693,7 +1693,7 @@ COMMANDS = Topic(
         Promise(
             "`flashmoe compile` compiles ahead, without a GPU.",
             GPUS,
-            "`flashmoe compile` does that ahead, and needs no GPU",
+            "`flashmoe compile` compiles kernels ahead of the first call, and needs no GPU",
             ("tests/test_jit.py::test_command",),
         ),
     ),
