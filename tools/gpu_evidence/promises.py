@@ -54,7 +54,7 @@ RESULTS = Topic(
         Promise(
             "Results are the float64 reference's within a derived bound, for any layer and any routing.",
             MODELS,
-            "compare every option with a float64 reference within bounds that `flashmoe.tolerance` derives.",
+            "compare every option with a float64 reference, within bounds that `flashmoe.tolerance` derives",
             (
                 "tests/test_properties.py::test_every_rank_agrees_with_the_reference",
                 "tests/gpu/test_correct.py::test_every_kind_of_call",
@@ -65,7 +65,7 @@ RESULTS = Topic(
         Promise(
             "Routers and experts have the options of published models' layers, in any combination.",
             MODELS,
-            "What published models' Mixture-of-Experts layers differ in are options that go together in any way",
+            "The Mixture-of-Experts layers of published models differ in options, and these options can be combined",
             (
                 "tests/test_layer_options.py::test_routers",
                 "tests/test_layer_options.py::test_experts",
@@ -136,7 +136,7 @@ RESULTS = Topic(
         Promise(
             "Transposed weights are read as they lie; a GPU refuses those of float32 by name.",
             MODELS,
-            "`transposed` weights are read as they lie, by both engines; of float32 the CUDA engine refuses them",
+            "Both engines read `transposed` weights in the layout in which they are stored. The CUDA engine refuses",
             (
                 "tests/test_layer_options.py::test_how_weights_are_stored_changes_no_bit",
                 "tests/gpu/test_options_gpu.py::test_transposed",
@@ -147,7 +147,7 @@ RESULTS = Topic(
         Promise(
             "A call adds to `load` how often its tokens have chosen each expert, in a replayed graph, too.",
             MODELS,
-            "`load` grows by how often this rank's tokens have chosen each expert, in every call and every replay",
+            "Every call, and every replay of a graph, adds to `load` how often this rank's tokens have chosen each",
             (
                 "tests/test_observed.py::test_choices_are_counted_in_all_calls",
                 "tests/gpu/test_observed_gpu.py::test_choices_are_counted_in_all_calls",
@@ -158,7 +158,7 @@ RESULTS = Topic(
         Promise(
             "A call writes the logits that its scores are made of.",
             MODELS,
-            "`router_logits` are those that scores are made of",
+            "`router_logits` are the logits from which the scores are computed",
             (
                 "tests/test_observed.py::test_logits_are_those_that_scores_are_made_of",
                 "tests/gpu/test_observed_gpu.py::test_logits_are_the_references",
@@ -168,7 +168,7 @@ RESULTS = Topic(
         Promise(
             "A layer read from a checkpoint of a known model computes what the model's block does.",
             MODELS,
-            "`tests/test_architectures.py` compares a layer of each with the block of Transformers that wrote it",
+            "`tests/test_architectures.py` compares a layer of each model, in float32, with the block of Transformers",
             (
                 "tests/test_architectures.py::test_a_layer_computes_what_the_model_s_block_does",
                 "tests/test_architectures.py::test_what_a_configuration_changes_is_computed",
@@ -178,7 +178,7 @@ RESULTS = Topic(
         Promise(
             "A checkpoint of a model that is not known, or of what is not computed, is refused by name.",
             MODELS,
-            "a model without a row is refused.",
+            "and a model without a row is refused.",
             (
                 "tests/test_architectures.py::test_what_is_not_computed_is_refused_by_name",
                 "tests/test_architectures.py::test_weights_that_are_quantised_otherwise_are_refused",
@@ -553,7 +553,7 @@ INPUTS = Topic(
         Promise(
             "A token of which no choice can be made is NaN and goes to no expert; all other rows keep their bits.",
             MODELS,
-            "A row that is NaN goes to no expert, nor to the shared one",
+            "A row that becomes NaN goes to no expert, also not to the shared one.",
             (
                 "tests/test_special_values.py::test_other_rows_keep_their_bits",
                 "tests/test_special_values.py::test_they_take_no_expert_s_capacity",
@@ -564,7 +564,7 @@ INPUTS = Topic(
         Promise(
             "An expert with a logit of -inf is chosen only where too few others are left, and weighs nothing.",
             MODELS,
-            "What is -inf is chosen only where fewer than K others are left, in the order of ids.",
+            "An expert with -inf is chosen only if fewer than K other experts are left",
             (
                 "tests/test_special_values.py::test_too_few_are_left",
                 "tests/gpu/test_special_values_gpu.py::test_experts_that_are_ruled_out",
@@ -573,7 +573,7 @@ INPUTS = Topic(
         Promise(
             "An id of -1 leaves a pair out, and its weight is not read.",
             MODELS,
-            "that pair is left out; of a row of only -1, zeros (and the shared expert's)",
+            "that (token, k) pair is left out; with only -1 in its row, a token gets zeros",
             (
                 "tests/test_special_values.py::test_other_rows_keep_their_bits",
                 "tests/cpp/test_missing_experts.cpp",
@@ -583,7 +583,7 @@ INPUTS = Topic(
         Promise(
             "Wrong ids are an error on the rank whose row it is; the other ranks have their results, and all go on.",
             MODELS,
-            "Errors are raised when the call is over, on the rank whose row it is.",
+            "An error is raised when the call is over, on the rank that has the row.",
             (
                 "tests/test_special_values.py::test_wrong_ids_are_told_to_their_rank_and_the_group_goes_on",
                 "tests/gpu/test_special_values_gpu.py::test_a_rank_s_rows_are_its_own_matter",
@@ -603,7 +603,7 @@ INPUTS = Topic(
         Promise(
             "With `strict` a row of which no choice can be made is an error, too.",
             MODELS,
-            "the rank that has one raises `flashmoe.BadRow`, which names the first.",
+            "a rank that has such a row raises `flashmoe.BadRow`, which names the first one.",
             (
                 "tests/test_special_values.py::test_strict_calls",
                 "tests/gpu/test_special_values_gpu.py::test_strict",
@@ -612,7 +612,7 @@ INPUTS = Topic(
         Promise(
             "Gradients of experts leave such rows out, those of a router see them.",
             MODELS,
-            "experts' gradients are those of the other rows, bit for bit, and so are all other rows.",
+            "The gradients of the experts are those of the other rows, bit for bit, and all other rows have the same",
             (
                 "tests/test_special_values.py::test_gradients",
                 "tests/gpu/test_special_values_gpu.py::test_gradients",
@@ -622,7 +622,7 @@ INPUTS = Topic(
         Promise(
             "With given routing a NaN in x goes to its own token alone, and one in a weight to what that touches.",
             MODELS,
-            "a NaN goes to the experts that the row names, and to their gradients.",
+            "A NaN in x goes to the experts that the row names, and to their gradients.",
             (
                 "tests/test_faults.py::test_given_routing_passes_nan_on_to_its_own_token_only",
                 "tests/gpu/test_faults_gpu.py::test_nan_in_a_weight_is_no_fault",
@@ -1303,7 +1303,7 @@ EXPERTS = Topic(
         Promise(
             "A shared expert is computed in the same launch, and no row crosses for it.",
             MODELS,
-            "is whole on every rank and computed in the same launch.",
+            "is whole on every rank, and the same launch computes it.",
             (
                 "tests/test_shared_expert.py::test_layers",
                 "tests/test_shared_expert.py::test_the_routed_part_keeps_its_routing_and_its_report",
@@ -1314,7 +1314,7 @@ EXPERTS = Topic(
         Promise(
             "A shared expert whose gate and up are two matrices has the same bits, and each its gradient.",
             MODELS,
-            "both are read where they are, and each has its gradient.",
+            "Both are read where they are, and each has its gradient.",
             (
                 "tests/test_shared_in_two.py::test_a_rank_alone_has_the_same_bits",
                 "tests/fake_driver/shared_up_cases.py::test_an_up_behind_its_gate_is_read_where_it_is",
