@@ -1204,7 +1204,7 @@ EXPERTS = Topic(
         Promise(
             "An expert may be on any rank, and calls of a context may have different placements.",
             PLACEMENTS,
-            "calls of a context may have different ones, as long as no rank holds more experts",
+            "calls of a context may have different placements, as long as no rank holds more experts",
             (
                 "tests/test_copies.py::test_another_placement_in_each_call_of_a_context",
                 "tests/test_copies.py::test_more_experts_on_a_rank_than_the_context_has_room_for",
@@ -1214,7 +1214,7 @@ EXPERTS = Topic(
         Promise(
             "With direct returns copies of experts change no bit.",
             PLACEMENTS,
-            "`direct` returns give the bits that they give with one holder.",
+            "`direct` returns give the same bits as with one holder for each expert.",
             (
                 "tests/test_copies.py::test_direct_gives_the_bits_of_one_holder",
                 "tests/gpu/test_group.py::test_copies",
@@ -1224,7 +1224,7 @@ EXPERTS = Topic(
         Promise(
             "A rank sends its tokens of an expert to one copy, its own if it has one.",
             PLACEMENTS,
-            "A rank sends all its tokens of an expert to one copy: its own, if it has one.",
+            "A rank sends all its tokens of an expert to one copy: its own copy, if it has one.",
             (
                 "tests/test_copies.py::test_owners_are_as_the_page_says",
                 "tests/test_copies.py::test_a_copy_of_all_experts_on_every_rank_sends_nothing",
@@ -1233,7 +1233,7 @@ EXPERTS = Topic(
         Promise(
             "A placement made of loads fills the ranks alike, in calls of the shipped layer, too.",
             PLACEMENTS,
-            "Experts are dealt out so that ranks have about as much to compute, and as many experts or one more.",
+            "`balanced` distributes the experts so that the ranks have about as much to compute",
             (
                 "tests/test_copies.py::test_balanced_placements_hold_every_expert_and_fill_the_ranks_alike",
                 "tests/test_copies.py::test_balanced_placements_of_the_shipped_layer",
@@ -1242,7 +1242,7 @@ EXPERTS = Topic(
         Promise(
             "A context can count its load, and modules be placed by it.",
             PLACEMENTS,
-            "A context with `count_load=True` counts what its ranks' tokens choose",
+            "A context with `count_load=True` counts which experts the tokens of its rank choose",
             (
                 "tests/test_moving.py::test_what_a_context_counts",
                 "tests/test_moving.py::test_a_module_is_placed_by_what_its_context_has_counted",
@@ -1252,7 +1252,7 @@ EXPERTS = Topic(
         Promise(
             "Experts move to where a new placement wants them, each from a rank that has it.",
             PLACEMENTS,
-            "and sends each rank the experts, or slices, that it lacks, from ranks that have them.",
+            "It sends each rank the experts, or slices, that the rank lacks, from ranks that have them.",
             (
                 "tests/test_moving.py::test_rows_are_those_of_the_experts_wherever_they_go",
                 "tests/test_moving.py::test_what_moves",
@@ -1262,13 +1262,13 @@ EXPERTS = Topic(
         Promise(
             "Where a rank's tensors or placements are not right, nothing is sent, and all ranks say whose.",
             PLACEMENTS,
-            "are not right, nothing is sent, and all ranks raise an error with its number.",
+            "are wrong, nothing is sent, and all ranks raise an error with the number of that rank.",
             ("tests/test_moving.py::test_errors_name_the_rank",),
         ),
         Promise(
             "An expert's slices, wherever they are, add up to it.",
             PLACEMENTS,
-            "So a slice is an expert of that width, and an expert's result is the sum of its slices'.",
+            "an expert's result is the sum of the results of its slices.",
             (
                 "tests/test_slices.py::test_layers",
                 "tests/test_slices.py::test_any_placement_of_slices",
@@ -1278,7 +1278,7 @@ EXPERTS = Topic(
         Promise(
             "A row crosses to a rank once, whatever slices are there, and one sum of them comes back.",
             PLACEMENTS,
-            "A row still crosses to a rank once, whatever slices of whatever experts are there.",
+            "A row still crosses to a rank once, even if the rank holds several slices of several experts.",
             (
                 "tests/test_slices.py::test_a_row_crosses_once_to_a_rank_with_several_slices",
                 "tests/test_slices.py::test_every_split",
@@ -1287,7 +1287,7 @@ EXPERTS = Topic(
         Promise(
             "A rank reads the bytes of its own slices of a checkpoint and no others.",
             PLACEMENTS,
-            "`load_layer` reads the bytes of these slices and no others",
+            "`load_layer` reads only the bytes of these slices.",
             (
                 "tests/test_checkpoint.py::test_of_a_rank_s_part_no_other_byte_is_read",
                 "tests/test_fp8_parts.py::test_a_part_is_what_is_cut_of_all",
@@ -1297,7 +1297,7 @@ EXPERTS = Topic(
         Promise(
             "Tokens that ranks hold alike are computed once, and all have the results.",
             PLACEMENTS,
-            "so that no token is computed twice, and gives all ranks all T results.",
+            "and all ranks get all T results. So no token is computed twice.",
             ("tests/test_replicated.py::test_every_rank_gets_the_results_of_its_group_s_tokens",),
         ),
         Promise(
