@@ -1661,7 +1661,7 @@ COMMANDS = Topic(
         Promise(
             "A traced call has the bits of one that is not, and every task its span.",
             TRACING,
-            "Bits are those of calls that are not traced.",
+            "The results have the same bits as without a trace.",
             (
                 "tests/test_reports.py::test_traced_call",
                 "tests/test_account.py::test_cpu_engine",
@@ -1671,7 +1671,7 @@ COMMANDS = Topic(
         Promise(
             "The account of a call's time counts nothing twice and leaves nearly nothing out.",
             TRACING,
-            "to the last block's end belongs to the innermost span that it lies in.",
+            "Each nanosecond belongs to the innermost span around it.",
             (
                 "tests/test_account.py::test_every_part",
                 "tests/test_account.py::test_no_time_is_counted_twice",
