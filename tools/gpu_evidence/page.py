@@ -110,8 +110,8 @@ def digest(run: Ran) -> str:
 
 
 def link(page: str) -> str:
-    """To a page, from docs/."""
-    return f"[{Path(page).stem}]({'../README.md' if page == 'README.md' else page.removeprefix('docs/')})"
+    """To a page, from docs/. README is another page on GitHub than on the site, so that no link leads to it from both."""
+    return "README" if page == "README.md" else f"[{Path(page).stem}]({page.removeprefix('docs/')})"
 
 
 def test_link(test: str) -> str:

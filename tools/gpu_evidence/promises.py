@@ -54,7 +54,7 @@ RESULTS = Topic(
         Promise(
             "Results are the float64 reference's within a derived bound, for any layer and any routing.",
             MODELS,
-            "compare every option with a float64 reference within bounds that `flashmoe.tolerance` derives.",
+            "compare every option with a float64 reference, within bounds that `flashmoe.tolerance` derives",
             (
                 "tests/test_properties.py::test_every_rank_agrees_with_the_reference",
                 "tests/gpu/test_correct.py::test_every_kind_of_call",
@@ -65,7 +65,7 @@ RESULTS = Topic(
         Promise(
             "Routers and experts have the options of published models' layers, in any combination.",
             MODELS,
-            "What published models' Mixture-of-Experts layers differ in are options that go together in any way",
+            "The Mixture-of-Experts layers of published models differ in options, and these options can be combined",
             (
                 "tests/test_layer_options.py::test_routers",
                 "tests/test_layer_options.py::test_experts",
@@ -76,7 +76,7 @@ RESULTS = Topic(
         Promise(
             "Both engines compute the same layer, by the same protocol.",
             README,
-            "The CPU engine runs the protocol code that the CUDA kernel runs, on threads, processes and shared memory.",
+            "The CPU engine runs the same protocol code as the CUDA kernel, on threads, processes and shared memory.",
             ("tests/cpp/test_protocol_lanes.cpp", "tests/gpu/test_cpu_engine.py::test_engines_agree"),
         ),
         Promise(
@@ -93,7 +93,7 @@ RESULTS = Topic(
         Promise(
             "With the direct return the bits do not depend on the number of ranks.",
             GPUS,
-            "With the direct return, the bits are those of one GPU, whatever the number of GPUs",
+            "With the direct return, the bits do not depend on the number of GPUs: they are those of one GPU.",
             (
                 "tests/test_bitwise.py::test_direct_return_does_not_depend_on_the_number_of_ranks",
                 "tests/gpu/test_group.py::test_bits_are_those_of_one_gpu",
@@ -102,7 +102,7 @@ RESULTS = Topic(
         Promise(
             "With the reduced return a rank's sum of a token's rows goes home, rounded once.",
             GPUS,
-            "with `\"reduced\"` a rank's sum of a token's rows, rounded once on its way",
+            "a rank sums the rows that its experts made for a token, and sends the sum, which is rounded once",
             (
                 "tests/test_reports.py::test_reports_count_what_the_routing_says",
                 "tests/cpp/test_protocol_lanes.cpp",
@@ -112,7 +112,7 @@ RESULTS = Topic(
         Promise(
             "On one GPU a token's bits do not depend on the other tokens of its call, but for whether they are few.",
             GPUS,
-            "a token's result has the same bits in every call of 9 tokens or more, and in every call of 8 or fewer.",
+            "has the same bits in every call of 9 tokens or more, and the same bits in every call of 8 or fewer.",
             (
                 "tests/gpu/test_few.py::test_a_tokens_bits_do_not_depend_on_the_others",
                 "tests/gpu/test_few.py::test_more_than_eight_tokens_have_the_bits_of_larger_calls",
@@ -121,7 +121,7 @@ RESULTS = Topic(
         Promise(
             "The order in which tasks are taken changes no bit.",
             GPUS,
-            "The order changes no bit of a result.",
+            "The order of tasks changes no bit of a result.",
             ("tests/cpp/test_protocol_lanes.cpp", "tests/gpu/test_group.py::test_order_changes_no_bit"),
         ),
         Promise(
@@ -136,7 +136,7 @@ RESULTS = Topic(
         Promise(
             "Transposed weights are read as they lie; a GPU refuses those of float32 by name.",
             MODELS,
-            "`transposed` weights are read as they lie, by both engines; of float32 the CUDA engine refuses them",
+            "Both engines read `transposed` weights in the layout in which they are stored. The CUDA engine refuses",
             (
                 "tests/test_layer_options.py::test_how_weights_are_stored_changes_no_bit",
                 "tests/gpu/test_options_gpu.py::test_transposed",
@@ -147,7 +147,7 @@ RESULTS = Topic(
         Promise(
             "A call adds to `load` how often its tokens have chosen each expert, in a replayed graph, too.",
             MODELS,
-            "`load` grows by how often this rank's tokens have chosen each expert, in every call and every replay",
+            "Every call, and every replay of a graph, adds to `load` how often this rank's tokens have chosen each",
             (
                 "tests/test_observed.py::test_choices_are_counted_in_all_calls",
                 "tests/gpu/test_observed_gpu.py::test_choices_are_counted_in_all_calls",
@@ -158,7 +158,7 @@ RESULTS = Topic(
         Promise(
             "A call writes the logits that its scores are made of.",
             MODELS,
-            "`router_logits` are those that scores are made of",
+            "`router_logits` are the logits from which the scores are computed",
             (
                 "tests/test_observed.py::test_logits_are_those_that_scores_are_made_of",
                 "tests/gpu/test_observed_gpu.py::test_logits_are_the_references",
@@ -168,7 +168,7 @@ RESULTS = Topic(
         Promise(
             "A layer read from a checkpoint of a known model computes what the model's block does.",
             MODELS,
-            "`tests/test_architectures.py` compares a layer of each with the block of Transformers that wrote it",
+            "`tests/test_architectures.py` compares a layer of each model, in float32, with the block of Transformers",
             (
                 "tests/test_architectures.py::test_a_layer_computes_what_the_model_s_block_does",
                 "tests/test_architectures.py::test_what_a_configuration_changes_is_computed",
@@ -178,7 +178,7 @@ RESULTS = Topic(
         Promise(
             "A checkpoint of a model that is not known, or of what is not computed, is refused by name.",
             MODELS,
-            "a model without a row is refused.",
+            "and a model without a row is refused.",
             (
                 "tests/test_architectures.py::test_what_is_not_computed_is_refused_by_name",
                 "tests/test_architectures.py::test_weights_that_are_quantised_otherwise_are_refused",
@@ -193,7 +193,7 @@ COMMUNICATION = Topic(
         Promise(
             "Only rows of tokens travel, each to a rank once, however many of its experts are there.",
             README,
-            "Only rows of tokens travel, no padding, and a token's row goes to a rank once",
+            "Ranks send only the rows of tokens, without padding. A token's row goes to a rank once",
             (
                 "tests/test_reports.py::test_reports_count_what_the_routing_says",
                 "tests/cpp/test_protocol_lanes.cpp",
@@ -214,7 +214,7 @@ COMMUNICATION = Topic(
         Promise(
             "A call is one operation of the GPU, of a rank alone and of each rank of a group.",
             README,
-            "over one GPU or several, as one operator and one kernel launch",
+            "on one GPU or on several, as one operator and one kernel launch",
             (
                 "tests/gpu/test_profiler.py::test_one_operation_per_call",
                 "tests/gpu/test_group.py::test_one_gpu_operation_a_call",
@@ -223,7 +223,7 @@ COMMUNICATION = Topic(
         Promise(
             "The host does not wait for a call.",
             README,
-            "A call launches one kernel on PyTorch's current stream and does not wait for it",
+            "A call launches one kernel on PyTorch's current stream, and the host does not wait for the kernel.",
             (
                 "tests/gpu/test_transformers_gpu.py::test_the_host_does_not_wait",
                 "tests/gpu/test_graphs.py::test_calls_from_a_stream_that_waits_for_another",
@@ -232,25 +232,25 @@ COMMUNICATION = Topic(
         Promise(
             "Ranks do not wait for one another as a group: one may begin the next layer while another is in this.",
             README,
-            "There are no collectives: a rank writes its tokens straight into the memory of the rank",
+            "There are no collectives: a rank writes its tokens directly into the memory of the rank",
             ("tests/gpu/test_group.py::test_calls_on_successive_layers_overlap",),
         ),
         Promise(
             "Tiles of rows that are here are computed while others are still on their way.",
             README,
-            "so that GEMMs run while other tokens are still on their way.",
+            "Idle thread blocks take these tasks, so GEMMs run while other tokens are still on their way.",
             ("tests/cpp/test_own_first.cpp",),
         ),
         Promise(
             "A training forward pass among several GPUs is three launches, behind which the host waits for a count.",
             GPUS,
-            "makes three launches: the kernel, one that counts its rows, one that moves them; and the host waits",
+            "makes three launches: the kernel of the layer, a kernel that counts the rows to keep, and a kernel that",
             ("tests/fake_driver/group_room_cases.py::test_what_is_kept_has_room_before_it_is_counted",),
         ),
         Promise(
             "Each rank brings any number of tokens, none too.",
             README,
-            "Each has tokens of its own, any number of them, and passes the weights of its own experts.",
+            "Each rank has its own tokens, any number of them, and passes the weights of its own experts.",
             (
                 "tests/test_edges.py::test_no_rows_and_many_rows_in_turn",
                 "tests/gpu/test_group.py::test_uneven_tokens",
@@ -270,7 +270,7 @@ COMMUNICATION = Topic(
         Promise(
             "A context takes the memory that `flashmoe memory` plans.",
             GPUS,
-            "prints, on any machine, every array that a context takes from each GPU.",
+            "prints, on any machine, every array that a context allocates on each GPU.",
             (
                 "tests/test_cli.py::test_memory_of_the_cuda_engine",
                 "tests/fake_driver/memory_cases.py::test_memory_is_what_the_plan_says",
@@ -281,7 +281,7 @@ COMMUNICATION = Topic(
         Promise(
             "A context with a capacity factor has memory for what calls with it keep, and refuses others.",
             GPUS,
-            "has memory for what calls with that factor keep, and refuses calls with a larger one or none.",
+            "has memory only for the rows that calls with this factor keep. It refuses calls with a larger factor",
             (
                 "tests/test_capacity.py::test_calls_are_right_or_refused",
                 "tests/test_capacity.py::test_calls_must_have_a_capacity_factor_within_the_contexts",
@@ -405,7 +405,7 @@ WAITS = Topic(
         Promise(
             "A wait for a rank that died or stands still ends in time, with an error that names it and what it owed.",
             README,
-            "ends after `timeout` seconds (0: never), with an error that names the rank and what it should have sent.",
+            "ends after `timeout` seconds (with 0: never), with an error that names the rank",
             (
                 "tests/test_faults.py::test_a_rank_is_killed_at_any_moment_of_many_calls",
                 "tests/cpp/test_wait_and_faults.cpp",
@@ -461,7 +461,7 @@ WAITS = Topic(
         Promise(
             "A rank that compiles within a call is awaited by the others.",
             GPUS,
-            "A rank that compiles in a call is awaited by the others of its group",
+            "If a rank compiles during a call, the other ranks of its group wait for it.",
             (
                 "tests/fake_driver/pulse_cases.py::test_a_rank_that_compiles_says_so",
                 "tests/gpu/test_group.py::test_a_rank_that_compiles_is_awaited",
@@ -553,7 +553,7 @@ INPUTS = Topic(
         Promise(
             "A token of which no choice can be made is NaN and goes to no expert; all other rows keep their bits.",
             MODELS,
-            "A row that is NaN goes to no expert, nor to the shared one",
+            "A row that becomes NaN goes to no expert, also not to the shared one.",
             (
                 "tests/test_special_values.py::test_other_rows_keep_their_bits",
                 "tests/test_special_values.py::test_they_take_no_expert_s_capacity",
@@ -564,7 +564,7 @@ INPUTS = Topic(
         Promise(
             "An expert with a logit of -inf is chosen only where too few others are left, and weighs nothing.",
             MODELS,
-            "What is -inf is chosen only where fewer than K others are left, in the order of ids.",
+            "An expert with -inf is chosen only if fewer than K other experts are left",
             (
                 "tests/test_special_values.py::test_too_few_are_left",
                 "tests/gpu/test_special_values_gpu.py::test_experts_that_are_ruled_out",
@@ -573,7 +573,7 @@ INPUTS = Topic(
         Promise(
             "An id of -1 leaves a pair out, and its weight is not read.",
             MODELS,
-            "that pair is left out; of a row of only -1, zeros (and the shared expert's)",
+            "that (token, k) pair is left out; with only -1 in its row, a token gets zeros",
             (
                 "tests/test_special_values.py::test_other_rows_keep_their_bits",
                 "tests/cpp/test_missing_experts.cpp",
@@ -583,7 +583,7 @@ INPUTS = Topic(
         Promise(
             "Wrong ids are an error on the rank whose row it is; the other ranks have their results, and all go on.",
             MODELS,
-            "Errors are raised when the call is over, on the rank whose row it is.",
+            "An error is raised when the call is over, on the rank that has the row.",
             (
                 "tests/test_special_values.py::test_wrong_ids_are_told_to_their_rank_and_the_group_goes_on",
                 "tests/gpu/test_special_values_gpu.py::test_a_rank_s_rows_are_its_own_matter",
@@ -592,7 +592,7 @@ INPUTS = Topic(
         Promise(
             "On a GPU such an error is raised once, and calls behind it are made.",
             GPUS,
-            "They are raised once, by `ctx.synchronize()`, by `ctx.last_call`, or by a later call",
+            "Such an error is raised once: by `ctx.synchronize()`, by `ctx.last_call`, or by a later call.",
             (
                 "tests/fake_driver/fault_cases.py::test_rows_that_are_errors",
                 "tests/gpu/test_special_values_gpu.py::test_wrong_ids_are_raised_once",
@@ -603,7 +603,7 @@ INPUTS = Topic(
         Promise(
             "With `strict` a row of which no choice can be made is an error, too.",
             MODELS,
-            "the rank that has one raises `flashmoe.BadRow`, which names the first.",
+            "a rank that has such a row raises `flashmoe.BadRow`, which names the first one.",
             (
                 "tests/test_special_values.py::test_strict_calls",
                 "tests/gpu/test_special_values_gpu.py::test_strict",
@@ -612,7 +612,7 @@ INPUTS = Topic(
         Promise(
             "Gradients of experts leave such rows out, those of a router see them.",
             MODELS,
-            "experts' gradients are those of the other rows, bit for bit, and so are all other rows.",
+            "The gradients of the experts are those of the other rows, bit for bit, and all other rows have the same",
             (
                 "tests/test_special_values.py::test_gradients",
                 "tests/gpu/test_special_values_gpu.py::test_gradients",
@@ -622,7 +622,7 @@ INPUTS = Topic(
         Promise(
             "With given routing a NaN in x goes to its own token alone, and one in a weight to what that touches.",
             MODELS,
-            "a NaN goes to the experts that the row names, and to their gradients.",
+            "A NaN in x goes to the experts that the row names, and to their gradients.",
             (
                 "tests/test_faults.py::test_given_routing_passes_nan_on_to_its_own_token_only",
                 "tests/gpu/test_faults_gpu.py::test_nan_in_a_weight_is_no_fault",
@@ -631,7 +631,7 @@ INPUTS = Topic(
         Promise(
             "Sizes beyond a GPU's limits are refused by name.",
             GPUS,
-            "at most 65,536 tokens of a rank, 1024 experts, and 32 experts a token.",
+            "A rank has at most 65,536 tokens; a layer has at most 1024 experts, and 32 experts a token.",
             ("tests/fake_driver/context_cases.py::test_contexts_that_cannot_be", "tests/cpp/test_policy.cpp"),
         ),
         Promise(
@@ -1133,7 +1133,7 @@ FEW = Topic(
         Promise(
             "A few tokens on one GPU have a kernel of their own, in turn with the general one.",
             GPUS,
-            "Calls of at most 256 tokens on one GPU go to a kernel of their own, as long as experts have 16 tokens",
+            "On one GPU, calls of at most 256 tokens use a separate kernel, if the experts have 16 tokens or fewer",
             (
                 "tests/cpp/test_policy.cpp",
                 "tests/gpu/test_few.py::test_every_number_of_tokens",
@@ -1143,13 +1143,13 @@ FEW = Topic(
         Promise(
             "It takes the weights of each chosen expert once.",
             GPUS,
-            "It reads each chosen expert's weights once.",
+            "This kernel reads the weights of each chosen expert once.",
             ("tests/gpu/test_few.py::test_traced_call",),
         ),
         Promise(
             "So has a context of few tokens among several GPUs.",
             GPUS,
-            "Among several GPUs a context does the same whose `max_tokens` is so small",
+            "Among several GPUs, a context uses such a kernel if its `max_tokens` is so small",
             (
                 "tests/cpp/test_policy.cpp",
                 "tests/fake_driver/few_group_cases.py::test_few_tokens_of_several_ranks",
@@ -1159,7 +1159,7 @@ FEW = Topic(
         Promise(
             "Its bits are the general kernel's, which takes the other layers of such a context.",
             GPUS,
-            "Other layers of such a context go the general way, and the bits are the same",
+            "other layers use the general kernel, and the bits of results are the same",
             (
                 "tests/fake_driver/few_group_cases.py::test_what_the_general_kernel_takes_of_few_tokens",
                 "tests/gpu/test_few_group.py::test_bits_are_the_general_kernels",
@@ -1204,7 +1204,7 @@ EXPERTS = Topic(
         Promise(
             "An expert may be on any rank, and calls of a context may have different placements.",
             PLACEMENTS,
-            "calls of a context may have different ones, as long as no rank holds more experts",
+            "calls of a context may have different placements, as long as no rank holds more experts",
             (
                 "tests/test_copies.py::test_another_placement_in_each_call_of_a_context",
                 "tests/test_copies.py::test_more_experts_on_a_rank_than_the_context_has_room_for",
@@ -1214,7 +1214,7 @@ EXPERTS = Topic(
         Promise(
             "With direct returns copies of experts change no bit.",
             PLACEMENTS,
-            "`direct` returns give the bits that they give with one holder.",
+            "`direct` returns give the same bits as with one holder for each expert.",
             (
                 "tests/test_copies.py::test_direct_gives_the_bits_of_one_holder",
                 "tests/gpu/test_group.py::test_copies",
@@ -1224,7 +1224,7 @@ EXPERTS = Topic(
         Promise(
             "A rank sends its tokens of an expert to one copy, its own if it has one.",
             PLACEMENTS,
-            "A rank sends all its tokens of an expert to one copy: its own, if it has one.",
+            "A rank sends all its tokens of an expert to one copy: its own copy, if it has one.",
             (
                 "tests/test_copies.py::test_owners_are_as_the_page_says",
                 "tests/test_copies.py::test_a_copy_of_all_experts_on_every_rank_sends_nothing",
@@ -1233,7 +1233,7 @@ EXPERTS = Topic(
         Promise(
             "A placement made of loads fills the ranks alike, in calls of the shipped layer, too.",
             PLACEMENTS,
-            "Experts are dealt out so that ranks have about as much to compute, and as many experts or one more.",
+            "`balanced` distributes the experts so that the ranks have about as much to compute",
             (
                 "tests/test_copies.py::test_balanced_placements_hold_every_expert_and_fill_the_ranks_alike",
                 "tests/test_copies.py::test_balanced_placements_of_the_shipped_layer",
@@ -1242,7 +1242,7 @@ EXPERTS = Topic(
         Promise(
             "A context can count its load, and modules be placed by it.",
             PLACEMENTS,
-            "A context with `count_load=True` counts what its ranks' tokens choose",
+            "A context with `count_load=True` counts which experts the tokens of its rank choose",
             (
                 "tests/test_moving.py::test_what_a_context_counts",
                 "tests/test_moving.py::test_a_module_is_placed_by_what_its_context_has_counted",
@@ -1252,7 +1252,7 @@ EXPERTS = Topic(
         Promise(
             "Experts move to where a new placement wants them, each from a rank that has it.",
             PLACEMENTS,
-            "and sends each rank the experts, or slices, that it lacks, from ranks that have them.",
+            "It sends each rank the experts, or slices, that the rank lacks, from ranks that have them.",
             (
                 "tests/test_moving.py::test_rows_are_those_of_the_experts_wherever_they_go",
                 "tests/test_moving.py::test_what_moves",
@@ -1262,13 +1262,13 @@ EXPERTS = Topic(
         Promise(
             "Where a rank's tensors or placements are not right, nothing is sent, and all ranks say whose.",
             PLACEMENTS,
-            "are not right, nothing is sent, and all ranks raise an error with its number.",
+            "are wrong, nothing is sent, and all ranks raise an error with the number of that rank.",
             ("tests/test_moving.py::test_errors_name_the_rank",),
         ),
         Promise(
             "An expert's slices, wherever they are, add up to it.",
             PLACEMENTS,
-            "So a slice is an expert of that width, and an expert's result is the sum of its slices'.",
+            "an expert's result is the sum of the results of its slices.",
             (
                 "tests/test_slices.py::test_layers",
                 "tests/test_slices.py::test_any_placement_of_slices",
@@ -1278,7 +1278,7 @@ EXPERTS = Topic(
         Promise(
             "A row crosses to a rank once, whatever slices are there, and one sum of them comes back.",
             PLACEMENTS,
-            "A row still crosses to a rank once, whatever slices of whatever experts are there.",
+            "A row still crosses to a rank once, even if the rank holds several slices of several experts.",
             (
                 "tests/test_slices.py::test_a_row_crosses_once_to_a_rank_with_several_slices",
                 "tests/test_slices.py::test_every_split",
@@ -1287,7 +1287,7 @@ EXPERTS = Topic(
         Promise(
             "A rank reads the bytes of its own slices of a checkpoint and no others.",
             PLACEMENTS,
-            "`load_layer` reads the bytes of these slices and no others",
+            "`load_layer` reads only the bytes of these slices.",
             (
                 "tests/test_checkpoint.py::test_of_a_rank_s_part_no_other_byte_is_read",
                 "tests/test_fp8_parts.py::test_a_part_is_what_is_cut_of_all",
@@ -1297,13 +1297,13 @@ EXPERTS = Topic(
         Promise(
             "Tokens that ranks hold alike are computed once, and all have the results.",
             PLACEMENTS,
-            "so that no token is computed twice, and gives all ranks all T results.",
+            "and all ranks get all T results. So no token is computed twice.",
             ("tests/test_replicated.py::test_every_rank_gets_the_results_of_its_group_s_tokens",),
         ),
         Promise(
             "A shared expert is computed in the same launch, and no row crosses for it.",
             MODELS,
-            "is whole on every rank and computed in the same launch.",
+            "is whole on every rank, and the same launch computes it.",
             (
                 "tests/test_shared_expert.py::test_layers",
                 "tests/test_shared_expert.py::test_the_routed_part_keeps_its_routing_and_its_report",
@@ -1314,7 +1314,7 @@ EXPERTS = Topic(
         Promise(
             "A shared expert whose gate and up are two matrices has the same bits, and each its gradient.",
             MODELS,
-            "both are read where they are, and each has its gradient.",
+            "Both are read where they are, and each has its gradient.",
             (
                 "tests/test_shared_in_two.py::test_a_rank_alone_has_the_same_bits",
                 "tests/fake_driver/shared_up_cases.py::test_an_up_behind_its_gate_is_read_where_it_is",
@@ -1331,13 +1331,13 @@ PYTORCH = Topic(
         Promise(
             "Results are of the arguments' kind, arrays or tensors, and of the same bits.",
             README,
-            "Arrays are NumPy's (bfloat16 by `ml_dtypes`) or PyTorch's CPU tensors; the result is of the same kind.",
+            "The result is of the same kind as the arrays.",
             ("tests/test_torch.py::test_tensors_and_arrays_give_the_same_bits",),
         ),
         Promise(
             "The module gives the function's bits, eager and compiled.",
             README,
-            "`flashmoe.nn.MoE` is the layer as a module.",
+            "`flashmoe.nn.MoE` is the layer as a PyTorch module.",
             (
                 "tests/test_torch.py::test_module_passes_its_options_on",
                 "tests/test_torch.py::test_compiled_gives_the_bits_of_eager",
@@ -1363,7 +1363,7 @@ PYTORCH = Topic(
         Promise(
             "A call can be captured into a CUDA graph, and a replay sees what its tensors have then.",
             GPUS,
-            "A call can be captured into a CUDA graph, once a call like it has been made.",
+            "A call can be captured into a CUDA graph, once a similar call has been made before the capture.",
             (
                 "tests/fake_driver/capture_cases.py::test_capture",
                 "tests/gpu/test_graphs.py::test_replays_see_changed_inputs",
@@ -1374,7 +1374,7 @@ PYTORCH = Topic(
         Promise(
             "The CPU engine runs without PyTorch.",
             INSTALLATION,
-            "PyTorch is not among them: the CPU engine runs without it",
+            "PyTorch is not among these packages: the CPU engine runs without PyTorch",
             ("tests/test_torch.py::test_package_works_without_torch",),
         ),
     ),
@@ -1630,7 +1630,7 @@ COMMANDS = Topic(
         Promise(
             "`flashmoe tune` stores what beats the built-in order by more than the spread.",
             GPUS,
-            "It stores what beats the built-in order by more than the spread of the times",
+            "If an order is faster than the built-in order by more than the spread of the times",
             (
                 "tests/test_tuning.py::test_less_than_the_spread_is_no_gain",
                 "tests/test_tuning.py::test_the_best_is_shown_and_stored",
@@ -1640,7 +1640,7 @@ COMMANDS = Topic(
         Promise(
             "Later contexts of the same setting use it.",
             GPUS,
-            "Contexts made later use it if their GPU, dtype, H, I, E, K and number of ranks are the same.",
+            "Later contexts use a stored order if their GPU, dtype, H, I, E, K and number of ranks are the same.",
             (
                 "tests/test_profiles.py::test_an_exact_bucket_is_found_without_a_notice",
                 "tests/test_profiles.py::test_else_none",
@@ -1651,7 +1651,7 @@ COMMANDS = Topic(
         Promise(
             "`flashmoe bench` checks what it times, and a point that fails has no figures.",
             README,
-            "`flashmoe bench` measures all this on a machine of yours, checked",
+            "`flashmoe bench` measures all this on your machine, and checks the results that it times.",
             (
                 "tests/test_bench.py::test_suites_in_their_small_form",
                 "tests/test_bench.py::test_a_failed_check_voids_its_point_alone",
@@ -1661,7 +1661,7 @@ COMMANDS = Topic(
         Promise(
             "A traced call has the bits of one that is not, and every task its span.",
             TRACING,
-            "Bits are those of calls that are not traced.",
+            "The results have the same bits as without a trace.",
             (
                 "tests/test_reports.py::test_traced_call",
                 "tests/test_account.py::test_cpu_engine",
@@ -1671,7 +1671,7 @@ COMMANDS = Topic(
         Promise(
             "The account of a call's time counts nothing twice and leaves nearly nothing out.",
             TRACING,
-            "to the last block's end belongs to the innermost span that it lies in.",
+            "Each nanosecond belongs to the innermost span around it.",
             (
                 "tests/test_account.py::test_every_part",
                 "tests/test_account.py::test_no_time_is_counted_twice",
@@ -1693,7 +1693,7 @@ COMMANDS = Topic(
         Promise(
             "`flashmoe compile` compiles ahead, without a GPU.",
             GPUS,
-            "`flashmoe compile` does that ahead, and needs no GPU",
+            "`flashmoe compile` compiles kernels ahead of the first call, and needs no GPU",
             ("tests/test_jit.py::test_command",),
         ),
     ),
@@ -1714,7 +1714,7 @@ RELEASES = Topic(
         Promise(
             "The kernels that it carries are those of the page, and each computes a layer.",
             INSTALLATION,
-            "where each of the kernels computed a layer within the bounds of its tests.",
+            "There, each kernel computed a layer within the bounds of its tests.",
             (
                 "tests/test_release.py::test_the_documentation_lists_the_kernels_that_are_carried",
                 "tests/release/test_carried.py",
@@ -1723,7 +1723,7 @@ RELEASES = Topic(
         Promise(
             "A carried kernel is used if it is of the package's sources, and whole.",
             INSTALLATION,
-            "Each is used if the sources in the package are those that it was compiled from, and if the file is whole.",
+            "only if the kernel's file is whole and if it was compiled from the same sources as those in the package.",
             (
                 "tests/test_jit.py::test_a_carried_kernel_needs_no_compiler",
                 "tests/test_jit.py::test_a_carried_kernel_of_other_sources_is_not_taken",
@@ -1743,7 +1743,7 @@ RELEASES = Topic(
         Promise(
             "Without nvcc the error names the kernel and what to install.",
             INSTALLATION,
-            "Without nvcc such a call ends with a sentence that names the kernel and what to install",
+            "Without nvcc, such a call ends with an error that names the kernel and says what to install",
             (
                 "tests/test_jit.py::test_no_compiler",
                 "tests/release/test_carried.py::test_what_is_not_carried_needs_a_compiler",
@@ -1758,7 +1758,7 @@ RELEASES = Topic(
         Promise(
             "What is built names no folder and no time of its build, so that another build gives the same.",
             INSTALLATION,
-            "The same sources give the same package, byte by byte, whenever and in whatever folder they are built",
+            "The same sources give the same package, byte by byte, at any time and in any folder",
             (
                 "tests/test_release.py::test_the_library_names_no_folder_that_it_was_built_in",
                 "tests/test_release.py::test_a_wheel_that_another_build_would_not_give",
