@@ -110,7 +110,7 @@ def digest(run: Ran) -> str:
 
 
 def link(page: str) -> str:
-    """To a page, from docs/. README is another page on GitHub than on the site, so that no link leads to it from both."""
+    """To a page, from docs/. On the site README is another page than on GitHub, so that no link leads to it in both."""
     return "README" if page == "README.md" else f"[{Path(page).stem}]({page.removeprefix('docs/')})"
 
 
