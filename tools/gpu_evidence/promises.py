@@ -470,7 +470,7 @@ WAITS = Topic(
         Promise(
             "A call ends beside kernels that hold the multiprocessors, and beside those of other contexts.",
             ARCHITECTURE,
-            "One cooperative launch per call, a block on every multiprocessor",
+            "A call is one cooperative launch, with a thread block on every multiprocessor.",
             (
                 "tests/gpu/test_graphs.py::test_blockers_do_not_dead_lock_it",
                 "tests/gpu/test_graphs.py::test_two_contexts_in_two_streams",
@@ -479,7 +479,7 @@ WAITS = Topic(
         Promise(
             "A call of the CPU engine hears an interrupt while it waits.",
             ARCHITECTURE,
-            "the calling thread waits for them, and hears an interrupt meanwhile.",
+            "The calling thread waits for these threads, and meanwhile it checks for an interrupt.",
             (
                 "tests/test_faults.py::test_an_interrupt_ends_a_call",
                 "tests/test_interrupts.py::test_an_interrupt_is_heard_behind_the_call_of_another_thread",
@@ -542,7 +542,7 @@ INPUTS = Topic(
         Promise(
             "A wrong argument is refused by name in every call, with what was expected, and the context stays good.",
             ARCHITECTURE,
-            "What is checked of a layer is checked once here too, and found again by shapes, types and options",
+            "The CPU engine, too, checks a layer only once, and finds the checked layer again by its shapes, types and options",
             (
                 "tests/test_faults.py::test_bad_argument",
                 "tests/test_odd_arguments.py::test_odd_arguments_of_a_call",
