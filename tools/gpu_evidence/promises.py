@@ -435,7 +435,7 @@ WAITS = Topic(
         Promise(
             "On a GPU calls that are queued behind a fault end as they begin.",
             PROTOCOL,
-            "and on a GPU those that are queued already end as they begin",
+            "On a GPU, calls that are already queued end as they begin",
             (),
         ),
         Promise(
@@ -452,7 +452,7 @@ WAITS = Topic(
         Promise(
             "The wait behind a refused call is bounded, and names who holds it up.",
             PROTOCOL,
-            "The wait watches the peers' status words, and names who holds it up; then the context is broken.",
+            "The wait watches the peers' status words, and names the rank that holds it up; then the context is broken.",
             (
                 "tests/test_refused_calls.py::test_a_wait_for_ranks_that_do_not_come_to_a_refused_call_is_bounded",
                 "tests/gpu/test_refused_gpu.py::test_a_rank_that_does_not_come_to_it_is_named",
