@@ -393,7 +393,7 @@ COMMUNICATION = Topic(
         Promise(
             "Whoever takes out one release or acquire of the protocol sees a test fail.",
             MEMORY_MODEL,
-            "compiles short calls (`tests/mutation/calls.cpp`) with ThreadSanitizer, and wants each to fail.",
+            "compiles short calls (`tests/mutation/calls.cpp`) with ThreadSanitizer, and requires that each mutant fails.",
             (),
         ),
     ),
