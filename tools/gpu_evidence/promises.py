@@ -1035,7 +1035,7 @@ QUANTISED = Topic(
         Promise(
             "Half the bytes of rows travel to experts in FP8.",
             FP8,
-            "x is then quantised as it is dispatched, so that half the bytes travel.",
+            "The rows of x are then quantised as they are dispatched, so that half the bytes travel.",
             ("tests/test_fp8.py::test_half_the_bytes_travel",),
         ),
         Promise(
@@ -1051,7 +1051,7 @@ QUANTISED = Topic(
         Promise(
             "x may come quantised, which changes no bit.",
             FP8,
-            "With x in e4m3 routing is given, there is no `shared_gate`, and y is bfloat16.",
+            "If x is given in e4m3, three rules hold: the routing is given, there is no `shared_gate`, and y is bfloat16.",
             (
                 "tests/test_fp8.py::test_x_may_come_quantised_which_changes_no_bit",
                 "tests/gpu/test_fp8_gpu.py::test_x_may_come_quantised_which_changes_no_bit",
@@ -1070,7 +1070,7 @@ QUANTISED = Topic(
         Promise(
             "A checkpoint is quantised but for what is no expert's, and read again as the layer quantised.",
             FP8,
-            "quantises the experts' matrices, the shared ones' among them, by blocks; all else stays as it is.",
+            "quantises the experts' matrices, the shared experts' too, by blocks; all else stays as it is.",
             (
                 "tests/test_fp8_models.py::test_what_is_not_quantised_stays_as_it_is",
                 "tests/test_fp8_models.py::test_a_layer_of_it_is_the_layer_quantised",
@@ -1178,7 +1178,7 @@ FEW = Topic(
         Promise(
             "In FP8 few tokens of one GPU are as near to the reference as others.",
             FP8,
-            "Between these it may differ, but is as near to the reference, or nearer",
+            "Here the result is as near to the reference as in the general kernel, or nearer",
             (
                 "tests/gpu/test_few_fp8.py::test_every_number_of_tokens",
                 "tests/gpu/test_few_fp8.py::test_layers",
@@ -1484,7 +1484,7 @@ FRAMEWORKS = Topic(
         Promise(
             "Transformers' experts in FP8 are computed.",
             FP8,
-            "experts in FP8 are computed, by its table of implementations for these",
+            "experts in FP8 are computed: Transformers has a table of implementations for such experts, and FlashMoE is one of them.",
             ("tests/test_fp8_models.py::test_transformers_experts_in_fp8",),
         ),
         Promise(
