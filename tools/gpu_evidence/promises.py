@@ -393,7 +393,7 @@ COMMUNICATION = Topic(
         Promise(
             "Whoever takes out one release or acquire of the protocol sees a test fail.",
             MEMORY_MODEL,
-            "compiles short calls (`tests/mutation/calls.cpp`) with ThreadSanitizer, and requires that each mutant fails.",
+            "compiles short calls (`tests/mutation/calls.cpp`) with ThreadSanitizer, and requires that each mutant",
             (),
         ),
     ),
@@ -452,7 +452,7 @@ WAITS = Topic(
         Promise(
             "The wait behind a refused call is bounded, and names who holds it up.",
             PROTOCOL,
-            "The wait watches the peers' status words, and names the rank that holds it up; then the context is broken.",
+            "The wait watches the peers' status words, and names the rank that holds it up",
             (
                 "tests/test_refused_calls.py::test_a_wait_for_ranks_that_do_not_come_to_a_refused_call_is_bounded",
                 "tests/gpu/test_refused_gpu.py::test_a_rank_that_does_not_come_to_it_is_named",
@@ -542,7 +542,7 @@ INPUTS = Topic(
         Promise(
             "A wrong argument is refused by name in every call, with what was expected, and the context stays good.",
             ARCHITECTURE,
-            "The CPU engine, too, checks a layer only once, and finds the checked layer again by its shapes, types and options",
+            "checks a layer only once, and finds the checked layer again by its shapes, types and options",
             (
                 "tests/test_faults.py::test_bad_argument",
                 "tests/test_odd_arguments.py::test_odd_arguments_of_a_call",
@@ -1051,7 +1051,7 @@ QUANTISED = Topic(
         Promise(
             "x may come quantised, which changes no bit.",
             FP8,
-            "If x is given in e4m3, three rules hold: the routing is given, there is no `shared_gate`, and y is bfloat16.",
+            "three rules hold: the routing is given, there is no `shared_gate`, and y is bfloat16.",
             (
                 "tests/test_fp8.py::test_x_may_come_quantised_which_changes_no_bit",
                 "tests/gpu/test_fp8_gpu.py::test_x_may_come_quantised_which_changes_no_bit",
@@ -1484,7 +1484,7 @@ FRAMEWORKS = Topic(
         Promise(
             "Transformers' experts in FP8 are computed.",
             FP8,
-            "experts in FP8 are computed: Transformers has a table of implementations for such experts, and FlashMoE is one of them.",
+            "experts in FP8 are computed: Transformers has a table of implementations for such experts",
             ("tests/test_fp8_models.py::test_transformers_experts_in_fp8",),
         ),
         Promise(
