@@ -393,7 +393,7 @@ COMMUNICATION = Topic(
         Promise(
             "Whoever takes out one release or acquire of the protocol sees a test fail.",
             MEMORY_MODEL,
-            "compiles short calls (`tests/mutation/calls.cpp`) with ThreadSanitizer, and wants each to fail.",
+            "compiles short calls (`tests/mutation/calls.cpp`) with ThreadSanitizer, and requires that each mutant",
             (),
         ),
     ),
@@ -435,7 +435,7 @@ WAITS = Topic(
         Promise(
             "On a GPU calls that are queued behind a fault end as they begin.",
             PROTOCOL,
-            "and on a GPU those that are queued already end as they begin",
+            "On a GPU, calls that are already queued end as they begin",
             (),
         ),
         Promise(
@@ -452,7 +452,7 @@ WAITS = Topic(
         Promise(
             "The wait behind a refused call is bounded, and names who holds it up.",
             PROTOCOL,
-            "The wait watches the peers' status words, and names who holds it up; then the context is broken.",
+            "The wait watches the peers' status words, and names the rank that holds it up",
             (
                 "tests/test_refused_calls.py::test_a_wait_for_ranks_that_do_not_come_to_a_refused_call_is_bounded",
                 "tests/gpu/test_refused_gpu.py::test_a_rank_that_does_not_come_to_it_is_named",
@@ -470,7 +470,7 @@ WAITS = Topic(
         Promise(
             "A call ends beside kernels that hold the multiprocessors, and beside those of other contexts.",
             ARCHITECTURE,
-            "One cooperative launch per call, a block on every multiprocessor",
+            "A call is one cooperative launch, with a thread block on every multiprocessor.",
             (
                 "tests/gpu/test_graphs.py::test_blockers_do_not_dead_lock_it",
                 "tests/gpu/test_graphs.py::test_two_contexts_in_two_streams",
@@ -479,7 +479,7 @@ WAITS = Topic(
         Promise(
             "A call of the CPU engine hears an interrupt while it waits.",
             ARCHITECTURE,
-            "the calling thread waits for them, and hears an interrupt meanwhile.",
+            "The calling thread waits for these threads, and meanwhile it checks for an interrupt.",
             (
                 "tests/test_faults.py::test_an_interrupt_ends_a_call",
                 "tests/test_interrupts.py::test_an_interrupt_is_heard_behind_the_call_of_another_thread",
@@ -542,7 +542,7 @@ INPUTS = Topic(
         Promise(
             "A wrong argument is refused by name in every call, with what was expected, and the context stays good.",
             ARCHITECTURE,
-            "What is checked of a layer is checked once here too, and found again by shapes, types and options",
+            "checks a layer only once, and finds the checked layer again by its shapes, types and options",
             (
                 "tests/test_faults.py::test_bad_argument",
                 "tests/test_odd_arguments.py::test_odd_arguments_of_a_call",
@@ -1035,7 +1035,7 @@ QUANTISED = Topic(
         Promise(
             "Half the bytes of rows travel to experts in FP8.",
             FP8,
-            "x is then quantised as it is dispatched, so that half the bytes travel.",
+            "The rows of x are then quantised as they are dispatched, so that half the bytes travel.",
             ("tests/test_fp8.py::test_half_the_bytes_travel",),
         ),
         Promise(
@@ -1051,7 +1051,7 @@ QUANTISED = Topic(
         Promise(
             "x may come quantised, which changes no bit.",
             FP8,
-            "With x in e4m3 routing is given, there is no `shared_gate`, and y is bfloat16.",
+            "three rules hold: the routing is given, there is no `shared_gate`, and y is bfloat16.",
             (
                 "tests/test_fp8.py::test_x_may_come_quantised_which_changes_no_bit",
                 "tests/gpu/test_fp8_gpu.py::test_x_may_come_quantised_which_changes_no_bit",
@@ -1070,7 +1070,7 @@ QUANTISED = Topic(
         Promise(
             "A checkpoint is quantised but for what is no expert's, and read again as the layer quantised.",
             FP8,
-            "quantises the experts' matrices, the shared ones' among them, by blocks; all else stays as it is.",
+            "quantises the experts' matrices, the shared experts' too, by blocks; all else stays as it is.",
             (
                 "tests/test_fp8_models.py::test_what_is_not_quantised_stays_as_it_is",
                 "tests/test_fp8_models.py::test_a_layer_of_it_is_the_layer_quantised",
@@ -1178,7 +1178,7 @@ FEW = Topic(
         Promise(
             "In FP8 few tokens of one GPU are as near to the reference as others.",
             FP8,
-            "Between these it may differ, but is as near to the reference, or nearer",
+            "Here the result is as near to the reference as in the general kernel, or nearer",
             (
                 "tests/gpu/test_few_fp8.py::test_every_number_of_tokens",
                 "tests/gpu/test_few_fp8.py::test_layers",
@@ -1484,7 +1484,7 @@ FRAMEWORKS = Topic(
         Promise(
             "Transformers' experts in FP8 are computed.",
             FP8,
-            "experts in FP8 are computed, by its table of implementations for these",
+            "experts in FP8 are computed: Transformers has a table of implementations for such experts",
             ("tests/test_fp8_models.py::test_transformers_experts_in_fp8",),
         ),
         Promise(
