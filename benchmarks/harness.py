@@ -80,14 +80,19 @@ def head() -> str:
     return output("git", "rev-parse", "HEAD")
 
 
-def digest_of(root: pathlib.Path, *folders: str, without: Sequence[str] = ()) -> str:
-    """Of all files in these folders of `root`, and of their names; not of what Python has compiled, nor of what is in
-    the folders that it is `without`."""
+def digest_of(
+    root: pathlib.Path,
+    *folders: str,
+    without: Sequence[str] = (),
+    read: Callable[[pathlib.Path], bytes] = pathlib.Path.read_bytes,
+) -> str:
+    """Of all files in these folders of `root`, as `read` reads them, and of their names; not of what Python has
+    compiled, nor of what is in the folders that it is `without`."""
     digest = hashlib.sha256()
     left_out = {root / folder for folder in without}
     for path in sorted(path for folder in folders for path in (root / folder).rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts and left_out.isdisjoint(path.parents):
-            content = path.read_bytes()
+            content = read(path)
             digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:16]
 

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
+from gpu_evidence.digests import code_of  # noqa: E402
 from harness import digest_of, write  # noqa: E402
 
 OUTCOMES = ("passed", "failed", "skipped")
@@ -41,6 +42,11 @@ class Suite(NamedTuple):
     """Folders in them that it is not of."""
 
     def digest(self) -> str:
+        """Of code without comments and docstrings, which no test runs."""
+        return digest_of(ROOT, *self.sources, without=self.without, read=code_of)
+
+    def digest_of_all(self) -> str:
+        """Of everything: quick to compute."""
         return digest_of(ROOT, *self.sources, without=self.without)
 
 

@@ -35,6 +35,7 @@ class Nightly(Evidence):
 
     def __init__(self, path: Path, origin: dict[str, Any]) -> None:
         super().__init__(NIGHTLY, path, origin)
+        self._all = NIGHTLY.digest_of_all()
         self._took: Counter[str] = Counter()  # seconds, by file
         self._reasons: dict[str, Counter[str]] = defaultdict(Counter)
 
@@ -59,7 +60,7 @@ class Nightly(Evidence):
         }
 
     def _record(self, file: str) -> None:
-        if NIGHTLY.digest() == self._origin["sources_sha256"]:
+        if NIGHTLY.digest_of_all() == self._all:
             super()._record(file)
         else:
             self._reason = "the sources have changed since the run began; what it had ended is recorded"

@@ -11,6 +11,7 @@ files that it is compiled from, comments too, as in the name under which it is k
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import io
 import re
@@ -41,7 +42,7 @@ class Tree:
 
     def __init__(self, root: Path = ROOT) -> None:
         self.root = root
-        self._code: dict[Path, str] = {}
+        self._code: dict[Path, bytes] = {}
         self._imported: dict[Path, set[Path]] = {}
         self._of_entry: dict[str, bytes] = {}
 
@@ -102,8 +103,8 @@ class Tree:
         digest = hashlib.sha256()
         for path in sorted(paths):
             if path not in self._code:
-                self._code[path] = (without_words if path.suffix == ".py" else without_comments)(path.read_text())
-            digest.update(f"{path.relative_to(self.root)}\n{self._code[path]}\n".encode())
+                self._code[path] = code_of(path)
+            digest.update(f"{path.relative_to(self.root)}\n".encode() + self._code[path] + b"\n")
         return digest.hexdigest()[:16]
 
 
@@ -163,12 +164,23 @@ def _imported_names(root: Path, path: Path) -> Iterator[tuple[str, ...]]:
             yield from ((*name, each.name) for each in node.names)
 
 
+def code_of(path: Path) -> bytes:
+    """What a file says to a compiler; of other files, all."""
+    if path.suffix == ".py":
+        return without_words(path.read_text()).encode()
+    if path.suffix in (".h", ".cpp", ".cuh", ".cu"):
+        return without_comments(path.read_text()).encode()
+    return path.read_bytes()
+
+
+@functools.cache
 def without_comments(text: str) -> str:
     """C++ without its comments and blank lines."""
     code = _CPP.sub(lambda found: " " if found[0][0] == "/" else found[0], text)
     return "\n".join(line.rstrip() for line in code.splitlines() if line.strip())
 
 
+@functools.cache
 def without_words(text: str) -> str:
     """Python without its comments, docstrings and blank lines; the same whatever version of Python reads it."""
     lines = text.splitlines(keepends=True)
