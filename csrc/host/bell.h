@@ -1,4 +1,4 @@
-// How a thread that sleeps hears of what others have done: they ring, it is awake, and looks.
+// How other threads wake a thread that sleeps: they ring the bell, and the thread looks at what they have done.
 #pragma once
 
 #include <atomic>
@@ -11,11 +11,11 @@ class Bell {
  public:
   Bell();
 
-  // Any thread. What it wrote before, who takes the ring has before it.
+  // Any thread may call this. What the thread wrote before it rang is visible to the thread that takes the ring.
   void ring();
-  // Whether it was rung since the last time. One thread.
+  // Whether the bell was rung since the last call. Only one thread may call this.
   bool take();
-  // Can be read once it was rung.
+  // A descriptor that becomes readable when the bell is rung.
   int descriptor() const { return event_.get(); }
 
  private:

@@ -1,4 +1,4 @@
-// The clock of waits and of reports.
+// The clock by which waits end and reports give times.
 #pragma once
 
 #include <time.h>

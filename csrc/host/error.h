@@ -1,4 +1,4 @@
-// This project's errors; the kind selects the Python exception (python/flashmoe/_ffi.py).
+// This project's errors. The kind of an error selects the Python exception (python/flashmoe/_ffi.py).
 #pragma once
 
 #include <stdexcept>

@@ -29,7 +29,7 @@ Error timeout_error(const HostFault& record, const Teller& teller) {
     state = record.entered < r.epoch ? concat("it has not begun call ", r.epoch, " (it is at ", record.entered, ")")
                                      : concat("it has begun call ", r.epoch, " but makes no progress");
   }
-  // The time limit of a rank that found the fault elsewhere is not known here.
+  // If another rank found the fault, this rank does not know that rank's time limit.
   const std::string waited = r.rank == teller.rank
                                  ? concat(" waited ", static_cast<double>(teller.timeout_ns) * 1e-9, " s for ")
                                  : " waited for ";
@@ -52,7 +52,7 @@ Error disagreement_error(const HostFault& record) {
   number("experts E", mine.experts, theirs.experts);
   number("top_k K", mine.top_k, theirs.top_k);
   option("dtype", mine.x_type, theirs.x_type);
-  if (mine.x_type == theirs.x_type) {  // else the others differ, too (differing_type)
+  if (mine.x_type == theirs.x_type) {  // otherwise the other types differ, too (differing_type)
     option("dtype of weights", mine.weight_type, theirs.weight_type);
     option("dtype of y", mine.y_type, theirs.y_type);
   }

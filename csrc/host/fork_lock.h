@@ -1,4 +1,4 @@
-// Locks of what a process keeps from call to call, and a forked one with it.
+// Locks of data that a process keeps from call to call. A forked process inherits the data with its lock.
 #pragma once
 
 #include <pthread.h>
@@ -7,13 +7,14 @@
 
 namespace flashmoe::host {
 
-// The one lock of what `Of` names. A fork copies a lock as it is, and one that another thread holds then is held for ever in the
-// child, which has no such thread. So a fork takes this one first, and gives it back on both sides.
+// The one lock of the data that `Of` names. A fork copies a lock in its present state. If another thread held it then,
+// it would stay held for ever in the child, which has no such thread. So a fork takes this lock first, and releases it
+// in both processes.
 template <class Of>
 class ForkLock {
  public:
   static std::mutex& mutex() {
-    (void)kHooked;  // made when the library is loaded, as it is used
+    (void)kHooked;  // using kHooked here makes it exist; it is set when the library is loaded
     return mutex_;
   }
 

@@ -15,9 +15,10 @@ namespace {
 
 using Kind = Error::Kind;
 
-// A rank that gives up because of a disagreement stays so long for its peers to see it; they look every millisecond.
+// A rank that gives up because of a disagreement stays for this long, so that its peers see it. They look every
+// millisecond.
 constexpr uint64_t kFarewellNs = 5'000'000'000;
-// Whether a process lives, and whether this one is interrupted, is asked at every so many looks.
+// One look of so many checks whether the peers' processes live, and whether this process is interrupted.
 constexpr uint32_t kRarely = 32;
 
 uint32_t checked_ranks(uint32_t ranks) {
@@ -90,20 +91,20 @@ void Joining::open_peers() {
   }
 }
 
-// Opens a peer's segment, if it is there.
+// Opens a peer's segment. Returns whether the peer is there.
 bool Joining::try_open(uint32_t p) {
   PeerSegment found = open_peer(name_, p);
   if (found.file.get() < 0) return false;
   pages_[p] = std::move(found.page);
   const uint64_t attempt = page(p)->attempt;
-  if (is_gone(page(p)->process) || goes_with_another(p)) {  // another may come in its place
+  if (is_gone(page(p)->process) || goes_with_another(p)) {  // another process or attempt may replace it
     pages_[p] = Mapping();
     return false;
   }
   if (std::exchange(counted_[p], attempt) != attempt) {
     std::atomic_ref(page(p)->seen_by).fetch_add(1, std::memory_order_relaxed);
   }
-  // Whom to wait for depends on this; everything else can be compared when all are there.
+  // Which ranks to wait for depends on the number of ranks. Everything else can be compared when all are there.
   if (page(p)->limits.ranks != limits_.ranks) check_agreement(p);
   if (failed_before(p)) {
     check_agreement(p);
@@ -115,25 +116,28 @@ bool Joining::try_open(uint32_t p) {
   return true;
 }
 
-// Whether a peer has met not this attempt of this rank to join but one before: one that failed, or one of a process that this
-// one replaces.
+// Whether a peer has met an earlier attempt of this rank to join. That attempt has failed, or its process is one that
+// this process replaces.
 bool Joining::goes_with_another(uint32_t p) const {
   const uint64_t met = std::atomic_ref(page(p)->met[rank_]).load(std::memory_order_relaxed);
   return met != 0 && met != page(rank_)->attempt;
 }
 
-// Whether a peer has given up because of what arose before this attempt began: it was of the attempts before. Were each to end
-// those that it meets, ranks that all try again would hear of one failure from one another for ever.
+// Whether a peer has given up for a cause that arose before this attempt began. Such a failure belongs to the earlier
+// attempts. If it ended every attempt that meets it, ranks that all try again would pass one failure to one another for
+// ever.
 bool Joining::failed_before(uint32_t p) const {
   return state(p) == ControlPage::kFailed && page(p)->cause_ns < began_ns_;
 }
 
-// A rank that goes with another attempt of some rank than this one does; none: their number. One of these two attempts has
-// failed, and whoever goes on with it fails too, although all could meet anew. (Who has gone on waits for all whom it has met.)
+// Finds a rank p that has met another attempt of some rank q than this rank sees. If there is none, returns the number
+// of ranks. One of q's two attempts has failed. A rank that went on with the failed attempt would fail too, although
+// all ranks could meet anew. (A rank that has gone on waits for all ranks that it has met.)
 uint32_t Joining::in_another_round() const {
   for (const uint32_t p : members_) {
     for (const uint32_t q : members_) {
-      // Sequentially consistent, like the store in try_open(): of two that look at once, one sees what the other has met.
+      // Sequentially consistent, like the store in try_open(). So if two ranks look at once, one of them sees what the
+      // other has met.
       const uint64_t met = p == q ? 0 : std::atomic_ref(page(p)->met[q]).load();
       if (met != 0 && met != page(q)->attempt) return p;
     }
@@ -159,7 +163,7 @@ void Joining::check_agreement(uint32_t p) {
 
 // ---- Waiting for one another ------------------------------------------------------------------------------
 
-// Says that this rank has come so far, and waits until all have.
+// Says that this rank has reached a state, and waits until all members have reached it.
 void Joining::reach(ControlPage::State s) {
   set_state(s);
   for (const uint32_t p : members_) await_state(p, s);
@@ -170,7 +174,7 @@ void Joining::await_state(uint32_t p, ControlPage::State wanted) {
   if (p != rank_) check_peer(p);
 }
 
-// A look at the peers that are there, then a millisecond.
+// Looks at the peers that are there, then sleeps for a millisecond.
 void Joining::pause(uint32_t p, const char* what) {
   if (++looks_ % kRarely == 0) check_interrupt();
   for (uint32_t q = 0; q < limits_.ranks; ++q) {
@@ -183,7 +187,7 @@ void Joining::pause(uint32_t p, const char* what) {
   std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-// A peer that has given up or died ends the joining of all, which may try again together.
+// A peer that has given up or died ends the joining of all ranks. They may try again together.
 void Joining::check_peer(uint32_t q) {
   if (goes_with_another(q)) {
     if (state(rank_) < ControlPage::kSawAll) return forget(q);
@@ -208,7 +212,7 @@ void Joining::check_peer(uint32_t q) {
 
 // ---- Leaving ----------------------------------------------------------------------------------------------
 
-// Tells the peers that this rank gives up, and why, and cleans up.
+// Tells the peers that this rank gives up, and why. Then cleans up.
 void Joining::leave(Kind kind, const char* why) {
   page(rank_)->cause_ns = cause_ns_ != 0 ? cause_ns_ : monotonic_ns();
   page(rank_)->failure_kind = kind;
@@ -219,8 +223,8 @@ void Joining::leave(Kind kind, const char* why) {
   remove_names_of_the_dead(name_, limits_.ranks);
 }
 
-// A disagreement is to be seen from both sides: waits until every peer has opened this rank's segment. Where ranks disagree on
-// how many they are, those count that both sides know of.
+// Both sides should see a disagreement. So this rank waits until every peer has opened its segment. If ranks disagree
+// on the number of ranks, only as many are awaited as the smallest number says.
 void Joining::await_witnesses() const {
   uint32_t ranks = static_cast<uint32_t>(members_.size());
   for (const Mapping& m : pages_) {

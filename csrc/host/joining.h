@@ -1,7 +1,8 @@
-// How ranks that are processes of one machine form a group, or the part of one that is on this machine, as seen by one of them: it makes its own segment; opens every
-// peer's, whose control page says what it is; once every rank has opened all, compares limits, so that ranks which disagree all
-// see with whom; and maps the heaps. Then nobody needs a name any more; and once every rank has taken its own away, the next
-// group of this name may form.
+// How ranks that are processes form a group, or the part of a group that is on one machine, from the view of one rank.
+// The rank makes its own segment. It opens every peer's segment, whose control page describes the peer. Once every rank
+// has opened all segments, it compares limits. (So if ranks disagree, all of them see with whom.) Then it maps the
+// heaps. From then on nobody needs the names. Once every rank has removed its own name, the next group of this name may
+// form.
 #pragma once
 
 #include <string>
@@ -13,11 +14,12 @@ namespace flashmoe::host {
 
 class Joining {
  public:
-  // members: the ranks of this machine, this one among them, ascending.
+  // members: the ranks of this machine, ascending, this rank among them.
   Joining(const std::string& name, uint32_t rank, std::vector<uint32_t> members, const Limits& limits,
           uint64_t heap_bytes, uint64_t timeout_ns);
 
-  // Every member's segment, mapped whole; nothing for other ranks. Throws Error where the group does not form, after it has told the peers why.
+  // The whole segment of every member; an empty mapping for other ranks. If the group does not form, tells the peers
+  // why, and throws Error.
   std::vector<Mapping> join();
 
  private:
@@ -46,12 +48,12 @@ class Joining {
   const std::vector<uint32_t> members_;
   const Limits limits_;
   const uint64_t bytes_, timeout_ns_, began_ns_, deadline_;
-  std::vector<FileDescriptor> files_;  // the peers', until their heaps are mapped
-  std::vector<Mapping> pages_;         // segments, as yet their control pages alone
+  std::vector<FileDescriptor> files_;  // the peers' files, until their heaps are mapped
+  std::vector<Mapping> pages_;         // segments; until they are mapped whole, their control pages alone
   OwnSegment own_;
-  std::vector<uint64_t> counted_;  // the peers' attempts that know that this rank has opened them
-  uint64_t cause_ns_ = 0;          // when that arose for which this rank fails, if a peer told it; 0: it arises here
-  bool disagrees_ = false;         // with a peer, by its limits
+  std::vector<uint64_t> counted_;  // [p] rank p's attempt in whose `seen_by` this rank has counted itself
+  uint64_t cause_ns_ = 0;          // when the cause of this rank's failure arose, if a peer told it; 0: it arises here
+  bool disagrees_ = false;         // this rank's limits differ from a peer's
   uint32_t looks_ = 0;
 };
 

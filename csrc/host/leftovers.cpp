@@ -22,13 +22,13 @@
 namespace flashmoe::host {
 namespace {
 
-// A look at all names is a courtesy, and others can make as many as they like.
+// Looking at all names is a courtesy, and other users can make any number of names. So the time is limited.
 constexpr uint64_t kLookNs = 20'000'000;
-// A segment that has no page yet cannot be seen to be a dead process's. Its maker needs microseconds; one that is stopped for
-// so long in between is told that its name is gone.
+// Nobody can tell whether the maker of a segment without a page is dead. A living maker writes the page within
+// microseconds. A maker that is stopped for longer than this in between gets an error later: its name is gone.
 constexpr int64_t kUnwrittenSeconds = 60;
 
-// Whose a segment is; nobody's where it has no page.
+// The process that owns a segment; nothing if the segment has no page.
 std::optional<Process> owner_of(const FileDescriptor& file) {
   ControlPage page;
   if (pread(file.get(), &page, sizeof(page), 0) != ssize_t{sizeof(page)} || page.magic != ControlPage::kMagic)
@@ -45,8 +45,8 @@ bool stands_for(const std::string& path, const FileDescriptor& file) {
   return fstat(file.get(), &opened) == 0 && lstat(path.c_str(), &named) == 0 && opened.st_ino == named.st_ino;
 }
 
-// Two may remove a name at once: the second, once it has the lock, must not remove what a living process has been named
-// meanwhile.
+// Two processes may remove a name at once. When the second gets the lock, the name may already belong to a living
+// process's new segment. The second must not remove that name.
 void unlink_locked(const std::string& path, const FileDescriptor& file) {
   if (stands_for(path, file)) unlink(path.c_str());
 }
@@ -100,7 +100,7 @@ void remove_leftovers() {
     try {
       remove_leftover(concat(kSharedMemory, name), temporary);
     } catch (const Error&) {
-      // Not a segment: it is not ours to judge.
+      // Not a segment, so this process leaves it alone.
     }
   }
 }

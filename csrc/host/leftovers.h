@@ -1,4 +1,4 @@
-// Names of shared memory that processes have left behind which were killed while they joined a group.
+// Removes names of shared memory that were left behind by processes that were killed while they joined a group.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,12 @@
 
 namespace flashmoe::host {
 
-// Removes a name if the process that made it is gone; whether the name is free. Who else removes it at this moment is waited
-// for. Throws Error where the name is another user's, or that wait is not over by deadline_ns (of monotonic_ns()).
+// Removes a name if the process that made it is gone. Returns whether the name is free. If another process is removing
+// the name at this moment, waits for it. Throws Error if the name is another user's, or if that wait is not over by
+// deadline_ns (of monotonic_ns()).
 bool remove_name_of_the_dead(const std::string& path, uint64_t deadline_ns);
 
-// Removes what gone processes of this user have left of any group, as far as a short look finds it.
+// Removes the names that gone processes of this user have left, of any group, as far as a short look finds them.
 void remove_leftovers();
 
 }  // namespace flashmoe::host

@@ -1,4 +1,5 @@
-// A shared library that is loaded when something first needs it, so that nothing else does, and then stays.
+// A shared library that is loaded when it is first needed, so that a program that does not need it runs without it. It
+// then stays loaded.
 #pragma once
 
 #include <initializer_list>
@@ -9,11 +10,11 @@ namespace flashmoe::host {
 
 class Library {
  public:
-  // path: or a name, which the loader looks for. what, release: of errors, "<what>, got: ..." where there is none, and
-  // "<release>, got <path> without ..." where it lacks a symbol. Throws Error.
+  // path: a path, or a name that the loader searches for. what, release: parts of error messages. If the library cannot
+  // be loaded: "<what>, got: ...". If it lacks a symbol: "<release>, got <path> without ...". Throws Error.
   Library(const std::string& path, const std::string& what, std::string release);
 
-  // Sets the function to that of this name, also in the libraries that this one needs. Throws Error.
+  // Sets `function` to the symbol's address. Also searches the libraries that this library needs. Throws Error.
   template <class F>
   void resolve(F*& function, const char* symbol) const {
     function = reinterpret_cast<F*>(find(symbol));
@@ -26,7 +27,7 @@ class Library {
   void* const library_;
 };
 
-// Environment variables that a library reads when it is loaded: those that the user has not set.
+// Sets environment variables that a library reads when it is loaded. A variable that the user has set stays as it is.
 void set_defaults(std::initializer_list<std::pair<const char*, const char*>> variables);
 
 }  // namespace flashmoe::host

@@ -15,13 +15,13 @@
 namespace flashmoe::host {
 namespace {
 
-// Containers may share their memory and not their processes' numbers.
+// Containers may share memory although each numbers its processes by itself.
 uint64_t own_pid_space() {
   struct stat space;
   return stat("/proc/self/ns/pid", &space) == 0 ? space.st_ino : 0;
 }
 
-// What /proc says of a process; nothing where it cannot be read.
+// What /proc says about a process; nothing if it cannot be read.
 struct Seen {
   char state;
   uint64_t started;
@@ -30,7 +30,8 @@ std::optional<Seen> look_at(pid_t pid) {
   std::ifstream stat(concat("/proc/", pid, "/stat"));
   std::string line;
   std::getline(stat, line);
-  // Behind the parenthesised name, which may be anything: the state, and 19 words later the time.
+  // The process's name stands in parentheses and may contain anything. The state follows it, and 19 words later the
+  // start time.
   const size_t end = line.rfind(')');
   if (end == std::string::npos) return {};
   std::istringstream words(line.substr(end + 1));
@@ -55,8 +56,8 @@ bool is_gone(const Process& process) {
   if (kill(pid, 0) != 0 && errno == ESRCH) return true;
   const std::optional<Seen> seen = look_at(pid);
   if (!seen) return false;
-  // One that has ended, but whose parent has not asked for its exit status (a zombie), still answers kill; and so does another
-  // that has its number now.
+  // Two kinds of processes still answer kill although this one has ended: a zombie, whose parent has not asked for its
+  // exit status, and another process that has the pid now.
   return seen->state == 'Z' || (process.started != 0 && seen->started != process.started);
 }
 

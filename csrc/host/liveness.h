@@ -6,19 +6,19 @@
 
 namespace flashmoe::host {
 
-// A process, as others that share memory with it can look it up. In shared memory.
+// Identifies a process for others that share memory with it. Lies in shared memory.
 struct Process {
   int32_t pid;
-  uint64_t pid_space;  // in which the pid means something; 0: unknown
-  uint64_t started;    // when, in ticks of the system's clock: numbers are given again; 0: unknown
+  uint64_t pid_space;  // the namespace of the pid; 0: unknown
+  uint64_t started;    // start time in ticks of the system's clock, since a pid is used again; 0: unknown
 };
 
 Process this_process();
 
-// Whether it has ended, as far as can be told: one whose pid means nothing here counts as alive.
+// Whether the process has ended, as far as can be told. A process of another pid namespace counts as alive.
 bool is_gone(const Process& process);
 
-// A sentence that says so, or nothing.
+// A sentence that says that the process is gone, or an empty string if it is not.
 std::string obituary_of(const Process& process);
 
 }  // namespace flashmoe::host

@@ -7,20 +7,21 @@
 
 namespace flashmoe::host {
 
-// Rows of a message to a relay: enough bytes for a network to be busy with, and few enough that the first are passed on
-// while others are on their way. Tests make it smaller, before there are calls.
+// Bytes of rows in one message to a relay. They are enough to keep a network busy, and few enough that the relay passes
+// on the first messages while others are on their way. Tests make the number smaller, before there are calls.
 inline uint64_t batch_bytes = 512 << 10;
 
 class MachineTables {
  public:
-  // of: the machine of each rank, by any numbers; empty: all are on one. Throws Error where they are not as many as ranks.
+  // of: the machine of each rank, by any numbers; empty: all ranks are on one machine. Throws Error if there is not one
+  // number for each rank.
   MachineTables(const std::vector<uint32_t>& of, uint32_t ranks, uint32_t rank);
 
-  // What they need of every rank's heap.
+  // Sets the limits that say how much of every rank's heap the relays need.
   void set(Limits& limits) const;
-  // As the protocol has them, in heaps of these limits; they point to this object's memory.
+  // The tables in the protocol's form, for heaps of these limits. They point to this object's memory.
   Machines machines(const Limits& limits);
-  // Forgets what relays have counted, as behind a call that was not carried through.
+  // Zeroes what relays have counted. Needed after a call that was not completed.
   void clear();
 
  private:

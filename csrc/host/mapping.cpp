@@ -14,7 +14,7 @@ namespace flashmoe::host {
 
 namespace {
 
-// The system says no more than that there is no memory, also where there is and this process may not have it.
+// The system only says that there is no memory, even if there is some but this process may not have it.
 std::string why(int failed) {
   std::string text = std::strerror(failed);
   if (failed != ENOMEM) return text;

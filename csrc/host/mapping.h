@@ -1,4 +1,4 @@
-// Files and memory of the operating system that give themselves back.
+// Files and memory of the operating system that release themselves.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ class FileDescriptor {
 class Mapping {
  public:
   Mapping() = default;
-  // The first bytes of a file, shared with whoever maps it; fd -1: private memory, zeroed, that takes none until it is
-  // written. Throws Error where there is none.
+  // Maps the first bytes of a file; everyone who maps the file shares them. With fd -1: private, zeroed memory, which
+  // takes no space until it is written. Throws Error if this fails.
   Mapping(int fd, uint64_t bytes);
   Mapping(Mapping&& other) noexcept : base_(std::exchange(other.base_, nullptr)), bytes_(other.bytes_) {}
   Mapping& operator=(Mapping&& other) noexcept {

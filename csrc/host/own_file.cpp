@@ -16,7 +16,7 @@ namespace {
 constexpr mode_t kOthers = S_IRWXG | S_IRWXO;
 
 bool is_own(const struct stat& file) {
-  // A second name may be another user's doing: the file of one rank under the name of another.
+  // Another user may have given the file a second name. Then one rank's file could have another rank's name.
   return S_ISREG(file.st_mode) && file.st_uid == geteuid() && (file.st_mode & kOthers) == 0 && file.st_nlink == 1;
 }
 
@@ -32,7 +32,8 @@ Error not_own(const std::string& path, const struct stat& file) {
 }  // namespace
 
 FileDescriptor open_own_file(const std::string& path) {
-  // Not to be held up by a lease of the file's owner, nor by what is no file.
+  // O_NONBLOCK: open() must not wait for a lease that the file's owner has taken, nor for something that is not a
+  // regular file.
   FileDescriptor file(open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY));
   struct stat info;
   if (file.get() < 0) {
@@ -41,7 +42,7 @@ FileDescriptor open_own_file(const std::string& path) {
     if (lstat(path.c_str(), &info) == 0 && !is_own(info)) throw not_own(path, info);
     throw Error(Error::Kind::kGroup, concat("shared memory ", path, ": cannot open it: ", std::strerror(failed)));
   }
-  // Of what has been opened, whatever the name stands for by now.
+  // Examines the file that has been opened. By now the name may stand for another file.
   if (fstat(file.get(), &info) != 0 || info.st_nlink == 0) return FileDescriptor();
   if (!is_own(info)) throw not_own(path, info);
   return file;

@@ -1,4 +1,4 @@
-// A file of this process's user, in a folder where every user of the machine may make files.
+// Opens a file that belongs to this process's user, in a folder where every user of the machine may make files.
 #pragma once
 
 #include <string>
@@ -7,9 +7,9 @@
 
 namespace flashmoe::host {
 
-// Opens a file for reading and writing. Its descriptor is -1 where there is none by that name, or no more. Throws Error where
-// another user might read, write, shorten or lock it, or has put something else in its place: nothing of it is read then, and
-// nothing waits for it.
+// Opens a file for reading and writing. The descriptor is -1 if no file has that name, or has it no longer. Throws
+// Error if another user might read, write, shorten or lock the file, or has put something else in its place. In that
+// case nothing of the file is read, and nothing waits for the file.
 FileDescriptor open_own_file(const std::string& path);
 
 }  // namespace flashmoe::host

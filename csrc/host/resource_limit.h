@@ -1,4 +1,4 @@
-// What the system allows this process (getrlimit), for messages that say which limit was met.
+// What the system allows this process (getrlimit). Error messages use it to say which limit was met.
 #pragma once
 
 #include <sys/resource.h>

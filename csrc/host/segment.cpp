@@ -25,13 +25,14 @@ std::string segment_path(const std::string& group, uint32_t rank) {
   return concat(kSharedMemory, kNamePrefix, group, "-", rank);
 }
 
-// A file's first name, taken away unless it has got its own meanwhile.
+// A file's first name. It is removed at the end, unless the file has been renamed.
 struct TemporaryName {
   std::string path;
   ~TemporaryName() {
     if (!path.empty()) unlink(path.c_str());
   }
-  // Fails with EEXIST where there is such a name. A file has one name at any moment: see own_file.h.
+  // Fails with EEXIST if the name exists already. Renaming leaves the file with one name at any moment, as own_file.h
+  // demands.
   int rename_to(const std::string& name) {
     if (renameat2(AT_FDCWD, path.c_str(), AT_FDCWD, name.c_str(), RENAME_NOREPLACE) != 0) return errno;
     path.clear();
@@ -39,7 +40,7 @@ struct TemporaryName {
   }
 };
 
-// Not 0, and hardly ever the same twice.
+// Not 0, and almost never the same number twice.
 uint64_t new_attempt() {
   std::random_device random;
   return (uint64_t{random()} << 32 | random()) | 1;
@@ -50,10 +51,11 @@ uint64_t size_of(const FileDescriptor& file) {
   return fstat(file.get(), &info) == 0 ? static_cast<uint64_t>(info.st_size) : 0;
 }
 
-// Takes the memory of the first `bytes` of the segment now: a file system that fills up later would kill the process at a
-// store. The message names all that is needed.
+// Allocates the first `bytes` bytes of the segment now. Otherwise the file system might fill up later, and a store
+// would kill the process. The error message names the size of the whole segment.
 void reserve(int fd, uint64_t bytes, uint64_t segment_bytes) {
-  // Not tried: beyond this limit the system sends a signal, which ends a process that does not expect it.
+  // Checked before allocating: beyond this limit the system sends a signal, which ends a process that does not expect
+  // it.
   if (const uint64_t most = limit_of(RLIMIT_FSIZE); segment_bytes > most) {
     throw Error(Kind::kHeap, concat("heap: expected files of ", segment_bytes, " bytes to be allowed, got a limit of ",
                                     most, " (RLIMIT_FSIZE; see ulimit -f)"));
@@ -91,7 +93,8 @@ OwnSegment::OwnSegment(const std::string& group, uint32_t rank, const Limits& li
   own->bytes = bytes_;
   own->limits = limits;
   own->attempt = new_attempt();
-  std::atomic_ref(own->magic).store(ControlPage::kMagic, std::memory_order_release);  // the rest is there
+  std::atomic_ref(own->magic).store(ControlPage::kMagic, std::memory_order_release);  // last: the other fields are
+                                                                                      // written
   int failed = temporary.rename_to(path_);
   if (failed == EEXIST && remove_name_of_the_dead(path_, deadline_ns)) failed = temporary.rename_to(path_);
   if (failed == EEXIST) {
@@ -144,7 +147,7 @@ void remove_names_of_the_dead(const std::string& group, uint32_t ranks) {
     try {
       remove_name_of_the_dead(segment_path(group, p), 0);
     } catch (const Error&) {
-      // Another user's, or locked: of no concern to a rank that leaves.
+      // The segment is another user's, or locked. A rank that leaves need not care.
     }
   }
 }

@@ -7,7 +7,7 @@
 namespace flashmoe::host {
 namespace {
 
-// Bytes of the character of UTF-8 that `s` begins with, as RFC 3629 has them; 0: it begins with none.
+// How many bytes the UTF-8 character at `at` has (RFC 3629); 0: no valid character begins there.
 size_t character(const std::string& s, size_t at) {
   auto byte = [&](size_t i) { return at + i < s.size() ? static_cast<uint8_t>(s[at + i]) : uint8_t{0}; };
   const uint8_t first = byte(0);
@@ -28,7 +28,7 @@ size_t character(const std::string& s, size_t at) {
 }  // namespace
 
 std::string text_of_another(const char* text, size_t bytes) {
-  std::string copy(text, bytes);  // looked at once it cannot change any more
+  std::string copy(text, bytes);  // copied first, since the original may change meanwhile
   copy.resize(std::min(copy.find('\0'), copy.size()));
   std::string valid;
   for (size_t at = 0; at < copy.size();) {

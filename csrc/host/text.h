@@ -1,4 +1,5 @@
-// Messages from parts (std::format would do; the oldest supported compilers lack it), and what others have written.
+// Builds messages from parts (std::format would do this, but the oldest supported compilers lack it), and reads texts
+// that other processes have written.
 #pragma once
 
 #include <sstream>
@@ -13,11 +14,11 @@ std::string concat(const Parts&... parts) {
   return out.str();
 }
 
-// A text in memory that another process may write at any time: its first characters, at most `bytes` bytes of them, up to a
-// NUL. What is not UTF-8 becomes '?': a message that is none cannot be made a string of Python's.
+// Reads a text in memory that another process may write at any time. Returns the characters up to a NUL, at most
+// `bytes` bytes. What is not UTF-8 becomes '?', because a Python string can only be made from UTF-8.
 std::string text_of_another(const char* text, size_t bytes);
 
-// As much of the text as `bytes` bytes have room for, whole characters of UTF-8, and "..." where that is not all.
+// The text, shortened to at most `bytes` bytes. It is cut between characters of UTF-8. If it was cut, it ends in "...".
 std::string shortened(const std::string& text, size_t bytes);
 
 }  // namespace flashmoe::host
