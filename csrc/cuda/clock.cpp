@@ -7,7 +7,7 @@
 namespace flashmoe::cuda {
 namespace {
 
-constexpr uint32_t kReadings = 64;  // the first is late by the kernel's launch; a few more by whatever the host does
+constexpr uint32_t kReadings = 64;  // the first waits for the kernel's launch; a few more for other work of the host
 constexpr uint64_t kPatienceNs = 2'000'000'000;
 
 }  // namespace
@@ -30,7 +30,7 @@ ClockReading read_clock(const Device& device, const Kernels& kernels, DriverStre
       device.synchronize();  // the kernel must not outlive its page
       throw Error(Error::Kind::kOther, "trace: the device does not say what time it is");
     }
-    // The device answered some time between the two.
+    // The device answered at some time between `before` and `after`.
     if (const uint64_t error = (after - before + 1) / 2; error < best.error_ns) {
       best = {before + (after - before) / 2, page->device_ns, error};
     }

@@ -1,4 +1,4 @@
-// The clock of a GPU, by which kernels trace, as the host sees it.
+// The clock of a GPU, which kernels use to trace, as the host sees it.
 #pragma once
 
 #include "cuda/launch.h"
@@ -10,8 +10,8 @@ struct ClockReading {
   uint64_t host_ns, device_ns, error_ns;
 };
 
-// The most exact of many readings. kernels: of a cubin that traces. The device's context is current, and the device idle.
-// Throws Error where the device does not answer.
+// Returns the most exact of many readings. kernels: of a cubin that traces. The device's context must be current, and
+// the device idle. Throws Error if the device does not answer.
 ClockReading read_clock(const Device& device, const Kernels& kernels, DriverStream stream);
 
 }  // namespace flashmoe::cuda

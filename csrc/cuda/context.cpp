@@ -14,7 +14,7 @@ namespace {
 
 using host::concat;
 
-// A call with the fields set that all calls of a context have in common, except where its memory lies.
+// A call in which the fields are set that all calls of a context have in common, except the addresses of its memory.
 Call common_call(const Arch& arch, const Membership& who, const Limits& limits, uint64_t timeout_ns) {
   Call c;
   c.rank = who.rank;
@@ -98,7 +98,7 @@ const Placement& Context::placement(const Layer& layer, DriverStream stream) {
 
 void Context::beat() {
   if (common_.limits.ranks == 1 || common_.limits.rdma != 0) return;
-  const uint64_t time = host::monotonic_ns();  // no count that a kernel has written, and no earlier beat's
+  const uint64_t time = host::monotonic_ns();  // a value that neither a kernel nor an earlier beat has written
   copies_.write(&call_on_host().status(common_.call.rank)->progress, &time, sizeof(time));
 }
 
@@ -155,7 +155,7 @@ Plan& Context::plan_of(int64_t layer) const {
 
 // ---- Calls ------------------------------------------------------------------------------------------------
 
-// The layer's plan, once it knows its tokens.
+// The layer's plan, with the tokens set.
 Plan& Context::plan_for(int64_t layer, const TokenSpec& tokens) {
   check_health();
   Plan& plan = plan_of(layer);
@@ -185,7 +185,8 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
 
 void Context::backward(int64_t layer, const TokenSpec& tokens, const GradientSpec& gradients, DriverStream stream) {
   const std::lock_guard lock(mutex_);
-  const Device::Use use(device_);  // autograd's threads may have no context of the driver's, which describes tensors
+  const Device::Use use(device_);  // autograd's threads may have no current context of the driver, which encoding
+                                   // tensor maps needs
   Plan& plan = plan_for(layer, tokens);
   plan.set_gradients(gradients);
   const std::optional<Error> earlier = take_noted();
@@ -255,7 +256,8 @@ void Context::move_rows(int64_t layer, uint64_t memory, uint64_t kept, const gpu
                           words(layout.first_row),
                           room,
                           processors()};
-  const uint64_t experts = shape.local_experts + later_slices(plan.spec);  // as its tiles are moved
+  const uint64_t experts = shape.local_experts + later_slices(plan.spec);  // as many as the kernel sees when it moves
+                                                                           // tiles
   const uint64_t tiles = room.rows / common_.limits.tile_rows + min_of(experts, uint64_t{room.rows});
   plan.kernels.general->launch_move(plan.args, to, static_cast<uint32_t>(tiles), stream);
 }
@@ -282,14 +284,14 @@ KeptRows Context::read_counts(int64_t layer, const gpu::KeptRoom& room) {
 void Context::synchronize(DriverStream stream) {
   const std::lock_guard lock(mutex_);
   device_.refuse_capture(stream, "waiting for the device");
-  // Not for the last call's stream alone: a call that was captured runs wherever its graph is launched.
+  // Waiting for the last call's stream alone would not do: a captured call runs wherever its graph is launched.
   device_.synchronize();
   check_health();
   if (const std::optional<Error> noted = take_noted()) throw *noted;
 }
 
-// A call that another rank has refused, or a row that is an error, once. A call raises an earlier one's when it is launched
-// itself: all ranks go on with the same calls.
+// The error of a call that another rank has refused, or of a row, once. A new call is launched before it raises an
+// earlier call's error, so that all ranks go on with the same calls.
 std::optional<Error> Context::take_noted() {
   if (std::optional<Error> refusal = take_refusal()) return refusal;
   auto* record = fault_page_.host<HostFault>();
@@ -297,7 +299,7 @@ std::optional<Error> Context::take_noted() {
   const RowNote note = RowNote::unpack(noted.load(std::memory_order_acquire));
   if (note.fault == RowFault::kNone) return std::nullopt;
   const uint32_t experts = record->noted_experts;
-  noted.store(0, std::memory_order_release);  // the kernel may leave the next one
+  noted.store(0, std::memory_order_release);  // from now on the kernel may leave the next note here
   return host::row_error(note, common_.call.rank, experts);
 }
 

@@ -1,4 +1,4 @@
-// A rank on one GPU: its heap, its workspace, the layers it has been told of, and its calls.
+// A rank on one GPU: its heap, its workspace, the layers that were added, and its calls.
 #pragma once
 
 #include <map>
@@ -25,64 +25,72 @@ namespace flashmoe::cuda {
 
 class Context {
  public:
-  // limits.processors: thread blocks, 0 for one on every multiprocessor. ordinal: see Device. Fields of `order` that
-  // are 0 are left to the context. With several ranks, joins the group. machines: of each rank, by which the limits are made
-  // (MachineTables::set); empty: all are on one.
+  // limits.processors: number of thread blocks; 0: one on every multiprocessor. ordinal: see Device. The context
+  // chooses the fields of `order` that are 0. With several ranks, joins the group. machines: the machine of each rank,
+  // the same numbers from which `limits` was made (MachineTables::set); empty: all ranks are on one machine.
   Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order, uint64_t timeout_ns,
           const std::vector<uint32_t>& machines = {});
-  // Waits for the device: a call may still be under way.
+  // Waits for the device, because a call may still run.
   ~Context();
 
-  // Encodes the layer's tensor maps, loads its kernels and uploads its placement if they are new; returns its number.
-  // `stream` is where its calls will go: while it is being captured, nothing can be loaded or uploaded.
+  // Encodes the layer's tensor maps. Loads its kernels and uploads its placement if they are new. Returns the layer's
+  // number. `stream` is where the layer's calls will go: while it is being captured, nothing can be loaded or uploaded.
   int64_t add_layer(const Layer& layer, DriverStream stream);
   void remove_layer(int64_t layer);
 
   // Launches the kernel; does nothing else to the stream, and does not wait. Calls must follow one another on the
-  // device: one stream, or streams that wait for each other. Throws what an earlier call of this context ran into.
+  // device: use one stream, or streams that wait for each other. Throws the error of an earlier call of this context,
+  // if it had one.
   void call(int64_t layer, const TokenSpec& tokens, DriverStream stream);
-  // The same of a backward pass, of at least one token.
+  // The same for a backward pass of at least one token.
   void backward(int64_t layer, const TokenSpec& tokens, const GradientSpec& gradients, DriverStream stream);
 
-  // Bytes that a call of so many tokens keeps, of a layer of Pass::kForward; and that a call of Pass::kBackward needs. room,
-  // rows: among several ranks.
+  // kept_routing: where a call of a Pass::kForward layer keeps the routing; the last field is the number of bytes of
+  // all that the call keeps. pass_bytes: how many bytes a call of a Pass::kBackward layer needs. `room` and `rows` only
+  // matter among several ranks.
   RoutingLayout kept_routing(int64_t layer, uint32_t tokens, const gpu::KeptRoom& room);
   uint64_t pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows);
 
-  // Of a layer of Pass::kForward, among several ranks. Bytes of memory where its calls have their rows (refused while
-  // `stream` is being captured); and the room that is expected to suit the next call: none for the first.
+  // For a layer of Pass::kForward, among several ranks. call_bytes: bytes of the memory where a call has its rows
+  // (refused while `stream` is being captured). expected_room: the room that is expected to suit the next call; for the
+  // first call it is empty.
   uint64_t call_bytes(int64_t layer, DriverStream stream);
   gpu::KeptRoom expected_room(int64_t layer);
-  // Behind a call, which has left its rows in `memory`: launches what counts them; and what moves them to `kept`, memory of
-  // kept_routing for this room, but for the routing, which is the caller's, or does nothing if they need more.
+  // Used after a call that has left its rows in `memory`. count_rows launches the kernel that counts the rows.
+  // move_rows launches the kernel that moves the rows to `kept`, which is memory of kept_routing for this room. The
+  // kernel moves nothing if the rows need more room. The routing in `kept` is left to the caller.
   void count_rows(int64_t layer, uint64_t memory, DriverStream stream);
   void move_rows(int64_t layer, uint64_t memory, uint64_t kept, const gpu::KeptRoom& room, DriverStream stream);
-  // Waits until they are counted, not moved, and throws what the call ran into. The room is this one, if they have been moved
-  // there and should stay; else what they need, to which they are to be moved.
+  // Waits until the rows are counted, but not until they are moved. Throws the call's error, if it had one. The room in
+  // the result is `room` if rows that were moved there should stay. Otherwise it is the room that they need, and the
+  // caller moves them to memory of that room.
   KeptRows read_counts(int64_t layer, const gpu::KeptRoom& room);
 
-  // Of a group whose heaps are mapped: other ranks wait half a timeout more for this one's call. From any thread.
+  // Tells other ranks to wait half a timeout more for this rank's call, if heaps are mapped. May be called from any
+  // thread.
   void beat();
 
-  // Which kernels add_layer() will need of such a layer.
+  // Which kernels add_layer() will need for such a layer.
   KernelsOfLayer kernels_of(const LayerSpec& spec, Pass pass) const;
 
-  // In place of a call that this rank cannot begin, on that stream: tells the group, whose other ranks end theirs (see
-  // protocol/refusal.h). Waits for its earlier calls. Does nothing where a rank cannot refuse (may_refuse), or the context has
-  // failed, or while `stream` is being captured: then no call is made. Throws if an earlier call was refused that not all ranks have left in time.
+  // Called instead of a call that this rank cannot begin, on the call's stream. Tells the group, and the other ranks
+  // end their calls (see protocol/refusal.h). Waits for this rank's earlier calls. Does nothing if a rank cannot refuse
+  // (may_refuse), if the context has failed, or while `stream` is being captured, since then no call is made. Throws if
+  // an earlier call was refused and not all ranks have left that call in time.
   void refuse(const std::string& reason, DriverStream stream);
 
-  // Waits for the device, then throws what a call ran into, if one did; a row that is an error (RowNote) once. Refused while `stream` is being captured.
+  // Waits for the device, then throws the error of a call, if one had one. An error for a row (RowNote) is thrown once.
+  // Refused while `stream` is being captured.
   void synchronize(DriverStream stream);
 
-  // Of the last call, once it is over: [tokens, top_k] chosen experts (or as Choice::recorded) and weights.
+  // For the last call, once it is over: [tokens, top_k] chosen experts (or as Choice::recorded) and weights.
   void read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float* weights) const;
-  // Of the last call, once it is over, if it was this layer's: adds to rows[p * El + l] the rows that rank p's tokens have
-  // with local expert l.
+  // For the last call, once it is over, if it was this layer's: adds to rows[p * El + l] the number of rows that rank
+  // p's tokens have with local expert l.
   RowsSent read_received(int64_t layer, int32_t* rows);
-  // Of the last call, if its layer is traced: trace_bytes() bytes, kTraceBytesPerBlock per thread block.
+  // For the last call, if its layer is traced: reads trace_bytes() bytes, kTraceBytesPerBlock per thread block.
   void read_trace(uint8_t* to) const;
-  // Of a layer that is traced; waits for the device.
+  // For a layer that is traced. Waits for the device.
   ClockReading read_clock(int64_t layer, DriverStream stream);
   uint64_t trace_bytes() const { return uint64_t{processors()} * gpu::kTraceBytesPerBlock; }
 
@@ -115,20 +123,21 @@ class Context {
   DeviceMemory workspace_, heap_table_, trace_;
   std::unique_ptr<host::Group> group_;
   SideCopies copies_;
-  std::optional<DeviceMachines> machines_;      // where ranks are on several
-  const Nvshmem* puts_ = nullptr;               // not null where peers are reached by puts alone
-  std::unique_ptr<Registration> registration_;  // of the workspace, which puts then read
+  std::optional<DeviceMachines> machines_;      // if ranks are on several machines
+  const Nvshmem* puts_ = nullptr;               // not null if peers are reached by puts alone
+  std::unique_ptr<Registration> registration_;  // registers the workspace, from which puts read
   MappedPage fault_page_, counts_page_;
-  Event counted_;  // what is told in counts_page_ is there
+  Event counted_;  // the numbers in counts_page_ are written
   bool broken_ = false;
-  uint64_t refused_ = 0;  // epoch of a call that this rank has refused, as long as others may not have left it; else 0
-  uint64_t told_of_ = 0;  // the last call of which the host knows that another rank has refused it
+  uint64_t refused_ = 0;  // epoch of a call that this rank has refused, until all others have left it; else 0
+  uint64_t told_of_ = 0;  // the last call that the host knows another rank has refused
   std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;
-  // By holders, and whether there is a shared expert. Never shrinks: captured graphs have pointers to the tables.
+  // The key: the holders, and whether there is a shared expert. Never shrinks: captured graphs have pointers to the
+  // tables.
   std::map<std::pair<host::Holders, bool>, Placement> placements_;
   std::unordered_map<int64_t, std::unique_ptr<Plan>> plans_;
   int64_t last_plan_ = 0;  // number
-  uint64_t calls_ = 0;     // launched; all ranks of a group launch the same
+  uint64_t calls_ = 0;     // how many were launched: the same number on all ranks of a group
 };
 
 }  // namespace flashmoe::cuda

@@ -1,4 +1,4 @@
-// Kernels as they are loaded and launched.
+// Loads and launches kernels.
 #pragma once
 
 #include <string>
@@ -11,33 +11,33 @@
 
 namespace flashmoe::cuda {
 
-// Which kernels a cubin has: that of a call, for any number of tokens or for a few, and how it is launched. Forward passes
-// that keep among several ranks have two besides that count and move what they have kept; what traces, one that tells the
-// time.
+// Which kernels a cubin has, and how they are launched. Each cubin has the kernel of a call, for any number of tokens
+// or for a few. The cubin of a forward pass that keeps among several ranks has two more kernels, which count and move
+// what was kept. A cubin that traces has one more kernel, which tells the time.
 struct KernelSet {
-  const char* name;  // of the call's
+  const char* name;  // name of the call's kernel
   BlockSize block;
   bool moves = false, traces = false;
 };
 KernelSet general_kernels(const Arch& arch, const Layer& layer, const Limits& limits);
 KernelSet few_kernels(const Arch& arch, const Layer& layer);
 
-// What one cubin has.
+// The kernels of one cubin.
 class Kernels {
  public:
-  // api: null, but where kernels put: NVSHMEM then tells their module where everything is.
+  // api: null unless kernels put. If they put, NVSHMEM tells their module where everything is.
   Kernels(const Device& device, const std::string& cubin, KernelSet which, const Nvshmem* api);
   ~Kernels();
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;
 
-  // Launches a call's on so many thread blocks; does nothing else to the stream, and does not wait. The device's context is
-  // current.
+  // Launches a call's kernel on so many thread blocks; does nothing else to the stream, and does not wait. The device's
+  // context must be current.
   void launch(gpu::KernelArgs& args, uint32_t blocks, DriverStream stream) const;
-  // The same of those behind a forward pass that keeps, among several ranks.
+  // The same for the kernels that follow a forward pass that keeps among several ranks.
   void launch_count(gpu::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const;
   void launch_move(gpu::KernelArgs& args, gpu::MovedRows to, uint32_t tile_blocks, DriverStream stream) const;
-  // Of a cubin that traces, see gpu/tracer.cuh.
+  // For a cubin that traces, see gpu/tracer.cuh.
   void launch_clock(gpu::ClockPage* page, uint32_t times, uint64_t patience_ns, DriverStream stream) const;
 
  private:
@@ -48,11 +48,11 @@ class Kernels {
   const DriverFunction call_, count_, move_, clock_;
 };
 
-// Those of a layer; null: it has none, as KernelsOfLayer says.
+// The kernels of a layer. Null: the layer has no such kernel, as KernelsOfLayer says.
 struct LoadedKernels {
   const Kernels *general, *few;
 
-  // One of them, for what all cubins of a layer have.
+  // One of them, for what every cubin of the layer has.
   const Kernels& any() const { return general != nullptr ? *general : *few; }
 };
 

@@ -1,4 +1,4 @@
-// What a caller says of a layer, once, and of its tokens, at each call. Addresses are the device's.
+// What a caller says about a layer, once, and about its tokens, at each call. All addresses are of the device's memory.
 #pragma once
 
 #include <cstdint>
@@ -13,39 +13,43 @@
 
 namespace flashmoe::cuda {
 
-// What its calls compute. Passes that train are of a rank alone or of ranks whose memory is mapped, and of no quantised types.
+// What a layer's calls compute. Passes that train need a rank alone, or ranks whose memory is mapped, and no quantised
+// types.
 enum class Pass : uint32_t {
   kInference,
-  kForward,   // the layer, and what gradients need is kept
+  kForward,   // the layer's result; what gradients need is kept
   kBackward,  // the gradients of what was kept
 };
 
-// A layer as calls share it: what it is, and where everything but its tokens lies.
+// What all calls of a layer share: what the layer is, and where everything but its tokens lies.
 struct Layer {
   LayerSpec spec;
-  host::Holders placement;                                                     // of each of E experts
+  host::Holders placement;                                                     // of each of the E experts
   Matrix gate_up, down, router;                                                // router.data 0: routing is given
   Matrix shared_gate_up, shared_down;                                          // one matrix each; data 0: none
   uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0, choice_bias = 0;  // 0: none
   uint64_t shared_gate = 0;                                                    // [H]; 0: none
-  uint64_t shared_up = 0;  // where shared_gate_up has gates alone: their ups, behind it, rows as far apart; else 0
-  // Scales of matrices in e4m3, contiguous, as spec.weight_scales says; 0: none.
+  // If shared_gate_up has gates alone: the address of their ups, behind it, with the same distance between rows; else
+  // 0.
+  uint64_t shared_up = 0;
+  // Scales of the matrices, contiguous, as spec.weight_scales says; 0: none.
   uint64_t gate_up_scale = 0, down_scale = 0, shared_gate_up_scale = 0, shared_down_scale = 0;
   bool topk_ids_64 = false;        // given ids are int64
   bool topk_weights_as_x = false;  // given weights are of x's type, not float32
   bool traced = false;
   Pass pass = Pass::kInference;
-  bool strict = false;      // a row for which no choice can be made is an error
-  bool redispatch = false;  // among several ranks: the forward pass keeps none of x, the backward pass sends it again
-  // Files of the kernels compiled for the spec's types and activation, and traced: that for any number of tokens, and that for
-  // a few. Empty: the layer needs none (kernels_of).
+  bool strict = false;  // a row for which no choice can be made is an error
+  // Among several ranks: the forward pass does not keep x; the backward pass sends it again.
+  bool redispatch = false;
+  // Files of the kernels that are compiled for the spec's types and activation, and for `traced`: the kernel for any
+  // number of tokens, and the kernel for a few. Empty: the layer does not need this kernel (kernels_of).
   std::string cubin, few_cubin;
 };
 
-// How many rows a call among several ranks has kept, where there is room for perhaps more; and which call of its context it
-// was: all ranks count the same.
+// How many rows a call among several ranks has kept (`room` may be for more), and the number of the call in its
+// context, which is the same on all ranks.
 struct KeptRows {
-  uint64_t rows = 0, received = 0;  // of experts; of other ranks' tokens, also where these are dispatched again
+  uint64_t rows = 0, received = 0;  // rows of experts; other ranks' tokens, even if dispatched again
   uint64_t call = 0;
   gpu::KeptRoom room{};
 };
@@ -55,19 +59,20 @@ inline uint64_t kept_row_bytes(const LayerSpec& spec) {
   return uint64_t{spec.gate_up_rows()} * element_bytes(spec.intermediate_type);
 }
 
-// Choices of a token, that of a shared expert too; and the rows of pre-activations that it has, which are one for each slice.
+// Choices of a token, including that of a shared expert; and the token's rows of pre-activations. Each slice has one.
 inline uint64_t choices_of_token(const LayerSpec& spec) {
   return uint64_t{spec.top_k} * spec.slices + shared_experts(spec.shared);
 }
 inline uint64_t rows_of_token(const LayerSpec& spec) {
   return uint64_t{spec.top_k} * spec.slices + spec.shared;
 }
-// The slices behind the first that the rows of the shared expert's tokens have (Call::inner_tile).
+// The slices, behind the first, that the shared expert's rows have (Call::inner_tile).
 inline uint64_t later_slices(const LayerSpec& spec) {
   return max_of(spec.shared, 1u) - 1;
 }
 
-// Where the routing of own tokens lies, which is the last of what a call keeps, from `at` on: choices, and of a router logits.
+// Where the routing of the own tokens lies, from `at` on: choices and, with a router, logits. It is the last part of
+// what a call keeps.
 struct RoutingLayout {
   uint64_t ids, weights, logits, bytes;
 
@@ -78,13 +83,13 @@ struct RoutingLayout {
         bytes(logits + (spec.routing == Routing::kGiven ? 0 : tokens * spec.experts * sizeof(float))) {}
 };
 
-// Where what a call keeps lies in its memory: pre-activations first (KeptOutputs).
+// The memory of what a call keeps (KeptOutputs): pre-activations first, then the routing.
 struct KeptLayout : RoutingLayout {
   KeptLayout(const LayerSpec& spec, uint64_t tokens)
       : RoutingLayout(tokens * rows_of_token(spec) * kept_row_bytes(spec), spec, tokens) {}
 };
 
-// The same among several ranks, by the room that there is: pre-activations first (MovedRows).
+// The same among several ranks (MovedRows): pre-activations first. `room` decides the sizes.
 struct GroupKeptLayout {
   static constexpr uint64_t kAlign = 16;
   uint64_t received, numbers, first_row;
@@ -99,8 +104,9 @@ struct GroupKeptLayout {
                 tokens) {}
 };
 
-// Where such a call has its rows until it is over: pre-activations by tile, first; then received rows, as far as a context of
-// these limits has room for them, unless they are dispatched again; and what counts them (CountedRows).
+// The memory in which a call among several ranks has its rows until it is over. Pre-activations come first, tile by
+// tile. Received rows follow, as many as a context of these limits may receive, unless they are dispatched again. What
+// counts the rows comes last (CountedRows).
 struct GroupCallLayout {
   uint64_t received, ranks, rows, numbers, bytes;
 
@@ -114,24 +120,24 @@ struct GroupCallLayout {
   }
 };
 
-// Whether rows of dZ are needed without the weight, too (BackwardArgs::plain_behind).
+// Whether rows of dZ are also needed without the weight (BackwardArgs::plain_behind).
 inline bool needs_plain(const LayerSpec& spec) {
   return spec.weights_on_input && spec.gate_up_bias;
 }
 
-// Where a backward pass has what nobody reads after it: rows of tiles, dZ first (BackwardArgs). Of so many own tokens, and rows of
-// experts, those of slices of the shared one counted each; and rows of other ranks' tokens, of several ranks (GroupArgs): of dY,
-// and where they are dispatched again, of x.
+// The memory of a backward pass that nobody reads after the pass (BackwardArgs): rows of tiles, dZ first. tokens: the
+// rank's own. rows: of experts, where each slice of the shared expert counts. received_rows: rows of other ranks'
+// tokens (GroupArgs), of dY, and also of x if x is dispatched again.
 struct PassLayout {
-  uint64_t tiles;      // without those of the shared expert's later slices,
-  uint64_t all_tiles;  // and with them
+  uint64_t tiles;      // without the tiles of the shared expert's later slices
+  uint64_t all_tiles;  // with them
   uint64_t weighted, plain, received, x, gather, parts, bytes;
 
   PassLayout(const Arch& arch, const LayerSpec& spec, uint64_t tokens, uint64_t rows, uint64_t local_experts,
              uint64_t received_rows, bool redispatch, bool alone) {
     const uint64_t element = element_bytes(spec.y_type), first_rows = rows - tokens * later_slices(spec);
     tiles = first_rows / arch.tile_rows + min_of(local_experts, first_rows);
-    if (!alone) tiles = max_of(tiles, uint64_t{1});  // the copy engine's view of no rows would be none
+    if (!alone) tiles = max_of(tiles, uint64_t{1});  // the copy engine has no tensor map of no rows
     all_tiles = tiles + later_slices(spec) * ceil_div(tokens, uint64_t{arch.tile_rows});
     weighted = all_tiles * arch.tile_rows * spec.gate_up_rows() * element;
     plain = weighted + all_tiles * arch.tile_rows * spec.intermediate * element;
@@ -148,29 +154,29 @@ struct PassLayout {
 struct TokenSpec {
   uint32_t tokens = 0;
   uint64_t x = 0, x_row_bytes = 0;
-  uint64_t x_scale = 0;  // of x in e4m3; 0: none
+  uint64_t x_scale = 0;  // scales of x in e4m3; 0: none
   uint64_t out = 0;
   uint64_t topk_ids = 0, topk_weights = 0;  // 0 with a router
-  uint64_t load = 0, router_logits = 0;     // see KernelArgs; 0: not asked for
-  uint64_t kept = 0;     // of Pass::kForward: memory of KeptLayout, or GroupCallLayout, aligned to 16 bytes
-  uint64_t routing = 0;  // and among several ranks: of RoutingLayout, from its beginning on
+  uint64_t load = 0, router_logits = 0;     // see KernelArgs; 0: not wanted
+  uint64_t kept = 0;     // for Pass::kForward: memory of KeptLayout or GroupCallLayout, aligned to 16 bytes
+  uint64_t routing = 0;  // likewise among several ranks: memory of RoutingLayout, from its beginning on
 };
 
-// What a backward pass has besides, whose TokenSpec has dY for x and dX for out. All contiguous but x; memory is aligned to
-// 16 bytes.
+// What a backward pass has in addition to its TokenSpec, in which dY stands for x and dX for out. Everything is
+// contiguous but x. Memory is aligned to 16 bytes.
 struct GradientSpec {
-  uint64_t kept = 0;  // by the forward pass: memory of KeptLayout, or GroupKeptLayout
+  uint64_t kept = 0;  // what the forward pass kept: memory of KeptLayout or GroupKeptLayout
   KeptRows rows;      // among several ranks
   uint64_t x = 0, x_row_bytes = 0;
   uint64_t memory = 0;   // of PassLayout
-  uint64_t weights = 0;  // [T, K] fp32, written: of the combine weights
+  uint64_t weights = 0;  // [T, K] fp32, written: gradients of the combine weights
   // Written, as in BackwardOptions; 0: not wanted.
   uint64_t shared_gate_up = 0, shared_down = 0, shared_logits = 0;
-  uint64_t shared_up = 0;                    // of ups that are a matrix of their own, beside shared_gate_up; else 0
-  uint64_t gate_up = 0, down = 0;            // written, as the tensors; 0: not wanted
+  uint64_t shared_up = 0;                    // if ups are a matrix of their own beside shared_gate_up; else 0
+  uint64_t gate_up = 0, down = 0;            // written, shaped as the tensors; 0: not wanted
   uint64_t gate_up_bias = 0, down_bias = 0;  // likewise
   uint64_t accumulates = 0;                  // as in BackwardArgs
-  // As in BackwardArgs; 0: none, and without logit_gradients none is read.
+  // As in BackwardArgs; 0: none. Without logit_gradients none of these is read.
   uint64_t given_logit_gradients = 0, weights_by_bias = 0, logit_gradients = 0, router = 0;
 };
 

@@ -6,12 +6,13 @@
 
 namespace flashmoe::cuda {
 
-// `limits` as a context allocates from them on a GPU of so many multiprocessors, with what the architecture decides
-// filled in. Throws Error where there cannot be limits.processors thread blocks, or where rows would lie
-// further apart than the kernel's offsets reach.
+// The limits from which a context allocates, on a GPU of so many multiprocessors: `limits` with what the architecture
+// decides filled in. Throws Error if there cannot be limits.processors thread blocks, or if rows would lie further
+// apart than the kernel's offsets reach.
 Limits cuda_limits(const Arch& arch, Limits limits, uint32_t multiprocessors);
 
-// Whether layers of such a context may train among several ranks: not where rows leave by puts, nor alone.
+// Whether layers of such a context may train among several ranks. They may not if rows leave by puts, or if the rank is
+// alone.
 inline bool may_train_in_group(const Limits& limits) {
   return limits.ranks > 1 && limits.rdma == 0;
 }
@@ -19,10 +20,10 @@ inline bool may_train_in_group(const Limits& limits) {
 inline bool may_refuse(const Limits& limits) {
   return limits.ranks > 1 && limits.rdma == 0 && limits.relayed == 0;
 }
-// Where in a heap the reasons are; nowhere, of contexts whose ranks cannot.
+// Where in a heap the reasons of refusals are. The layout is empty if ranks of such a context cannot refuse.
 Reasons cuda_reasons(const Limits& limits);
-// Of its symmetric heap, and behind it, where memory is mapped among several ranks, what goes home besides rows in
-// backward passes, what relays have, and reasons of refusals.
+// Bytes of a context's symmetric heap and of what lies behind it. If there are several ranks and memory is mapped, this
+// is: what goes home besides rows in backward passes, the fields of relays, and the reasons of refusals.
 uint64_t cuda_heap_bytes(const Limits& limits);
 
 }  // namespace flashmoe::cuda

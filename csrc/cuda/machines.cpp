@@ -5,7 +5,7 @@
 namespace flashmoe::cuda {
 namespace {
 
-// Behind one another: Machines, what the relay counts in two calls, zero, and tables.
+// The order in memory: Machines, what the relay counts in two calls, `passed` (zeroed), and the tables.
 constexpr uint64_t kCountsAt = sizeof(Machines), kPassedAt = kCountsAt + 2 * sizeof(Machines::Counts);
 
 }  // namespace
@@ -13,7 +13,7 @@ constexpr uint64_t kCountsAt = sizeof(Machines), kPassedAt = kCountsAt + 2 * siz
 DeviceMachines::DeviceMachines(const Device& device, const std::vector<uint32_t>& of, const Limits& limits,
                                uint32_t rank)
     : tables_(of, limits.ranks, rank), here_(tables_.machines(limits)) {
-  here_.sums = limits.staging != 0;  // a context returns in one way
+  here_.sums = limits.staging != 0;  // all calls of a context have one return mode
   const uint32_t ranks = limits.ranks, sources = here_.source_count;
   const uint64_t tables_at = kPassedAt + 2 * sources * sizeof(uint64_t), words = 3 * ranks + here_.count + 1 + sources;
   std::vector<uint8_t> image(tables_at + words * sizeof(uint32_t));

@@ -1,5 +1,5 @@
-// How the ranks of a group are spread over machines, in the memory of a GPU, where its kernel looks it up. (Of ranks that are
-// told so: csrc/bindings/cuda.cpp.)
+// How the ranks of a group are spread over machines, in the memory of a GPU, where its kernel looks it up. (Used only
+// if ranks are told that they are on several machines: csrc/bindings/cuda.cpp.)
 #pragma once
 
 #include "cuda/device/device.h"
@@ -7,21 +7,21 @@
 
 namespace flashmoe::cuda {
 
-// Rows that went to other ranks in a call: results; and where ranks are on several machines, those that this one has passed
-// on.
+// How many rows went to other ranks in a call: rows of results, and the rows that this rank has passed on if ranks are
+// on several machines.
 struct RowsSent {
   uint64_t returned, passed_on;
 };
 
 class DeviceMachines {
  public:
-  // `of`: the machine of each rank, of which `limits` were made.
+  // `of`: the machine of each rank, the same numbers from which `limits` was made.
   DeviceMachines(const Device& device, const std::vector<uint32_t>& of, const Limits& limits, uint32_t rank);
 
   const Machines* on_device() const { return memory_.as<Machines>(); }
-  // As the host reads it.
+  // The same table for the host to read.
   const Machines& here() const { return here_; }
-  // What the relay of the last call of that parity has counted, once it is over.
+  // What this rank, as a relay, has counted in the last call of that parity, once the call is over.
   Machines::Counts counts(uint32_t parity) const;
 
  private:

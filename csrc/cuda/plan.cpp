@@ -21,8 +21,8 @@ Shape shape_of(const Call& c, const LayerSpec& spec) {
           .return_bytes = element_bytes(spec.return_type)};
 }
 
-// Columns of results that a task of each product has. The host library, whose program is the forward one, serves backward
-// passes too: none of their products cuts gates and ups.
+// Columns of results that a task of each product has. The host library's program is the forward one. It also serves
+// backward passes, whose products do not cut gates and ups.
 std::array<uint32_t, kProducts> columns_of(const Arch& arch, const Layer& layer) {
   return arch.columns_per_task(layer.spec.gated() && layer.pass != Pass::kBackward);
 }
@@ -31,7 +31,7 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   const LayerSpec& spec = layer.spec;
   Call c = common.call;
   c.set_layer(spec);
-  if (layer.pass == Pass::kBackward) {  // its intermediate rows are the pre-activations' gradients
+  if (layer.pass == Pass::kBackward) {  // the intermediate rows of a backward pass are the pre-activations' gradients
     c.memory.intermediate_row_bytes = spec.gate_up_rows() * element_bytes(spec.intermediate_type);
   }
   c.shape.local_experts = where.local_experts;
@@ -39,7 +39,7 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   c.cut_columns(columns_of(common.arch, layer));
   const Shape shape = shape_of(c, spec);
   c.policy.order = task_order(common.arch, shape, spec.return_mode, common.limits.processors, common.asked);
-  const bool alone = c.shape.ranks == 1;  // it returns nothing to others
+  const bool alone = c.shape.ranks == 1;  // a rank alone returns nothing to others
   if (!alone) c.shape.return_mode = spec.return_mode;
   c.policy.groups = return_groups(c.policy.columns[kReturning], c.shape.return_mode, alone || common.limits.rdma != 0,
                                   c.policy.group_first);
@@ -55,16 +55,16 @@ gpu::WeightRows rows_of(const Matrix& m) {
   return {reinterpret_cast<const uint8_t*>(m.data), m.row_bytes, m.expert_bytes};
 }
 
-// A row of weights as the copy engine knows it: elements, but bytes where these are smaller.
+// A row of weights as the copy engine sees it: a row of elements, or of bytes if elements are smaller than a byte.
 struct MapRow {
-  uint32_t bytes, elements;  // of an element; of the row
+  uint32_t bytes, elements;  // bytes of an element; elements of the row
 
   MapRow(DType type, uint32_t columns)
       : bytes(max_of(encoding_of(type).bits / 8, 1u)),
         elements(static_cast<uint32_t>(stored_bytes(type, columns) / bytes)) {}
 };
 
-// Of the matrices of `experts` experts, or slices of the shared expert.
+// The shapes for the matrices of `experts` experts, or of so many slices of the shared expert.
 TensorMapShape gate_up_map(const Arch& arch, const LayerSpec& spec, const Matrix& m, uint32_t experts,
                            gpu::GatedRows gated) {
   const uint32_t bytes = element_bytes(spec.weight_type);
@@ -85,8 +85,8 @@ TensorMapShape down_map(const Arch& arch, const LayerSpec& spec, const Matrix& m
   return transposed_shape(arch, m, bytes, spec.hidden, 1, 0, spec.intermediate, experts);
 }
 
-// Of a backward pass, which multiplies by what the forward pass does, but contracts over the other axis: H of down_proj, and
-// all rows of gate_up_proj. So what is K-major there is MN-major here.
+// The shapes for a backward pass. It multiplies by the same matrices as the forward pass, but contracts over the other
+// axis: H of down_proj, and all rows of gate_up_proj. So a matrix that is K-major in the forward pass is MN-major here.
 TensorMapShape backward_gate_up_map(const Arch& arch, const LayerSpec& spec, const Matrix& m, uint32_t experts) {
   const uint32_t bytes = element_bytes(spec.weight_type), rows = spec.gate_up_rows();
   if (spec.transposed) return down_shape(arch, m, bytes, spec.hidden, rows, experts);
@@ -98,8 +98,9 @@ TensorMapShape backward_down_map(const Arch& arch, const LayerSpec& spec, const 
   return transposed_shape(arch, m, bytes, spec.intermediate, 1, 0, spec.hidden, experts);
 }
 
-// Those of the shared expert, of whose slices each is an expert. dX contracts over the rows of a slice, which where all gates lie
-// before all ups, `to_up` bytes, are not one behind the other: so these are two parts of it, dimension 2.
+// Sets the maps of the shared expert; each of its slices is an expert. dX contracts over the rows of a slice. If all
+// gates lie before all ups, a slice's rows lie in two parts, `to_up` bytes apart. Then the parts are the map's
+// dimension 2.
 void set_shared_backward(const Arch& arch, gpu::KernelArgs& a, const LayerSpec& spec, Matrix gate_up, uint64_t to_up,
                          const Matrix& down) {
   const uint32_t parts = spec.gated() && !spec.interleaved ? 2 : 1, rows = spec.gate_up_rows() / parts;
@@ -112,8 +113,8 @@ void set_shared_backward(const Arch& arch, gpu::KernelArgs& a, const LayerSpec& 
   a.shared_down = encode(backward_down_map(arch, spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
 }
 
-// The shared expert's matrices, as those of experts that are each a slice of its width I: rows of gate_up, columns of down,
-// or the other way round.
+// Sets the shared expert's matrices as if each slice of width I were an expert. A slice is some rows of gate_up and
+// some columns of down, or the other way round.
 void set_shared(const Arch& arch, gpu::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const uint32_t bytes = element_bytes(spec.weight_type);
@@ -138,7 +139,7 @@ void set_weights(const Arch& arch, gpu::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const DType type = spec.weight_type;
   const uint32_t experts = a.call.shape.routed_local_experts();
-  if (experts != 0) {  // else it has no tasks
+  if (experts != 0) {  // otherwise this rank has no tasks for them
     const bool backward = layer.pass == Pass::kBackward;
     const TensorMapShape gate_up = backward ? backward_gate_up_map(arch, spec, layer.gate_up, experts)
                                             : gate_up_map(arch, spec, layer.gate_up, experts, a.gated);
@@ -161,8 +162,8 @@ void set_weights(const Arch& arch, gpu::KernelArgs& a, const Layer& layer) {
   a.router_bias = reinterpret_cast<const void*>(layer.router_bias);
 }
 
-// Scales of matrices of `rows` rows (in `parts`, with blocks of their own) by `columns`, cut into `slices` that are each an
-// expert to the kernel: a slice of rows, or where there is one, the expert.
+// The scales of matrices of `rows` by `columns`. The rows are cut into `parts`, each with blocks of its own. Each part
+// is cut into `slices`, and a slice is an expert to the kernel. With one slice, the whole matrix is the expert.
 gpu::ScaleTable scale_table(const LayerSpec& spec, uint64_t data, uint32_t rows, uint32_t parts, uint32_t columns,
                             uint32_t slices) {
   const Encoding encoding = encoding_of(spec.weight_type);
@@ -204,7 +205,7 @@ gpu::RouterRule rule_of(const Layer& layer) {
           .choice_bias = reinterpret_cast<const float*>(layer.choice_bias)};
 }
 
-// The rows between the two GEMMs, which lie in the workspace.
+// Encodes the map of the rows between the two GEMMs, which lie in the workspace.
 void set_intermediate_rows(const Arch& arch, gpu::KernelArgs& a, const LayerSpec& spec, const Limits& limits) {
   const auto rows = reinterpret_cast<uint64_t>(a.call.intermediate_row(0, 0));
   const uint64_t tiles = limits.max_tiles() + limits.max_later_slices();
@@ -253,7 +254,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.rule = rule_of(layer);
   set_weights(arch, args, layer);
   if (has_scales(spec.weight_type)) set_scales(args, layer);
-  if (pass != Pass::kBackward) set_intermediate_rows(arch, args, spec, common.limits);  // else see set_gradients()
+  if (pass != Pass::kBackward) set_intermediate_rows(arch, args, spec, common.limits);  // otherwise see set_gradients()
   args.topk_ids_64 = layer.topk_ids_64;
   args.topk_weights_as_x = layer.topk_weights_as_x;
   args.host_fault = common.fault;
@@ -295,7 +296,7 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   args.load = reinterpret_cast<uint64_t*>(t.load);
   args.router_logits = reinterpret_cast<float*>(t.router_logits);
   if (pass == Pass::kForward) set_kept(common, t);
-  // Only the gate reads x by a tensor map, and not that of the kernel of a few tokens.
+  // Only the gate reads x by a tensor map, and the gate of the kernel for a few tokens does not.
   if (t.topk_ids == 0 && t.tokens != 0 && !few() && pass != Pass::kBackward) {
     args.tokens = encode(rows_shape(arch, t.x_row_bytes, element_bytes(spec.x_type), c.shape.hidden, t.tokens), t.x,
                          spec.x_type, "x");
@@ -311,7 +312,8 @@ RoutingLayout Plan::routing_layout(uint64_t tokens, const gpu::KeptRoom& room) c
 }
 
 bool Plan::suits(uint64_t tokens, const gpu::KeptRoom& room, const gpu::KeptRoom& needed) const {
-  // Up to a fifth more is kept for as long as the graph lives, rather than that all is moved once more.
+  // Up to a fifth more than needed is accepted. It stays allocated for as long as the graph lives, but the rows are not
+  // moved once more.
   const auto bytes = [&](const gpu::KeptRoom& of) { return kept_layout(tokens, of).routing.logits; };
   return room.has(needed) && 5 * bytes(room) <= 6 * bytes(needed);
 }
@@ -332,13 +334,14 @@ PassLayout Plan::pass_layout(uint64_t tokens, const KeptRows& rows) const {
           alone};
 }
 
-// A sixteenth more, since a layer's calls differ a little. While that suits it stays, so that all they allocate is of one size.
+// Expects a sixteenth more than was needed, since a layer's calls differ a little. The expected room stays as long as
+// it suits the calls, so that all of them allocate memory of one size.
 void Plan::expect(const gpu::KeptRoom& needed) {
   const auto more = [](uint32_t count) { return count + count / 16; };
   expected_room = {more(needed.rows), more(needed.received), more(needed.pitch)};
 }
 
-// Where a call leaves what it keeps.
+// Sets where a call leaves what it keeps.
 void Plan::set_kept(const Common& common, const TokenSpec& t) {
   if (!trains_in_group()) {
     const KeptLayout layout(spec, t.tokens);
@@ -355,7 +358,7 @@ void Plan::set_kept(const Common& common, const TokenSpec& t) {
   args.backward.z_columns = spec.gate_up_rows();
 }
 
-// Where what is kept, and the pass's own memory, is; how that is laid out.
+// Sets where the kept memory and the pass's own memory are. Returns the layout of the pass's own memory.
 PassLayout Plan::set_rows(const GradientSpec& g) {
   const uint32_t tokens = args.call.shape.tokens;
   const PassLayout layout = pass_layout(tokens, g.rows);
@@ -420,7 +423,7 @@ void Plan::set_gradients(const GradientSpec& g) {
       encode(transposed_shape(arch, weighted, bytes, spec.intermediate, 1, 0, static_cast<uint32_t>(rows), 1),
              weighted.data, spec.y_type, "columns of activations");
   const uint32_t tokens = args.call.shape.tokens;
-  if (g.logit_gradients == 0 || tokens == 0) return;  // no tensor map has no rows
+  if (g.logit_gradients == 0 || tokens == 0) return;  // a tensor map needs at least one row
   const uint64_t pitch = uint64_t{gpu::logit_pitch(spec.experts)} * bytes;
   args.tokens = encode(rows_shape(arch, pitch, bytes, spec.experts, tokens), g.logit_gradients, spec.y_type,
                        "rows of logits' gradients");

@@ -1,4 +1,5 @@
-// A layer as it is launched: everything the kernel is told, made once when the layer is added; a call sets its tokens.
+// A layer, ready to launch: everything that the kernel is told. It is made once, when the layer is added. A call then
+// only sets its tokens.
 #pragma once
 
 #include <memory>
@@ -13,7 +14,7 @@ namespace flashmoe::cuda {
 struct Common {
   const Arch& arch;
   Limits limits;
-  Call call;          // with the fields set that are the same for all layers
+  Call call;          // has the fields set that are the same for all layers
   OrderPolicy asked;  // by the user; 0: the engine's choice
   HostFault* fault = nullptr;
   const char* reasons = nullptr;  // see KernelArgs
@@ -32,21 +33,23 @@ struct Plan {
   // Encodes the layer's tensor maps. trace: null unless it is traced.
   Plan(const Common& common, const Layer& layer, const Placement& where, const LoadedKernels& kernels, uint8_t* trace);
   void set_tokens(const Common& common, const TokenSpec& tokens);
-  // Of passes that train among several ranks: where a call of so many tokens has what it keeps, and until it is over.
+  // For passes that train among several ranks. kept_layout, routing_layout: the memory of what a call of so many tokens
+  // keeps. call_layout: the memory that the call uses until it is over.
   GroupKeptLayout kept_layout(uint64_t tokens, const gpu::KeptRoom& room) const;
   RoutingLayout routing_layout(uint64_t tokens, const gpu::KeptRoom& room) const;
   GroupCallLayout call_layout(const Common& common) const;
-  // Of passes that train: where a backward pass has its memory.
+  // For passes that train: the memory that a backward pass uses.
   PassLayout pass_layout(uint64_t tokens, const KeptRows& rows) const;
-  // Whether a call of so many tokens, which has needed so much, keeps it in this room: if it has that, and not much more.
+  // Whether a call of so many tokens keeps its rows in `room` although it has needed only `needed`: `room` must have
+  // space for that, and not much more.
   bool suits(uint64_t tokens, const gpu::KeptRoom& room, const gpu::KeptRoom& needed) const;
-  // That calls may need about as much.
+  // Says that the next calls may need about as much.
   void expect(const gpu::KeptRoom& needed);
-  // Of Pass::kBackward, behind set_tokens(). Encodes the tensor maps of rows.
+  // For Pass::kBackward, after set_tokens(). Encodes the tensor maps of rows.
   void set_gradients(const GradientSpec& g);
-  // Whether it is a pass that trains among several ranks.
+  // Whether this is a pass that trains among several ranks.
   bool trains_in_group() const { return pass != Pass::kInference && args.call.shape.ranks != 1; }
-  // Whether the kernel of a few tokens takes the call, and the most tokens that it takes of the layer.
+  // Whether the kernel for a few tokens takes the call; and the most tokens of this layer that the kernel takes.
   bool few() const;
   uint32_t most_few() const;
 
@@ -58,7 +61,7 @@ struct Plan {
   const bool redispatch;    // see Layer
   const bool few_in_group;  // see policy.h
   const host::Holders placement;
-  gpu::KeptRoom expected_room{};  // for the next call that keeps among several ranks; none before the first
+  gpu::KeptRoom expected_room{};  // for the next call that keeps among several ranks; empty before the first
 
  private:
   void set_kept(const Common& common, const TokenSpec& t);

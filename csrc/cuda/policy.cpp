@@ -8,26 +8,27 @@
 namespace flashmoe::cuda {
 namespace {
 
-// Tiles of a band (OrderPolicy::raster). With several ranks, as many as an expert of about a thousand rows has. Of a rank alone whose
-// shorter tasks go through fewer than kShortStages stages, as those of slices do, twice as many.
+// Tiles of a band (OrderPolicy::raster). With several ranks it is as many as an expert of about a thousand rows has. A
+// rank alone has twice kRaster if its shorter tasks, like those of slices, go through fewer than kShortStages stages.
 constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6, kShortStages = 8;
 constexpr uint32_t kSenders = 16;
-// Most rows of an expert, on average, where a call is of few tokens.
+// Most rows of an expert, on average, in a call of few tokens.
 constexpr uint32_t kMostFewRows = 16;
-// A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that exceeds any call's tasks: GEMM1 waits for all of GEMM0.
+// A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that is larger than any call's number of tasks: GEMM1 waits for
+// all of GEMM0.
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;
-// Tasks published ahead for each cluster, most and least, and the pipeline's stages that they are to make: the longer
-// tasks are, the fewer.
+// Tasks published ahead for each cluster: the most, the most if tasks are short, and the least. Together they should
+// make kStagesAhead stages of the pipeline. So the longer tasks are, the fewer are published ahead.
 constexpr uint32_t kMostAhead = 4, kMostShortAhead = 8, kLeastAhead = 1;
 constexpr uint32_t kStagesAhead = 32;  // 20 us
 
-// A second's operations of the GEMMs, and bytes out over the link, as measured on H200.
+// Operations of the GEMMs per second, and bytes per second out over the link, as measured on H200.
 constexpr double kGemmRate = 750e12, kLinkRate = 350e9;
 
 }  // namespace
 
 bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate) {
-  constexpr double kElementBytes = 2, kOperations = 6;  // per element of a row; per element and column of a gated I
+  constexpr double kElementBytes = 2, kOperations = 6;  // per element of a row; per element and gated column of I
   const double others = ranks - 1;
   const double sent = others * (1 - std::pow(1 - 1.0 / ranks, top_k)), back = top_k * others / ranks;
   const double link = (sent + back) * kElementBytes / kLinkRate;
@@ -47,7 +48,8 @@ uint32_t token_block(const Arch& arch, uint32_t tokens, uint32_t experts, uint32
 uint32_t few_most(const CallShape& s, uint32_t element_bytes, bool transposed) {
   if (transposed || s.ranks != 1) return 0;
   const uint32_t top_k = s.routed_top_k();
-  // Several slices are choices there, in the general kernel one: more tokens are to have the bits of that.
+  // In this kernel the slices of a shared expert are several choices; in the general kernel they are one. With several
+  // slices, calls of more tokens must give the bits of the general kernel.
   const uint32_t most = element_bytes == 2 && s.shared <= 1 ? gpu::kFewTokens : gpu::kFewExactTokens;
   return min_of(most, min_of(gpu::kFewChoices / (top_k + s.shared), kMostFewRows * s.routed_experts() / top_k));
 }
@@ -61,7 +63,7 @@ bool few_in_group(const Limits& limits, const LayerSpec& spec) {
   if (!gpu::has_few_in_group(limits) || limits.machine_ranks != 0) return false;
   if (spec.transposed) return false;
   if (element_bytes(spec.y_type) != 2 || spec.weight_type == DType::kMxFp4) return false;
-  // Intermediate rows are of fp32 there, in memory for tiles of rows in e4m3.
+  // That kernel stores intermediate rows in fp32, in the memory for tiles of rows in e4m3.
   const uint64_t room = limits.max_tiles() * limits.tile_rows;
   if (spec.quantised() && gpu::few_rows(limits) * sizeof(float) > room) return false;
   if (spec.shared != 0 || spec.slices != 1 || spec.capacity_factor != 0) return false;
@@ -83,8 +85,9 @@ KernelsOfLayer kernels_of(const Limits& limits, const LayerSpec& spec, Pass pass
 }
 
 uint32_t few_parts(const Arch& arch, const CallShape& s, uint32_t weight_bits) {
-  // Of one token there are to be tasks for all multiprocessors, each long enough to be worth its start. Mixtral's single
-  // token has 64 tasks of 224 stages. A stage of 4 bits takes as long as four of 16: it is as much to multiply.
+  // One token should give tasks to all multiprocessors, and each task should be long enough to be worth its start.
+  // Mixtral's single token has 64 tasks of 224 stages. A stage of 4-bit weights takes as long as four stages of 16
+  // bits, since it has as much to multiply.
   const uint32_t least_stages = weight_bits == 4 ? 4 : 16;
   if (s.ranks != 1 || s.tokens > gpu::kFewExactTokens) return 1;
   const uint32_t stages = ceil_div(s.intermediate * weight_bits / 8, arch.stage_bytes);
@@ -99,9 +102,10 @@ bool joins_rows(const Arch& arch, const Shape& s, uint32_t tokens, uint32_t capa
 
 uint32_t return_groups(uint32_t columns, ReturnMode mode, bool whole, uint16_t (&first)[kMaxGroups + 1]) {
   // Bit i: a group ends after i eighths of the columns. For each group GEMM1 reads the intermediate rows once more, and
-  // writes a smaller part of a row at a time, which memory takes more slowly (docs/measured.md). Rows that go as they are
-  // computed: with more than two groups that costs more than it wins to combine meanwhile. Rows that are reduced go when
-  // their group is computed: the link waits for the first group, and all wait for the last, so that both are small.
+  // writes a smaller part of a row at a time, which memory takes more slowly (docs/measured.md). With `direct`, rows go
+  // as they are computed: more than two groups cost more than combining meanwhile wins. With `reduced`, rows go when
+  // their group is computed. The link waits for the first group, and everything waits for the last group, so both are
+  // small.
   constexpr uint32_t kOnce = 1u << 8, kHalves = 1u << 4 | 1u << 8;
   constexpr uint32_t kDescending = 1u << 2 | 1u << 4 | 1u << 6 | 1u << 7 | 1u << 8;
   const uint32_t ends = whole ? kOnce : mode == ReturnMode::kDirect ? kHalves : kDescending;
@@ -118,7 +122,7 @@ bool link_keeps_up(const Shape& s) {
   return s.return_bytes * (s.ranks - 1) / kLinkRate <= s.ranks * 2.0 * s.intermediate / kGemmRate;
 }
 
-// Stages of the shorter of GEMM0's and GEMM1's tasks.
+// How many stages the shorter of GEMM0's and GEMM1's tasks has.
 uint32_t short_stages(const Arch& arch, const Shape& s) {
   return ceil_div(min_of(s.hidden * s.x_bytes, s.intermediate * s.intermediate_bytes), arch.stage_bytes);
 }
@@ -133,9 +137,9 @@ uint32_t tasks_ahead(const Arch& arch, const Shape& s) {
 }
 
 OrderPolicy task_order(const Arch& arch, const Shape& s, ReturnMode mode, uint32_t blocks, const OrderPolicy& asked) {
-  // Result rows that go as they are computed, faster than the link takes them, are to use the link for as long as there
-  // are tasks: then GEMM1 follows soon behind GEMM0, when the first rows are dispatched, and tiles with rows of other
-  // ranks go first. Elsewhere an early GEMM1 wins nothing.
+  // Suppose result rows go as they are computed, and faster than the link takes them. Then they should use the link for
+  // as long as there are tasks. So GEMM1 follows soon behind GEMM0, once the first rows are dispatched, and tiles with
+  // rows of other ranks go first. In other cases an early GEMM1 wins nothing.
   const bool early = s.ranks > 1 && mode == ReturnMode::kDirect && !link_keeps_up(s);
   const uint32_t clusters = blocks / arch.cluster_blocks;
   OrderPolicy chosen{.gemm1_lag = early ? 2 * clusters : kAlwaysHeld,

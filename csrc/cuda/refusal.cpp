@@ -1,5 +1,5 @@
-// A context's calls that some rank refuses (flashmoe/protocol/refusal.h), as far as hosts have a part in them. A rank that has begun
-// the call ends it on the device (gpu/refused.cuh).
+// The host's part in calls that some rank refuses (flashmoe/protocol/refusal.h). A rank that has begun such a call ends
+// it on the device (gpu/refused.cuh).
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -36,12 +36,13 @@ void Context::refuse(const std::string& reason, DriverStream stream) {
   copies_.read(&epoch, calls, sizeof(epoch));
   ++epoch;
   copies_.write(calls, &epoch, sizeof(epoch));
-  const uint64_t none = 0;  // the call would have zeroed it for the next one
+  const uint64_t none = 0;  // the refused call would have zeroed this word for the next call
   copies_.write(&c.control()->reduces[(epoch & 1) ^ 1].value, &none, sizeof(none));
   copies_.write(&c.status(c.rank)->entered, &epoch, sizeof(epoch));
   const std::string text = host::shortened(reason, kReasonBytes - 1);
   const Reasons reasons = cuda_reasons(common_.limits);
-  for (uint32_t i = 1; i <= c.shape.ranks; ++i) {  // itself last: it may be all that another waits for
+  for (uint32_t i = 1; i <= c.shape.ranks; ++i) {  // this rank last: another rank may be waiting for nothing but this
+                                                   // refusal
     const uint32_t q = (c.rank + i) % c.shape.ranks;
     copies_.write(reasons.of(c.memory.heaps[q], c.rank), text.c_str(), text.size() + 1);
     copies_.write(&c.fault(q, c.rank)->posted, &epoch, sizeof(epoch));
@@ -50,14 +51,14 @@ void Context::refuse(const std::string& reason, DriverStream stream) {
   refused_ = epoch;
 }
 
-// A call by which addresses in heaps and workspace are found.
+// A call by which the host finds addresses in heaps and workspace.
 Call Context::call_on_host() const {
   Call c = common_.call;
   c.memory.heaps = group_->heaps();
   return c;
 }
 
-// The sum of what the ranks count of their progress.
+// The sum of the progress words of all ranks.
 uint64_t Context::progress_of_all(const Call& c) {
   uint64_t sum = 0;
   for (uint32_t p = 0; p < c.shape.ranks; ++p) {
@@ -68,8 +69,8 @@ uint64_t Context::progress_of_all(const Call& c) {
   return sum;
 }
 
-// Behind a call that this rank has refused, before another one begins: waits until all ranks have left it. (Those that have begun
-// it wait on the device.)
+// Called before the next call if this rank has refused one: waits until all ranks have left the refused call. (Ranks
+// that have begun that call wait on the device.)
 void Context::await_peers(DriverStream stream) {
   if (refused_ == 0) return;
   device_.refuse_capture(stream, "a call behind one that was refused");
@@ -104,7 +105,7 @@ void Context::await_peers(DriverStream stream) {
   refused_ = 0;
 }
 
-// The same as the device hands over (gpu/leave.cuh), where no kernel of this rank runs.
+// What the device hands over (gpu/leave.cuh) when a kernel of this rank finds the fault. Here no kernel runs.
 HostFault Context::read_fault(const Fault& fault) {
   Call c = call_on_host();
   c.epoch = fault.epoch;
@@ -116,7 +117,7 @@ HostFault Context::read_fault(const Fault& fault) {
   return to;
 }
 
-// Calls that other ranks have refused, of which the host has not been told.
+// Takes the error of calls that other ranks have refused, if the host does not know of them yet.
 std::optional<Error> Context::take_refusal() {
   auto* const record = fault_page_.host<HostFault>();
   const uint64_t last = std::atomic_ref(record->last_refused).load(std::memory_order_acquire);
@@ -124,12 +125,12 @@ std::optional<Error> Context::take_refusal() {
   const std::atomic_ref refused(record->refused);
   const uint64_t first = refused.load(std::memory_order_acquire);
   told_of_ = max_of(first, last);
-  if (first == 0) {  // the device found an earlier one there, which was raised since
+  if (first == 0) {  // the device found an earlier error there, which has been raised since
     return Error(Error::Kind::kGroup,
                  concat("a rank refused call ", last, "; its reason is lost behind an earlier one's"));
   }
   const Error error = host::refusal_error(record->refuser, first, record->reason, told_of_);
-  refused.store(0, std::memory_order_release);  // the kernel may leave the next one
+  refused.store(0, std::memory_order_release);  // from now on the kernel may leave the next refusal here
   return error;
 }
 

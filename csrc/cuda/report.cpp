@@ -13,7 +13,7 @@ void read_routing(const Call& c, const DeviceMemory& workspace, const Limits& li
   if (tokens > limits.max_tokens || top_k > limits.top_k) {
     throw Error(Error::Kind::kOther, "routing: expected no more than the context's limits");
   }
-  // Rows of the workspace are as long as the largest K, and have the shared expert's slices behind a token's own K.
+  // A row of the workspace is as long as the largest K. The shared expert's slices follow a token's own K choices.
   const uint64_t pitch = limits.choices_per_token(), words = tokens * pitch;
   std::vector<uint32_t> rows(words);
   auto read = [&](WorkField field, auto* to) {
@@ -34,7 +34,8 @@ RowsSent read_received(const Call& layer, const Device& device, const DeviceMemo
   workspace.download(&control, sizeof(control),
                      c.memory.work_layout.offset[static_cast<uint32_t>(WorkField::kControl)]);
   c.epoch = control.calls.value;
-  // A copy of the heap up to the packets' entries. Other ranks may be a call ahead and write, but of the other parity.
+  // Copies the heap up to the packets' entries. Other ranks may be a call ahead and write there, but they write the
+  // fields of the other parity.
   static_assert(std::max({HeapField::kCallSignal, HeapField::kPacketSignal, HeapField::kPacketOffsets,
                           HeapField::kPacketCounts}) < HeapField::kPacketEntries);
   std::vector<uint8_t> heap(c.memory.heap_layout.offset[static_cast<uint32_t>(HeapField::kPacketEntries)]);

@@ -1,5 +1,5 @@
-// Copies between the host and the ranks' heaps, in a stream of their own: a kernel of this rank may be running, and wait for
-// others.
+// Copies between the host and the ranks' heaps. They have a stream of their own, because a kernel of this rank may be
+// running and wait for others.
 #pragma once
 
 #include <mutex>
@@ -13,7 +13,8 @@ class SideCopies {
  public:
   explicit SideCopies(const Device& device) : device_(device) {}
 
-  // From and to memory of the host; at most MappedPage::kBytes. Each returns when the data is there. From any thread.
+  // Copy from and to memory of the host, at most MappedPage::kBytes. Each returns when the data is there. May be called
+  // from any thread.
   void write(void* to, const void* from, uint64_t bytes);
   void read(void* to, const void* from, uint64_t bytes);
 
@@ -27,7 +28,7 @@ class SideCopies {
 
   const Device& device_;
   std::mutex mutex_;
-  std::optional<Means> means_;  // once there was a copy
+  std::optional<Means> means_;  // made by the first copy
 };
 
 }  // namespace flashmoe::cuda

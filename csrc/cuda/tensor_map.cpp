@@ -14,7 +14,7 @@ int map_type(DType dtype) {
     case DType::kFloat32: return kMapFloat32;
     case DType::kBFloat16: return kMapBFloat16;
     case DType::kFloat8E4M3:
-    case DType::kMxFp4: return kMapUInt8;  // which are copied as bytes
+    case DType::kMxFp4: return kMapUInt8;  // copied as bytes
     case DType::kFloat16: break;
   }
   return kMapFloat16;
@@ -47,8 +47,8 @@ TensorMapShape transposed_shape(const Arch& arch, const Matrix& m, uint32_t elem
           {arch.stage_bytes / element_bytes, arch.stage_bytes / element_bytes, 1, 1, 1}};
 }
 
-// E need not be a multiple of 8, so rows do not come in groups; dimensions of size 1 make the kernel see a map like the
-// others.
+// E need not be a multiple of 8, so rows do not come in groups. The map has dimensions of size 1, so that it looks like
+// the others to the kernel.
 TensorMapShape router_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t hidden,
                             uint32_t experts) {
   const uint64_t all = experts * m.row_bytes;
@@ -84,7 +84,7 @@ gpu::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, c
   const CudaResult result = driver().cuTensorMapEncodeTiled(
       &map, map_type(dtype), shape.rank, reinterpret_cast<void*>(data), shape.dims, shape.strides, shape.box,
       kEveryElement, kMapInterleaveNone, kMapSwizzle128B, kMapPromotion256B, kMapFillZero);
-  // Most calls of a layer encode a map: the message is put together only if that fails.
+  // Most calls of a layer encode a map, so the message is only put together if encoding fails.
   if (result != kCudaSuccess) check(result, host::concat("cannot describe ", what, " to the copy engine").c_str());
   return map;
 }

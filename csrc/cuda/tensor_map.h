@@ -1,4 +1,5 @@
-// Tensor maps: what TMA knows of the weights and of the intermediate rows (see KernelArgs for the dimensions and why).
+// Tensor maps: what TMA knows of the weights and of the intermediate rows. (KernelArgs says which dimensions they have,
+// and why.)
 #pragma once
 
 #include "cuda/arch.h"
@@ -7,8 +8,8 @@
 
 namespace flashmoe::cuda {
 
-// Where the rows of the weight matrices of one or several experts lie, or those of the router's. (As they are in memory:
-// transposed weights have a row for each element of K.)
+// Where the rows of the weight matrices of one or several experts lie, or the rows of the router. (Rows as they are in
+// memory: transposed weights have a row for each element of K.)
 struct Matrix {
   uint64_t data = 0;  // address on the device; 0: there is none
   uint64_t row_bytes = 0;
@@ -27,19 +28,19 @@ TensorMapShape gate_up_shape(const Arch& arch, const Matrix& m, uint32_t element
                              uint32_t intermediate, uint32_t experts, bool gated, gpu::GatedRows rows);
 TensorMapShape down_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t hidden,
                           uint32_t intermediate, uint32_t experts);
-// Of transposed weights, for both products: an expert's rows are K rows, of `halves` times `columns` features each; the
+// For transposed weights, for both products: an expert has K rows, of `halves` times `columns` features each. The
 // second half begins `up` features behind the first.
 TensorMapShape transposed_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t columns,
                                 uint32_t halves, uint32_t up, uint32_t rows, uint32_t experts);
 TensorMapShape router_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t hidden,
                             uint32_t experts);
-// Of a matrix's rows along K, whose columns go in spans, as those of transposed weights do; its row need be no multiple of 16
-// bytes.
+// For a matrix whose rows go along K and whose columns go in spans, as those of transposed weights do. A row need not
+// be a multiple of 16 bytes.
 TensorMapShape spans_shape(const Arch& arch, uint64_t row_bytes, uint32_t element_bytes, uint32_t columns,
                            uint32_t rows);
 TensorMapShape rows_shape(const Arch& arch, uint64_t row_bytes, uint32_t element_bytes, uint32_t columns,
                           uint64_t rows);
-// Of tiles of intermediate rows in e4m3.
+// For tiles of intermediate rows in e4m3.
 TensorMapShape quantised_tiles_shape(const Arch& arch, uint64_t tile_bytes, uint32_t columns, uint64_t tiles);
 
 // Host arithmetic only: touches neither the device nor a stream. `what` names the tensor in an error.

@@ -17,7 +17,8 @@ uint32_t attribute(int device, DeviceAttribute which) {
   return static_cast<uint32_t>(value);
 }
 
-// The driver's handle of a device. -1 becomes the ordinal of the caller's current context's device, or 0.
+// The driver's handle of a device. The ordinal -1 is replaced by that of the device of the caller's current context, or
+// by 0.
 int open_device(int& ordinal) {
   const Driver& d = driver();
   int count = 0, device = 0;
@@ -75,7 +76,7 @@ void Device::refuse_capture(DriverStream stream, const char* what) const {
   throw Error(Error::Kind::kOther, concat("capture: ", what, " cannot be done while the stream is being captured"));
 }
 
-// Delegating, so that the destructor runs, and gives back what was taken, if the rest throws.
+// Delegates to another constructor, so that the destructor runs and frees the memory if the rest throws.
 DeviceMemory::DeviceMemory(const Device& device, uint64_t bytes, const char* what) : DeviceMemory() {
   const Driver& d = driver();
   const Device::Use use(device);
@@ -118,7 +119,7 @@ void DeviceMemory::download(void* to, uint64_t bytes, uint64_t offset) const {
   check(driver().cuMemcpyDtoH_v2(to, address_ + offset, bytes), "cannot copy from the device");
 }
 
-// Delegating, for the same reason.
+// Delegates for the same reason.
 MappedPage::MappedPage(const Device& device) : MappedPage(device, nullptr) {
   const Device::Use use(device);
   check(driver().cuMemHostAlloc(&host_, kBytes, kHostAllocMapped | kHostAllocPortable), "cannot map host memory");

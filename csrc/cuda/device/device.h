@@ -1,6 +1,6 @@
-// A GPU, and what is taken from it: memory and modules that give themselves back.
+// A GPU and its resources: memory and modules that release themselves.
 //
-// Destructors report no errors: at the exit of the process the driver may be gone before its users.
+// Destructors report no errors, because at the exit of the process the driver may be gone before its users.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,14 @@
 
 namespace flashmoe::cuda {
 
-// What the driver calls a device, such as "NVIDIA H200". -1: that of the caller's current context, else of device 0.
+// The driver's name for a device, such as "NVIDIA H200". -1: the device of the caller's current context, or device 0 if
+// there is none.
 std::string device_name(int ordinal);
 
 // A device and its primary context, which PyTorch uses too.
 class Device {
  public:
-  // -1: the device of the caller's current context, else 0.
+  // -1: the device of the caller's current context, or 0 if there is none.
   explicit Device(int ordinal);
   ~Device();
   Device(const Device&) = delete;
@@ -26,7 +27,7 @@ class Device {
   int ordinal() const { return ordinal_; }
   uint32_t processors() const { return processors_; }  // multiprocessors
   uint32_t capability() const { return capability_; }  // compute capability; 90 is 9.0
-  // The device's name among all devices.
+  // The device's UUID, which no other device has.
   void identify(char (&uuid)[16]) const;
   // Waits for everything that was launched on the device.
   void synchronize() const;
@@ -34,8 +35,8 @@ class Device {
   // Throws Error while the stream is being captured: "capture: <what> cannot be done ...".
   void refuse_capture(DriverStream stream, const char* what) const;
 
-  // Makes the device's context current for as long as it lives. Reports no error: without a current context, the driver
-  // refuses whatever is asked for next, and that is checked.
+  // Makes the device's context current while the object lives. Reports no error: without a current context the driver
+  // refuses whatever is asked next, and that result is checked.
   class Use {
    public:
     explicit Use(const Device& device) : pushed_(driver().cuCtxPushCurrent_v2(device.context_) == kCudaSuccess) {}
@@ -108,7 +109,8 @@ class MappedPage {
   DevicePtr mapped_ = 0;
 };
 
-// A point in a stream, for which the host can wait without what is behind it. The device's context is current.
+// A point in a stream. The host can wait for the point without waiting for what comes behind it. The device's context
+// must be current.
 class Event {
  public:
   explicit Event(const Device& device);
@@ -117,14 +119,14 @@ class Event {
   Event& operator=(const Event&) = delete;
 
   void record(DriverStream stream) const;
-  void wait() const;  // for the last one recorded
+  void wait() const;  // for the point recorded last
 
  private:
   const Device& device_;
   DriverEvent event_ = nullptr;
 };
 
-// A stream that does not wait for the default one, nor that for it.
+// A stream that does not wait for the default stream. The default stream does not wait for it either.
 class Stream {
  public:
   explicit Stream(const Device& device);
@@ -132,10 +134,11 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Copies to and from the device, some time. What is the host's is of a MappedPage. The device's context is current.
+  // Start copies to and from the device. The host's memory must belong to a MappedPage. The device's context must be
+  // current.
   void upload(void* to, const void* from, uint64_t bytes) const;
   void download(void* to, const void* from, uint64_t bytes) const;
-  // Until all that was asked for is done.
+  // Waits until all copies are done.
   void wait() const;
 
  private:
@@ -154,7 +157,7 @@ class Module {
   DriverModule handle() const { return module_; }
   // A kernel that may use shared_bytes of dynamic shared memory.
   DriverFunction kernel(const char* name, uint32_t shared_bytes) const;
-  // Copies a constant of that size.
+  // Copies a constant of the module, which must have that size.
   void read(const char* name, void* to, size_t bytes) const;
 
  private:

@@ -13,7 +13,7 @@ constexpr const char* kLibrary = "libcuda.so.1";
 std::string described(const Driver& d, CudaResult result) {
   const char* name = nullptr;
   const char* text = nullptr;
-  d.cuGetErrorName(result, &name);  // leaves null what it does not know
+  d.cuGetErrorName(result, &name);  // leaves null for an unknown result
   d.cuGetErrorString(result, &text);
   return concat(name ? name : "error " + std::to_string(result), text ? concat(": ", text) : "");
 }

@@ -1,7 +1,7 @@
-// The part of the CUDA driver API that the host side uses, resolved when first asked for: the library needs no CUDA
-// toolkit to be built, and runs the CPU engine where there is no driver.
+// The part of the CUDA driver API that the host side uses. It is loaded when it is first needed. So the library can be
+// built without a CUDA toolkit, and runs the CPU engine where there is no driver.
 //
-// Names and signatures are those of the driver's exported symbols, whose ABI does not change; enumerations are ints.
+// Names and signatures are those of the driver's exported symbols, whose ABI does not change. Enumerations are ints.
 // tests/test_cuda_host.py compares them with cuda.h where there is one.
 #pragma once
 
@@ -109,7 +109,7 @@ struct Driver {
 #undef FLASHMOE_DRIVER_MEMBER
 };
 
-// The driver, initialised. Throws Error where there is none, or where it is too old.
+// The driver, initialised. Throws Error if there is no driver, or if it is too old.
 const Driver& driver();
 
 // Throws Error unless the result is success: "<doing>: CUDA_ERROR_...: <the driver's words>".

@@ -10,25 +10,28 @@
 
 namespace flashmoe::cuda {
 
-// Who joins what.
+// Which rank joins which group.
 struct Membership {
   uint32_t rank = 0;
-  std::string name;     // of the group, with several ranks
-  std::string nvshmem;  // path of its library
+  std::string name;     // name of the group, with several ranks
+  std::string nvshmem;  // path of NVSHMEM's library
 };
 
-// A rank alone: memory of its own.
+// A group of one rank, whose heap is memory of its own.
 std::unique_ptr<host::Group> make_single_gpu_group(const Device& device, uint64_t heap_bytes);
 
-// Every rank of a group throws it if one of them cannot map the memory of another, and limits.rdma is 0.
+// Every rank of a group throws this if one of them cannot map another's memory and limits.rdma is 0.
 struct NotMapped {};
 
-// Ranks are processes of one machine, each with a GPU of its own, whose heap is NVSHMEM's memory. A rank has the
-// others' heaps mapped, or with limits.rdma reaches them by puts alone, and heaps() has null for them. Ranks meet in
-// shared memory (host::join_process_group), so that a rank that is missing, dies or disagrees is named within
-// timeout_ns. `prepare` is called once they have met: there a rank takes memory of its own. If it throws, or anything
-// else does that a rank does here, the others are told at once. NVSHMEM is initialised by the first group of a process,
-// whose ranks all its later groups have. All heaps are zeroed before any rank has joined.
+// Ranks are processes of one machine, each with a GPU of its own. The heap of a rank is NVSHMEM's memory. A rank has
+// the others' heaps mapped. With limits.rdma it reaches them by puts alone, and heaps() has null for them.
+//
+// Ranks meet in shared memory (host::join_process_group), so that a rank that is missing, dies or disagrees is named
+// within timeout_ns. `prepare` is called once they have met; there a rank takes memory of its own. If `prepare` or
+// anything else that a rank does here throws, the others are told at once.
+//
+// The first group of a process initialises NVSHMEM, and all later groups of the process must have the same ranks. All
+// heaps are zeroed before any rank has joined.
 std::unique_ptr<host::Group> join_gpu_group(const Device& device, const Membership& who, const Limits& limits,
                                             uint64_t heap_bytes, uint64_t timeout_ns,
                                             const std::function<void()>& prepare);

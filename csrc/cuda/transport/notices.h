@@ -1,4 +1,4 @@
-// What ranks that join a group of GPUs tell one another, in shared memory, and how they wait for it.
+// What ranks tell one another in shared memory while they join a group of GPUs, and how they wait for one another.
 #pragma once
 
 #include <chrono>
@@ -16,9 +16,9 @@ struct Notice {
   enum Stage : uint32_t { kNothing, kPosted, kLooked, kReady };
 
   uint32_t stage;
-  uint32_t failed;  // it goes no further, see failure
+  uint32_t failed;  // 1: this rank goes no further, see failure
   uint32_t world_rank, world_ranks;
-  uint32_t maps_all;  // once it has looked: whether it has every rank's memory mapped
+  uint32_t maps_all;  // set with kLooked: whether it has every rank's memory mapped
   uint32_t free_blocks;
   uint64_t free[kMostFree];  // numbers of blocks that this rank has given back
   char device[16];           // which GPU
@@ -26,7 +26,7 @@ struct Notice {
   char failure[512];         // why it does not join
 };
 
-// Every wait ends when a rank fails, or its process is gone, or at the deadline, which is that of joining as a whole.
+// Every wait ends when a rank fails, when its process is gone, or at the deadline of joining as a whole.
 class Notices {
  public:
   // Meets the other ranks (host::join_process_group).
@@ -44,10 +44,10 @@ class Notices {
   void fail(const char* why) const;
   void await(uint32_t p, Notice::Stage stage) const;
   void await_all(Notice::Stage stage) const;
-  // One look at the other ranks, while this one waits for something that all do together (`what`). Throws Error if a
-  // rank is gone, at the deadline, and what the interrupt hook throws.
+  // Looks at the other ranks once, while this rank waits for something that all do together (`what`). Throws Error if a
+  // rank is gone or at the deadline. Also throws what the interrupt hook throws.
   void watch_others(const char* what) const;
-  // Whether every rank has said that it has given the block back.
+  // Whether every rank says that it has given the block back.
   bool given_back_by_all(uint64_t block) const;
 
  private:

@@ -10,15 +10,16 @@ namespace {
 using host::concat;
 using host::Error;
 
-// As python/flashmoe/nvshmem.py says it.
+// The same as in python/flashmoe/nvshmem.py.
 constexpr const char* kInstall = "pip install 'nvidia-nvshmem-cu13>=3.4,<3.9'";
 
 std::string text(const NvshmemVersion& v) {
   return concat(v.major, ".", v.minor, ".", v.patch);
 }
 
-// Where the user has not said otherwise: ranks of one machine, which meet on its loopback; no network, whose drivers not
-// every machine has; no memory that NVLink multicasts, which nothing here uses and which not every machine grants.
+// Defaults that the user's settings override. The ranks are on one machine and meet on its loopback. There is no
+// network, because not every machine has a network's drivers. There is no memory that NVLink multicasts, because
+// nothing here uses such memory and not every machine grants it.
 void set_environment() {
   host::set_defaults({{"NVSHMEM_DISABLE_NVLS", "1"},
                       {"NVSHMEM_REMOTE_TRANSPORT", "none"},
@@ -52,7 +53,7 @@ NvshmemVersion Nvshmem::version() const {
   return v;
 }
 
-// NVSHMEM itself lets a kernel of an older release pass.
+// NVSHMEM itself accepts a kernel of an older release.
 void check_headers(const Nvshmem& api, const NvshmemVersion& compiled_with) {
   const NvshmemVersion library = api.version();
   if (compiled_with == library) return;

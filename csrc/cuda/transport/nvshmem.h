@@ -1,9 +1,9 @@
-// The part of NVSHMEM's host library that the CUDA engine uses: memory that every GPU of a group has mapped, and where puts
-// reach what is not, what a module that puts needs. Resolved when the first group of several GPUs is made, so that nothing
-// else needs the library.
+// The part of NVSHMEM's host library that the CUDA engine uses: memory that every GPU of a group has mapped, and, if
+// peers are reached by puts, what a module that puts needs. The library is loaded when the first group of several GPUs
+// is made, so that nothing else needs it.
 //
-// Names, signatures and layouts are those of NVSHMEM 3's host ABI, which a later library serves too: its structures may have
-// got more fields since, in what is zero here, and a version of their own. tests/test_cuda_host.py compares them with the
+// Names, signatures and layouts are those of NVSHMEM 3's host ABI. A later library serves this ABI too: its structures
+// may have more fields, which are zero here, and versions of their own. tests/test_cuda_host.py compares them with the
 // headers of the oldest and the newest release that kernels are compiled with.
 #pragma once
 
@@ -68,11 +68,12 @@ struct Nvshmem {
 // Throws Error unless the status is success.
 void check_nvshmem(int status, const char* what);
 
-// Throws Error unless a kernel that puts was compiled with the headers of the library's own release. Its code reads structures
-// that the library fills in, and writes requests that the library takes apart, as they are in that release.
+// Throws Error unless a kernel that puts was compiled with the headers of the library's own release. The kernel's code
+// reads structures that the library fills in, and writes requests that the library decodes. Both have the form that
+// they have in that release.
 void check_headers(const Nvshmem& api, const NvshmemVersion& compiled_with);
 
-// The library at this path (or, without a folder, wherever the loader finds it). Throws Error where there is none.
+// The library at this path (or, without a folder, wherever the loader finds it). Throws Error if there is none.
 const Nvshmem& nvshmem(const std::string& path);
 
 }  // namespace flashmoe::cuda

@@ -1,4 +1,4 @@
-// Memory of a device that a network may read, while this lives.
+// Registers memory of a device with NVSHMEM: while the object lives, a network may read the memory.
 #pragma once
 
 #include "cuda/device/device.h"

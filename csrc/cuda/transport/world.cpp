@@ -34,8 +34,9 @@ uint8_t* Lease::take(SymmetricMemory& b) {
   return b.address;
 }
 
-// Runs f, which all ranks do together. It may never return, if a rank dies in the midst of it. So a thread of its own
-// runs it, and stays behind if this rank gives up waiting: f must refer to nothing that may be gone by then.
+// Runs f, which all ranks run together. f may never return if a rank dies meanwhile. So f runs in a thread of its own,
+// which stays behind if this rank gives up waiting. For this reason f must not refer to anything that may be gone by
+// then.
 template <class F>
 auto Together::run(const char* what, F f) const {
   auto begun = std::make_shared<std::promise<void>>();
@@ -46,7 +47,7 @@ auto Together::run(const char* what, F f) const {
   });
   auto done = task->get_future();
   std::thread([task] { (*task)(); }).detach();
-  begun->get_future().wait();  // the thread does not look at this object any more
+  begun->get_future().wait();  // from here on the thread does not use this object
   try {
     while (done.wait_for(kLook) != std::future_status::ready) notices_.watch_others(what);
   } catch (...) {

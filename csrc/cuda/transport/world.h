@@ -1,9 +1,9 @@
-// NVSHMEM as this process has it: initialised once, for the ranks of the process's first group of several GPUs; and the
+// NVSHMEM in this process: it is initialised once, for the ranks of the process's first group of several GPUs. Also the
 // symmetric memory that was allocated since.
 //
-// Symmetric memory is allocated and freed by all ranks together, so a rank that closes its context cannot free: others may
-// never come to it. It gives its block back, and the next joining of the group, where all ranks are, takes it again or
-// frees it. Allocations are numbered alike on all ranks.
+// Symmetric memory is allocated and freed by all ranks together. So a rank that closes its context cannot free its
+// memory: the others may never free theirs. Instead the rank gives its block back. The next joining of the group, where
+// all ranks are present, takes the block again or frees it. Allocations have the same numbers on all ranks.
 #pragma once
 
 #include <mutex>
@@ -22,17 +22,17 @@ struct SymmetricMemory {
 };
 
 struct World {
-  // Held while a rank joins. Recursive: the hook that a joining rank calls runs the user's code, which may drop another
-  // context, and its lease.
+  // Held while a rank joins. Recursive, because a joining rank calls the interrupt hook. The hook runs the user's code,
+  // which may drop another context and with it its lease.
   std::recursive_mutex mutex;
   uint32_t rank = 0, ranks = 0;  // 0: not initialised
-  bool broken = false;           // this rank gave up on what all should do together; a thread may still be in it
+  bool broken = false;           // this rank gave up on a common action; a thread may still be in it
   uint64_t allocations = 0;
   std::vector<SymmetricMemory> blocks;
 };
 World& world();
 
-// A block that this rank uses, given back at the end.
+// A block that this rank uses. The destructor gives it back.
 class Lease {
  public:
   Lease() = default;
@@ -45,15 +45,16 @@ class Lease {
   uint64_t number_ = 0;
 };
 
-// What ranks that are joining do together, the world's mutex held.
+// What joining ranks do together, with the world's mutex held.
 class Together {
  public:
   Together(const Device& device, const Notices& notices, const Nvshmem& api)
       : device_(device), notices_(notices), api_(api) {}
 
-  // Initialises NVSHMEM, unless it is.
+  // Initialises NVSHMEM, unless that is done.
   void enter_world() const;
-  // A block of that size that no rank uses any more; else a new one, before which all that no rank uses are freed.
+  // Takes a block of that size that no rank uses any more. If there is none, frees all blocks that no rank uses, then
+  // allocates a new one.
   uint8_t* take_block(uint64_t bytes, Lease& lease) const;
 
  private:
