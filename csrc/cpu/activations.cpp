@@ -6,9 +6,9 @@
 namespace flashmoe::cpu {
 namespace {
 
-// e^x, within 1 ulp for x in [-87, 88]. The C library's would be a call per element; this vectorises, and gives the same
-// bits on every machine and in every place of a row, which vector and scalar versions of a library's need not. Argument
-// reduction and coefficients: Cephes, expf.
+// e^x, within 1 ulp for x in [-87, 88]. The C library's function would be a call per element. This function vectorises,
+// and gives the same bits on every machine and in every place of a row; a library's vector and scalar versions need
+// not. Argument reduction and coefficients: Cephes, expf.
 inline float exponential(float x) {
   constexpr float kRound = 0x1.8p23f;  // adding it leaves the nearest integer in the last bits
   const float shifted = x * 1.44269504088896341f + kRound;
@@ -24,14 +24,14 @@ inline float exponential(float x) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(p) + (std::bit_cast<uint32_t>(shifted) << 23));  // times 2^n
 }
 
-// x[i] = x[i] / (1 + e^-y(x[i])), for a y that grows with x, and is 0 with it. The exponent is clamped where the result no
-// longer depends on it, in a loop of its own: in one loop the compiler computes both sides of each comparison, divisions and
-// all, and takes three times as long. Clamped, it is about x / 2^127 far below zero, which for the largest x is no longer
-// nearly 0: there x is.
+// x[i] = x[i] / (1 + e^-y(x[i])), for a y that grows with x and is 0 where x is 0. The exponent is clamped where the
+// result no longer depends on it. The clamp has a loop of its own: in one loop the compiler computes both sides of each
+// comparison, divisions too, and takes three times as long. With a clamped exponent the result far below zero is about
+// x / 2^127. For the largest x that is no longer nearly 0, so there x is replaced by -0.
 template <class Function>
 void times_sigmoid(float* x, uint64_t n, Function y) {
   constexpr uint64_t kChunk = 64;
-  constexpr float kVanished = -0x1p30f;  // SiLU of it was 2^-97
+  constexpr float kVanished = -0x1p30f;  // with the clamp its SiLU would be -2^-97
   float exponent[kChunk];
   for (uint64_t first = 0; first < n; first += kChunk) {
     float* v = x + first;
@@ -55,7 +55,7 @@ void gelu_tanh(float* x, uint64_t n) {
   times_sigmoid(x, n, [](float v) { return v * (kLinear + kCubic * (v * v)); });
 }
 
-// Comparisons so that NaN stays NaN.
+// Compares in such a way that NaN stays NaN.
 void relu(float* x, uint64_t n) {
   for (uint64_t i = 0; i < n; ++i) x[i] = x[i] > 0.0f ? x[i] : (x[i] < 0.0f ? 0.0f : x[i]);
 }
@@ -67,7 +67,7 @@ void gelu(float* x, uint64_t n) {
   for (uint64_t i = 0; i < n; ++i) x[i] = 0.5f * x[i] * std::erfc(x[i] * -0.70710678118654752f);
 }
 
-// Of an activation of one number: its value and its slope.
+// The value and the slope of an activation at one number.
 struct Point {
   float value, slope;
 };
@@ -82,15 +82,16 @@ Point gelu(float v) {
   return {v * phi, phi + v * std::exp(-0.5f * v * v) * 0.39894228040143268f};
 }
 
-// The slope is s + v s (1 - s) y', for s = 1 / (1 + e^-y). s and 1 - s are made of e^-|y|, which never overflows, so that neither
-// is a difference that cancels. Where v^2 is above 128, e^-|y| is 0, and so is what y' multiplies: the bound keeps y' finite.
+// The slope is s + v s (1 - s) y', for s = 1 / (1 + e^-y). s and 1 - s are computed from e^-|y|, which never overflows.
+// So neither is a difference that cancels. Where v^2 is above 128, e^-|y| is 0, and so is the factor of y'. The bound
+// on v^2 keeps y' finite.
 Point gelu_tanh(float v) {
   const float square = v * v < 128.0f ? v * v : 128.0f, e = std::exp(-std::fabs(v) * (kLinear + kCubic * square));
   const float r = 1.0f / (1.0f + e), tail = e * r, s = v < 0.0f ? tail : r;
   return {v * s, s + v * tail * r * (kLinear + 3.0f * kCubic * square)};
 }
 
-// `v` is the gate, or all there is.
+// `v` is the gate's value, or without a gate the only one.
 Point activated(float v, const AgreedLayer& layer) {
   switch (layer.activation) {
     case Activation::kRelu: return {v, v > 0.0f ? 1.0f : 0.0f};

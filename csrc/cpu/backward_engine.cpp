@@ -10,9 +10,9 @@
 namespace flashmoe::cpu {
 namespace {
 
-constexpr uint32_t kColumns = 256;  // of a matrix that are multiplied, and widened to fp32, at once
+constexpr uint32_t kColumns = 256;  // columns of a matrix that are widened to fp32 and multiplied at once
 
-// Rows of the left operand that may be read when n columns are multiplied by blocks.
+// How many rows of the left operand may be read when n columns are multiplied block by block.
 uint32_t padded_for(uint32_t rows, uint32_t n, uint32_t k, Rows of) {
   const uint32_t whole = n < kColumns ? 0 : padded_rows(rows, kColumns, k, of);
   return n % kColumns == 0 ? whole : std::max(whole, padded_rows(rows, n % kColumns, k, of));
@@ -74,7 +74,7 @@ void BackwardEngine::multiply_rows(float* out, const float* a, uint32_t rows, co
     DType type = spec().weight_type;
     const void* from = at(matrix.data, type, matrix.of == Rows::kResults ? first * matrix.pitch : first);
     uint64_t pitch = matrix.pitch;
-    if (matrix.up != nullptr) {  // the block's rows of both in fp32, which gemm() makes of rows of one
+    if (matrix.up != nullptr) {  // both matrices' rows in fp32, one behind the other, as gemm() expects them
       float* to = room(features_, size_t{k} * count);
       from = to;
       for (const void* half : {matrix.data, matrix.up}) {
@@ -87,7 +87,7 @@ void BackwardEngine::multiply_rows(float* out, const float* a, uint32_t rows, co
   }
 }
 
-// The tile's rows of dY, in fp32. Those of other ranks, and x that came with them, are kept for the gradients of
+// Loads the tile's rows of dY, in fp32. Keeps those of other ranks, and x if it came with them, for the gradients of
 // weights.
 float* BackwardEngine::load_gradients(uint32_t tile, uint32_t padded) {
   const uint32_t rows = c_.tile(tile)->shape.rows, hidden = c_.shape.hidden;
@@ -179,12 +179,12 @@ void BackwardEngine::return_gradients(uint32_t tile) {
   trace_.add(phase_of(kReturning), start, monotonic_ns(), tile, 0, t.expert);
 }
 
-// Whether no expert has had the token's row.
+// Whether the token's row is bad, so that no expert has had it.
 bool BackwardEngine::is_bad(uint32_t token) const {
   return pass_->kept.ids[uint64_t{token} * c_.shape.top_k] == Choice::recorded(Choice::kBad);
 }
 
-// What a token's choices have given, to the weights or to the router's logits, and to the shared expert's gate.
+// Finishes the gradients of a token's combine weights or router logits, and of the shared expert's gate.
 void BackwardEngine::finish_weights(uint32_t token) {
   const Kept& kept = pass_->kept;
   const Gradients& to = pass_->gradients;
@@ -215,7 +215,7 @@ void BackwardEngine::finish_weights(uint32_t token) {
   }
   if (to.logits != nullptr) std::copy_n(to.logits + uint64_t{token} * experts, experts, grad);
   const float* logits = kept.logits.data() + uint64_t{token} * experts;
-  ids_.resize(top_k);  // dropped ones too
+  ids_.resize(top_k);  // with the dropped choices
   choose_experts(kept.spec, layer_.choice_bias, logits, ids_.data(), room(weights_, top_k), router_);
   add_logit_gradients(kept.spec, logits, ids_.data(), of_weights_.data(), grad, scores_);
 }

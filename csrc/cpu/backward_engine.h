@@ -1,4 +1,5 @@
-// A processor's side of a backward pass: the tasks of a call whose tokens are rows of dY (protocol/gradients.h).
+// A processor's part in a backward pass: executes the tasks of a call whose tokens are rows of dY
+// (protocol/gradients.h).
 #pragma once
 
 #include "cpu/engine.h"
@@ -6,13 +7,13 @@
 
 namespace flashmoe::cpu {
 
-// What it has in common with a forward pass's is how rows are sent, reduced and counted. A task has all columns of its
-// tile: a row's gradient of its combine weight is a sum over them.
+// Rows are sent, reduced and counted as in a forward pass. But a task has all columns of its tile, because the gradient
+// of a row's combine weight is a sum over all columns.
 class BackwardEngine : public Engine {
  public:
   using Engine::Engine;
 
-  // Before each pass.
+  // Called before each pass.
   void begin_pass(Backward& pass, const GradientLayout& layout) { pass_ = &pass, layout_ = &layout; }
 
   bool dispatch(uint32_t b);
@@ -27,21 +28,22 @@ class BackwardEngine : public Engine {
   void multiply(uint32_t n, TileIndex tile);
   void find_rows(uint32_t tile);
   float* load_gradients(uint32_t tile, uint32_t columns);
-  // The x of a row whose task runs.
+  // x of a row of the task that runs.
   const uint8_t* x_of(const Row& row, const Kept::Row& kept) const;
-  // A right operand as it is stored.
+  // A right operand, as it is stored.
   struct Right {
     const void* data;
     uint64_t pitch;  // elements from one row to the next
     Rows of;
-    const void* up = nullptr;  // of rows that are contracted: the second half, where it is of another matrix
+    const void* up = nullptr;  // of the contracted rows: the second half, if in another matrix
   };
-  // out[rows, n] = a[rows, k] * matrix^T or * matrix, by blocks of columns of the matrix's axis n.
+  // out[rows, n] = a[rows, k] * matrix^T or * matrix. Works on blocks of columns of the matrix's axis n.
   void multiply_rows(float* out, const float* a, uint32_t rows, const Right& matrix, uint32_t n, uint32_t k);
-  // The gradients of a slice's pre-activations, of the tile's rows, and the slice's part of those of combine weights.
+  // For the tile's rows: the gradients of a slice's pre-activations, and the slice's part of the gradients of combine
+  // weights.
   void hidden_gradients(uint32_t tile, uint32_t slice);
   float weight_gradient_of(uint64_t row, uint32_t expert, uint32_t slice, const float* hidden, const float* dy);
-  // What the tile's rows give to their tokens' gradients; to each row's home.
+  // Computes what the tile's rows add to their tokens' gradients, and writes it to each row's home.
   void return_gradients(uint32_t tile);
   void combine(const Piece& piece);
   bool is_bad(uint32_t token) const;
@@ -49,7 +51,7 @@ class BackwardEngine : public Engine {
 
   Backward* pass_ = nullptr;
   const GradientLayout* layout_ = nullptr;
-  std::vector<uint64_t> numbers_;  // of the tile's rows, among all kept ones
+  std::vector<uint64_t> numbers_;  // numbers of the tile's rows among all kept rows
   std::vector<float> part_, gate_;
   std::vector<double> of_weights_, scores_;
   std::vector<int32_t> ids_;

@@ -19,8 +19,8 @@ namespace {
 using host::concat;
 using host::Error;
 
-// A processor's events, and what lies between them as waits; the OS actor's as they are. expert_of(e): the layer's expert
-// that local expert e is.
+// Appends a processor's events, with the gaps between them as waits, or the OS actor's events without. expert_of(e):
+// the layer's expert that local expert e is.
 template <class ExpertOf>
 void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t start_ns, uint64_t end_ns,
                    ExpertOf&& expert_of) {
@@ -34,8 +34,9 @@ void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t sta
   if (trace.actor != 0 && end_ns > last) to.push_back({trace.actor, Phase::kWait, last, end_ns, 0, 0});
 }
 
-// While it lives, its thread has the floating-point environment that a program begins with: others flush subnormals to zero
-// or round otherwise, as a thread's maker may have told it to, and a call's bits must not depend on who made which thread.
+// While this object lives, its thread has the floating-point environment that a program begins with. Other environments
+// flush subnormals to zero or round in another way. A thread may inherit one from the thread that made it, but a call's
+// bits must not depend on who made which thread.
 class DefaultFloats {
  public:
   DefaultFloats() {
@@ -50,8 +51,8 @@ class DefaultFloats {
   std::fenv_t before_;
 };
 
-// Throws Error where a slice behind an expert's first has a bias of the second product: the sum of the slices would have
-// that once more. (On a GPU nobody looks at values.)
+// Throws Error if a slice behind an expert's first slice has a bias of the second product: the sum of the slices would
+// have the bias once more. (On a GPU nobody looks at the values.)
 void check_later_slices(const Layer& layer, const host::PlacementTables& placement, uint32_t rank) {
   const LayerSpec& l = layer.spec;
   if (l.slices == 1 || layer.down_bias == nullptr) return;
@@ -69,7 +70,7 @@ void check_later_slices(const Layer& layer, const host::PlacementTables& placeme
   }
 }
 
-// A task has all columns of its unit.
+// For tasks that have all columns of their tile.
 std::array<uint32_t, kProducts> all_columns(const LayerSpec& layer) {
   std::array<uint32_t, kProducts> all{};
   for (uint32_t n = 0; n < kProducts; ++n) {
@@ -78,7 +79,7 @@ std::array<uint32_t, kProducts> all_columns(const LayerSpec& layer) {
   return all;
 }
 
-// How often a thread that waits asks whether it is interrupted.
+// How often a waiting thread asks whether it is interrupted.
 constexpr auto kRarely = std::chrono::milliseconds(50);
 
 }  // namespace
@@ -119,7 +120,7 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
   reasons_ = {make_refusal_layout(limits), spread_heap_bytes(limits)};
   call_.shape.ranks = limits.ranks;
   call_.policy.clusters = limits.processors;
-  // A rank alone waits for nobody but its own threads, which come to an end however long a task takes them.
+  // A rank alone waits only for its own threads. They come to an end however long a task takes.
   call_.policy.timeout_ns = limits.ranks == 1 ? 0 : timeout_ns;
   sources_.resize(limits.ranks);
   make_workspace();
@@ -176,7 +177,7 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
 }
 
 void Context::prepare(const Layer& layer, const CallOptions& o) {
-  const DefaultFloats here;  // the caller computes nothing else
+  const DefaultFloats here;  // only here the calling thread computes
   const bool backward = o.forward != 0;
   placement_ = host::placement_tables(o.placement, limits_, call_.rank, layer.spec.shared != 0);
   if (!backward) check_later_slices(layer, placement_, call_.rank);
@@ -191,14 +192,14 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   call_.shape.tokens = o.tokens;
   call_.set_layer(spec);
   call_.policy.log2_block = log2_token_block(o.tokens, call_.policy.clusters, limits_.entries_per_token());
-  // What a capacity drops, the forward pass has dropped.
+  // The forward pass has already dropped what a capacity drops.
   call_.shape.capacity = backward ? 0 : expert_capacity(spec.capacity_factor, o.tokens, spec.top_k, spec.experts);
   call_.shape.return_mode = spec.return_mode;
   call_.policy.tile_rows = limits_.tile_rows;
   task_columns_ = backward ? all_columns(spec) : task_columns(spec, limits_.columns_per_task);
   call_.cut_columns(task_columns_);
   call_.policy.joined = !backward && joins_rows(spec, call_.shape.ranks, o.tokens) ? 1 : 0;
-  // To other machines whole rows are sent.
+  // Rows go to other machines whole.
   const uint32_t groups = group_->bell() == nullptr ? o.groups : 1;
   call_.policy.groups = return_groups(call_.policy.columns[kReturning], groups, call_.policy.group_first);
   call_.policy.order = o.order;
@@ -253,20 +254,20 @@ void Context::run_processor_of(uint32_t id) {
   }
 }
 
-// An actor is out of memory in the midst of its work, or the user interrupts: this rank's call ends. The peers' end when
-// they have waited for it.
+// Called if an actor runs out of memory during its work, or if the user interrupts: this rank's call ends. The peers'
+// calls end when they have waited for this rank.
 void Context::end_call(std::exception_ptr& to, std::exception_ptr why) {
   const std::lock_guard lock(mutex_);
   if (to == nullptr) to = std::move(why);
   CpuPlatform::store_release(&call_.control()->abort.value, uint64_t{1}, kDevice);
 }
 
-// The calling thread is no actor: it may have to wait long for the interpreter before it can ask for an interrupt, and the
+// The calling thread is no actor, because it may wait long for the interpreter before it can ask for an interrupt. The
 // OS actor's heartbeat must not stop meanwhile.
 void Context::await_actors() {
   std::unique_lock lock(mutex_);
   while (!done_.wait_for(lock, kRarely, [&] { return running_ == 0; })) {
-    if (interrupt_ != nullptr) continue;  // heard
+    if (interrupt_ != nullptr) continue;  // the interrupt is being handled
     lock.unlock();
     try {
       host::check_interrupt();
@@ -278,7 +279,7 @@ void Context::await_actors() {
 }
 
 void Context::run() {
-  const bool calls = work_ != Work::kWeights;  // else no peer hears of it
+  const bool calls = work_ != Work::kWeights;  // otherwise no peer takes part
   if (calls) group_->begin_call(call_);
   {
     const std::lock_guard lock(mutex_);
@@ -301,14 +302,14 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
   await_peers();
   prepare(layer, options);
   work_ = Work::kCall;
-  ++call_.epoch;  // from here on the call has begun: what goes wrong is no refusal
+  ++call_.epoch;  // from here on the call has begun, so an error is no refusal
   const uint64_t start = monotonic_ns();
   run();
   const uint64_t end = monotonic_ns();
   check_outcome();
   const RowNote note = RowNote::unpack(call_.control()->noted.value);
   if (host::is_error(note, options.strict)) throw host::row_error(note, call_.rank, layer.spec.experts);
-  broken_ = true;  // if there is no memory for what follows: the others have made this call
+  broken_ = true;  // stays so if memory runs out below: the others have completed this call
   for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
     const uint32_t choices = call_.shape.routed_top_k();
     std::transform(call_.routing(t), call_.routing(t) + choices, routing.ids + uint64_t{t} * choices,
@@ -403,7 +404,8 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
     r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.shape.top_k, -1)) / call_.shape.slices;
     r.bad_rows += ids[0] == Choice::recorded(Choice::kBad) ? 1 : 0;
   }
-  // Joined rows were counted one by one, or, with one row a token, not at all: reported are all token blocks.
+  // Joined rows were counted one by one or, with one row per token, not at all. The report has the number of token
+  // blocks.
   if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
   r.tiles = r.count[static_cast<uint32_t>(phase_of(kReturning))] / call_.policy.columns[kReturning];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;

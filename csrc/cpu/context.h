@@ -21,13 +21,13 @@ namespace flashmoe::cpu {
 // What a call adds to its layer.
 struct CallOptions {
   uint32_t tokens = 0;
-  host::Holders placement;  // of each of E experts
-  uint32_t groups = 1;      // return groups, as far as GEMM1 has columns for them
+  host::Holders placement;  // of each of the E experts
+  uint32_t groups = 1;      // return groups, or fewer if GEMM1 has fewer blocks of columns
   OrderPolicy order;
   bool record_events = false;
   uint64_t perturbation = 0;  // seed of schedule perturbation, 0: none
-  Epoch forward = 0;          // of a backward pass: the call whose gradients it computes
-  bool redispatch = false;    // of a backward pass: x is dispatched again
+  Epoch forward = 0;          // in a backward pass: the call whose gradients it computes
+  bool redispatch = false;    // in a backward pass: x is dispatched again
   bool strict = false;        // a row for which no choice can be made is an error
 };
 
@@ -42,8 +42,8 @@ struct CallReport {
   std::vector<Event> events;
 };
 
-// Where a call leaves the chosen experts (-1: none) and their weights, [T, K] each, or [T, K slices] of their slices.
-// Null: nowhere.
+// Where a call leaves the chosen experts (-1: none) and their weights: [T, K] each, or [T, K slices] if experts are cut
+// into slices. Null: nowhere.
 struct RoutingOut {
   int32_t* ids = nullptr;
   float* weights = nullptr;
@@ -51,37 +51,39 @@ struct RoutingOut {
 
 class Context {
  public:
-  // The group's heaps have member_heap_bytes(limits) each. limits are the same on every rank but for the part that sizes the workspace, see Limits, and as MachineTables::set()
-  // makes them.
-  // machines: the machine of each rank; empty: all are on one.
+  // The group's heaps have member_heap_bytes(limits) bytes each. `limits` must be the same on every rank, except for
+  // the part that sizes the workspace (see Limits), and must have gone through MachineTables::set(). machines: the
+  // machine of each rank; empty: all ranks are on one machine.
   Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits& limits, uint64_t timeout_ns,
           const std::vector<uint32_t>& machines = {});
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // Runs the layer on this rank; every rank of the group must call. Blocks until this rank's output is complete. After
-  // a bad row (RowNote) that is an error it throws that, and where another rank refuses the call what that rank says: the
-  // next call is as any other. After
-  // a fault it throws the fault, or what check_interrupt threw, and from then on that the context is broken. Of several
-  // threads one calls at a time; what check_interrupt throws while a thread waits for the others' calls leaves them alone. A
-  // call from within a call, as a handler of signals may make it, is an Error.
+  // Runs the layer on this rank; every rank of the group must call. Blocks until this rank's output is complete.
+  //
+  // If a bad row (RowNote) is an error, throws that error. If another rank refuses the call, throws the error with that
+  // rank's reason. In both cases the next call is as any other. After a fault throws the fault, or what check_interrupt
+  // threw; every later call throws that the context is broken.
+  //
+  // Several threads take turns. If check_interrupt throws while a thread waits for its turn, the other threads' calls
+  // go on. A call from within a call, as a signal handler may make it, throws Error.
   CallReport call(const Layer& layer, const CallOptions& options, const RoutingOut& routing = {});
 
-  // The gradients of a call from what it has kept; every rank of the group must call, for the same call. What a group does
-  // when it fails, and who may call, is as in call(). Throws Error where `kept` is of another rank or group, or where x
-  // is to be dispatched again and there is no room for it.
+  // Computes the gradients of a call from what the call has kept. Every rank of the group must call, for the same call.
+  // What a group does when it fails, and who may call, is as in call(). Throws Error if `kept` is of another rank or
+  // group, or if x is to be dispatched again and there is no room for it.
   std::vector<Event> backward(const Kept& kept, const Gradients& gradients, const CallOptions& options);
 
-  // In place of a call that this rank cannot begin, for a reason of its own: tells the group, on every rank of which that call
-  // is over. Waits, as a call does, where an earlier call was refused and not all ranks have come to it. Does nothing for a
-  // rank alone, a broken context, and within a call of the thread.
+  // Called instead of a call that this rank cannot begin, for a reason of its own. Tells the group, and the call is
+  // over on every rank. If an earlier call was refused and not all ranks have left it, waits as a call does. Does
+  // nothing for a rank alone, in a broken context, or from within a call of the same thread.
   void refuse(const std::string& reason);
 
   uint64_t heap_bytes() const { return member_heap_bytes(limits_); }
   uint64_t workspace_bytes() const { return work_bytes(limits_); }
 
-  // For tests: tiles of another shape, so that small problems have many.
+  // For tests: sets another shape of tiles, so that small problems have many.
   void set_tile(uint32_t rows, uint32_t columns);
 
  private:
@@ -116,10 +118,10 @@ class Context {
   std::array<uint32_t, kProducts> task_columns_{};  // of the call
   std::unique_ptr<host::Group> workspace_;          // private memory of this rank
   bool broken_ = false;
-  bool refused_ = false;  // the last call was, by some rank
+  bool refused_ = false;  // the last call was refused by some rank
   uint64_t perturbation_ = 0;
 
-  // Placement tables and OS scratch, as Call and OsScratch point to them.
+  // Placement tables and OS scratch, to which Call and OsScratch point.
   host::PlacementTables placement_;
   std::vector<Source> sources_;
   std::vector<FormedExpert> experts_;
@@ -131,24 +133,26 @@ class Context {
   std::vector<std::unique_ptr<BackwardEngine>> backward_engines_;
   std::vector<WeightBuffers> weight_buffers_;                      // of each processor
   std::vector<OneWorker<ContextPlatform>::Memory> worker_memory_;  // of each processor
-  // Actors, each a thread: 0 is the OS, behind it come the processors. They sleep between calls; generation_ wakes them,
-  // running_ counts those not yet done.
+  // Each actor is a thread: 0 is the OS actor, the processors follow. They sleep between calls. generation_ wakes them;
+  // running_ counts those that are not done yet.
   std::mutex mutex_;
   std::condition_variable wake_, done_, turn_;
-  std::thread::id caller_;  // the thread whose call it is, if there is one
+  std::thread::id caller_;  // the thread whose call runs, if there is one
   uint64_t generation_ = 0;
   uint32_t running_ = 0;
-  // What actors do when they wake: a call; a backward pass, or what that leaves for when its rows are home.
+  // What actors do when they wake: a call; a backward pass; or the weights' gradients, which follow when the pass's
+  // rows are home.
   enum class Work { kCall, kBackward, kWeights } work_ = Work::kCall;
   Backward* backward_ = nullptr;
   bool stopping_ = false;
-  std::exception_ptr failure_;    // what an actor threw in this call, the first of them
+  std::exception_ptr failure_;    // the first exception that an actor threw in this call
   std::exception_ptr interrupt_;  // what check_interrupt threw
   std::vector<std::thread> threads_;
 };
 
-// A thread's turn to call, once no other thread has one. No mutex: a thread that has its turn must be told so, rather than
-// wait for itself, and one that waits for a long call must hear an interrupt.
+// A thread's turn to call, which it gets when no other thread has one. A mutex would not do. A thread that already has
+// its turn must get an error rather than wait for itself, and a thread that waits for a long call must hear an
+// interrupt.
 class Context::Turn {
  public:
   explicit Turn(Context& context);

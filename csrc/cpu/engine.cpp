@@ -65,7 +65,7 @@ bool Engine::dispatch(uint32_t b) {
   return true;
 }
 
-// Fills ids and weights of the token block, from the given ones or by the router.
+// Fills in ids and weights of the token block, from the caller's or by the router.
 void Engine::route(uint32_t b, const PacketScratch& s) {
   const uint32_t first = b << c_.policy.log2_block;
   const uint32_t tokens = c_.tokens_in_block(b);
@@ -99,14 +99,14 @@ void Engine::route(uint32_t b, const PacketScratch& s) {
   }
 }
 
-// All elements of a row that returns.
+// Sets all elements of a row that returns.
 void Engine::fill_row(uint8_t* row, float value) {
   float* const values = room(out_, c_.shape.hidden);
   std::fill_n(values, c_.shape.hidden, value);
   narrow(row, values, spec().return_type, c_.shape.hidden);
 }
 
-// The shared expert among the choices of the token block's tokens.
+// Adds the shared expert to the choices of the token block's tokens.
 void Engine::add_shared(uint32_t b, const PacketScratch& s) {
   if (c_.shape.shared == 0) return;
   const uint32_t first = b << c_.policy.log2_block, hidden = c_.shape.hidden;
@@ -129,7 +129,7 @@ void Engine::send_rows(uint32_t q, uint32_t token, uint32_t rows) {
   ++trace_.rows_sent;
 }
 
-// The token block's rows, as they are sent and multiplied.
+// Quantises the token block's rows, in the form in which they are sent and multiplied.
 void Engine::quantise_rows(uint32_t b) {
   const uint32_t hidden = c_.shape.hidden, scales = scale_blocks(hidden);
   float* x = room(a_, hidden);
@@ -174,19 +174,19 @@ void Engine::multiply(uint32_t n, TileIndex tile, uint32_t block) {
   switch (product.epilogue) {
     case Epilogue::kActivate: return activate_columns(product, tile, at);
     case Epilogue::kReturn: return return_columns(product, tile.whole(), at);
-    case Epilogue::kDifferentiate:  // a GPU's: here BackwardEngine multiplies
+    case Epilogue::kDifferentiate:  // of a GPU's backward pass; here BackwardEngine multiplies
     case Epilogue::kSend:
-    case Epilogue::kOutput: break;  // of no product
+    case Epilogue::kOutput: break;  // no product has these
   }
 }
 
-// Where the rows between the products lie that a slice of the tile has.
+// Where a slice's intermediate row of the tile lies.
 uint8_t* Engine::intermediate_row(uint32_t tile, uint32_t slice, uint32_t row) const {
   return c_.intermediate_row(c_.inner_tile(tile, c_.tile_row(tile, 0)->token, slice), row);
 }
 
-// The tile's rows of the product's left operand, of all slices over which it contracts, in fp32, with room for the rows
-// that gemm() reads beyond them when it makes `columns` columns.
+// Loads the tile's rows of the product's left operand in fp32, with all slices over which the product contracts. There
+// is room for the rows that gemm() reads beyond them when it makes `columns` columns.
 float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns) {
   if (spec().quantised()) return load_quantised_rows(product, tile, columns);
   const uint32_t width = c_.shape.extent(product.over), count = c_.tile(tile)->shape.rows;
@@ -208,14 +208,14 @@ float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns
   return a;
 }
 
-// Rows that gemm() may read of a block of quantised rows, be it the last.
+// The most rows that gemm() may read of a block of quantised rows, the last block included.
 uint32_t Engine::most_padded(uint32_t rows, uint32_t columns, uint32_t length) const {
   const uint32_t last = length - (scale_blocks(length) - 1) * kScaleBlock;
   return std::max(padded_rows(rows, columns, std::min(kScaleBlock, length)), padded_rows(rows, columns, last));
 }
 
-// The same of quantised rows: block of 128 columns by block, each with its rows one behind the other, without the
-// scales. These go to row_scales_, row by row.
+// The same for quantised rows: one block of 128 columns after the other. A block has its rows one behind the other,
+// without the scales. The scales go to row_scales_, row by row.
 float* Engine::load_quantised_rows(const TaskRow& product, uint32_t tile, uint32_t columns) {
   const uint32_t width = c_.shape.extent(product.over), count = c_.tile(tile)->shape.rows;
   const uint32_t length = contracted(product, c_.tile(tile)->shape.expert), each = scale_blocks(width);
@@ -239,7 +239,8 @@ float* Engine::load_quantised_rows(const TaskRow& product, uint32_t tile, uint32
   return a;
 }
 
-// Elements over which the product contracts: all of the shared expert's width, or as many as other experts have.
+// The number of elements over which the product contracts: all of the shared expert's width, or the width of another
+// expert.
 uint32_t Engine::contracted(const TaskRow& product, uint32_t expert) const {
   const bool all = product.over == Axis::kIntermediate && c_.shape.is_shared(expert);
   return c_.shape.extent(product.over) * (all ? c_.shape.shared : 1);
@@ -255,7 +256,7 @@ Engine::Weights Engine::weights_of(const TaskRow& product, uint32_t expert, uint
   if (!shared) {
     return {at(up ? layer_.gate_up : layer_.down, l.weight_type, expert * rows * length), pitch, to_up, 0, nullptr};
   }
-  // Of gate_up a slice's rows, or with transposed matrices columns.
+  // For gate_up: a slice's rows or, in transposed matrices, columns.
   const uint64_t first = uint64_t{slice} * l.intermediate * (up && l.interleaved ? 2 : 1);
   return {at(up ? layer_.shared_gate_up : layer_.shared_down, l.weight_type, l.transposed ? first : first * pitch),
           pitch, to_up, first,
@@ -274,15 +275,15 @@ Engine::RowScales Engine::scales_of(const TaskRow& product, uint32_t expert, uin
   const uint64_t before = shared ? 0 : expert;
   if (l.weight_scales == WeightScales::kTensor) return {number(before), 0};
   if (l.weight_scales == WeightScales::kRow) return {number(before * rows + row), 0};
-  // Gate and up have blocks of their own, unless their rows take turns.
+  // Gate and up have blocks of their own, unless their rows are interleaved.
   const uint32_t parts = l.interleaved ? 1 : halves, part_rows = rows / parts;
   const uint64_t part_blocks = ceil_div(part_rows, e.block_rows);
   const uint64_t block = row / part_rows * part_blocks + row % part_rows / e.block_rows;
   return {number((before * parts * part_blocks + block) * ceil_div(length, e.block_columns)), 1};
 }
 
-// rows * weights^T of what load_quantised_rows() has loaded: the sum over blocks of 128 columns, ascending, of their
-// products * (scale of the row * scale of the weights).
+// rows * weights^T for the rows that load_quantised_rows() has loaded: the sum over blocks of 128 columns, ascending,
+// of a block's product * (scale of the row * scale of the weights).
 float* Engine::multiply_quantised(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
                                   const Weights& from, Features of, uint32_t columns) {
   const uint32_t length = contracted(product, of.expert), blocks = scale_blocks(length);
@@ -310,7 +311,8 @@ float* Engine::multiply_quantised(std::vector<float>& to, const TaskRow& product
   return out;
 }
 
-// The numbers of `columns` rows of weights in mxfp4, one row behind the other, in fp32: exactly what they stand for.
+// Converts `columns` rows of weights in mxfp4 to fp32, one row behind the other: exactly the numbers that they stand
+// for.
 const float* Engine::dequantised_rows(const TaskRow& product, const Weights& from, Features of, uint32_t columns) {
   const uint32_t length = contracted(product, of.expert), block = encoding_of(spec().weight_type).block_columns;
   float* const wide = room(features_, size_t{columns} * length);
@@ -327,8 +329,8 @@ const float* Engine::dequantised_rows(const TaskRow& product, const Weights& fro
   return wide;
 }
 
-// Of gates and ups in matrices of their own, all rows of the first and then of the second, in fp32: what gemm() makes of rows
-// of one matrix.
+// For gates and ups in two matrices: all rows of the first, then all rows of the second, in fp32, as gemm() expects the
+// rows of one matrix.
 const float* Engine::rows_of_both(const Weights& from, uint32_t length) {
   float* const wide = room(features_, 2 * size_t{from.to_up} * length);
   float* to = wide;
@@ -368,7 +370,7 @@ float* Engine::multiply_rows(std::vector<float>& to, const TaskRow& product, con
   return out;
 }
 
-// The same and the bias.
+// The same, plus the bias.
 float* Engine::project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
                        uint32_t columns) {
   const bool up = product.right == Operand::kGateUp;
@@ -386,7 +388,7 @@ void Engine::activate_columns(const TaskRow& product, TileIndex index, Columns o
   const Tile::Shape& t = c_.tile(tile)->shape;
   const bool gated = spec().gated();
   const uint32_t step = spec().interleaved ? 2 : 1, to_up = weights_of(product, t.expert, slice).to_up;
-  // Where one block of columns has all of I, the gate rows and the up rows are neighbours: one GEMM.
+  // If one block of columns has all of I, the gate rows and the up rows are neighbours, so one GEMM is enough.
   const bool together = gated && of.count == to_up && !spec().interleaved;
   const uint32_t pitch = together ? 2 * of.count : of.count;
   const float* rows = load_rows(product, tile, pitch);
@@ -443,7 +445,7 @@ void Engine::reduce(const Piece& piece) {
   const auto [first, count] =
       columns(kReturning, c_.policy.group_first[piece.group], c_.policy.group_first[piece.group + 1]);
   const Machines& m = c_.spread;
-  const bool stays = m.sums && !m.together(p, c_.rank);  // on this machine, as it is
+  const bool stays = m.sums && !m.together(p, c_.rank);  // the sum stays on this machine, in fp32
   for (uint32_t t = piece.first_token; t < piece.first_token + piece.tokens; ++t) {
     const uint32_t entries = *c_.packet_counts(c_.rank, p, t);
     if (entries == 0) continue;
@@ -458,7 +460,7 @@ void Engine::reduce(const Piece& piece) {
   }
 }
 
-// Of the piece's tokens, the sums that the ranks of this machine have left here, by place.
+// Sums what the ranks of this machine have left here for the piece's tokens, in the order of their places.
 void Engine::sum_machine(const Piece& piece) {
   const Machines& m = c_.spread;
   const RelayPlace from(c_, m, c_.rank, piece.source);

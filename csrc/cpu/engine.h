@@ -1,4 +1,4 @@
-// The CPU engine's side of a processor: executes what the protocol hands out or finds, tile by tile through the BLAS.
+// The CPU engine's part of a processor: executes what the protocol hands out or finds, tile by tile, through the BLAS.
 #pragma once
 
 #include <algorithm>
@@ -16,13 +16,13 @@
 
 namespace flashmoe::cpu {
 
-// Grows a buffer, never shrinks it; zeroed, so that the surplus rows of a GEMM are finite.
+// Grows a buffer, never shrinks it. New elements are zero, so that the surplus rows of a GEMM are finite.
 inline float* room(std::vector<float>& buffer, size_t n) {
   if (buffer.size() < n) buffer.resize(n);
   return buffer.data();
 }
 
-// Element i of elements of type t.
+// The address of element i of elements of type t.
 inline const uint8_t* at(const void* elements, DType t, uint64_t i) {
   return static_cast<const uint8_t*>(elements) + stored_bytes(t, i);
 }
@@ -30,36 +30,36 @@ inline uint8_t* at(void* elements, DType t, uint64_t i) {
   return static_cast<uint8_t*>(elements) + stored_bytes(t, i);
 }
 
-// One per processor thread, kept from call to call for its buffers; call, layer and columns of tasks change between
-// calls.
+// One for each processor thread. It is kept from call to call for its buffers. The call, the layer and the columns of
+// tasks change between calls.
 class Engine {
  public:
   Engine(const SpreadCall& call, const Layer& layer, const std::array<uint32_t, kProducts>& task_columns,
          ActorTrace& trace)
       : c_(call), layer_(layer), trace_(trace), task_columns_(task_columns) {}
 
-  // Gate and dispatch of token block b; false if the call is over.
+  // Computes the gate of token block b and dispatches the block. Returns false if the call is over.
   bool dispatch(uint32_t b);
-  // A task of product n of the program.
+  // Executes a task of product n of the program.
   template <uint32_t n>
   void multiply(TileIndex tile, uint32_t block) {
     multiply(n, tile, block);
   }
 
-  // ---- of a Sender ----------------------------------------------------------------------------------------------
-  // One row at most: a thread is one lane.
+  // ---- what a Sender calls --------------------------------------------------------------------------------------
+  // Sends one row at most, because a thread is one lane.
   void send_rows(uint32_t q, uint32_t token, uint32_t rows);
 
-  // ---- of a Returner: an item is a token's columns of a return group --------------------------------------------
+  // ---- what a Returner calls: an item is a token's columns of a return group ------------------------------------
   struct Piece {
     enum { kReduce, kMachine, kCombine } of;
-    uint32_t source, group;  // source: not of Combine
+    uint32_t source, group;  // Combine has no source
     uint32_t first_token, tokens;
   };
   uint32_t processor() const { return trace_.actor - 1; }
   uint32_t processors() const { return c_.policy.clusters; }
   static uint32_t items(uint32_t tokens, uint32_t) { return tokens; }
-  // Pieces are so small that every processor can have one, if there are so many items.
+  // Pieces are so small that every processor can have one if there are enough items.
   uint32_t items_of_reduce(uint32_t items) const {
     return std::clamp(ceil_div(items, c_.policy.clusters), 1u, kMaxTokenBlock);
   }
@@ -81,32 +81,32 @@ class Engine {
     }
   }
 
-  // ---- of a Joiner ----------------------------------------------------------------------------------------------
+  // ---- what a Joiner calls --------------------------------------------------------------------------------------
   static constexpr uint32_t kJoinedAtOnce = 1;
   void join(uint32_t row, uint32_t count);
 
-  // A span of a sender, returner or joiner begins; it ends.
+  // Called when a span of a sender, returner or joiner begins, and when it ends.
   void begin() { begun_ns_ = monotonic_ns(); }
   void end(Phase phase, uint32_t index, uint32_t column) {
     trace_.add(phase, begun_ns_, monotonic_ns(), index, column);
   }
 
  protected:
-  // The packet scratch of a token block, in buffers.
+  // The packet scratch of a token block, which lies in this engine's buffers.
   PacketScratch packet_scratch();
   void reduce(const Piece& piece);
   void sum_machine(const Piece& piece);
   const uint8_t* input_row(uint32_t token) const;
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
-  // The token's return rows, added to `sum`, in ascending order: columns [first, first + count).
+  // Adds the token's return rows to `sum`, in ascending order: columns [first, first + count).
   void add_returned(float* sum, uint32_t token, uint32_t first, uint32_t count) const;
   const LayerSpec& spec() const { return layer_.spec; }
 
   const SpreadCall& c_;
   const Layer& layer_;
   ActorTrace& trace_;
-  // Buffers: operand rows, results (gate and up), a token's sum, a bias, combine weights, rows of a matrix that is
-  // transposed or in mxfp4; of quantised rows their scales, and the products of a block of 128.
+  // Buffers: operand rows; results (gate and up); a token's sum; a bias; combine weights; rows of a matrix that is
+  // transposed or in mxfp4; the scales of quantised rows; and the products of a block of 128.
   std::vector<float> a_, out_, up_, sum_, bias_, weights_, features_, row_scales_, block_;
   RouterBuffers router_;
   GemmBuffers gemm_;
@@ -117,12 +117,12 @@ class Engine {
   void add_shared(uint32_t b, const PacketScratch& s);
   void combine(const Piece& piece);
   void quantise_rows(uint32_t b);
-  // Rows first, first + step, ... of an expert's matrix, or of a slice's: those that make neighbouring results.
+  // Rows first, first + step, ... of the matrix of an expert or of a slice. These rows make neighbouring results.
   struct Features {
     uint32_t expert, slice, first, step;
   };
   void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns, uint32_t step = 1);
-  // Columns [first, first + count), those of blocks of columns [begin, end) of the results of product n.
+  // Columns [first, first + count): the columns that the blocks of columns [begin, end) of product n's results have.
   struct Columns {
     uint32_t first, count;
   };
@@ -133,20 +133,20 @@ class Engine {
   // out[token, columns] = sum of its return rows, in ascending order
   void combine(uint32_t token, Columns of);
   void multiply(uint32_t n, TileIndex tile, uint32_t block);
-  // The right operand's rows for an expert; of the shared one's gate_up, for a slice.
+  // The right operand's rows for an expert, or for a slice of the shared expert's gate_up.
   struct Weights {
     const void* data;
     uint64_t pitch;  // elements from one row to the next, as they are stored
-    uint32_t to_up;  // with a gate: rows from a column's gate to its up
-    uint64_t row;    // of the matrix: its number
-    const void* up;  // row `to_up` and those behind it, where they are of another matrix; else null
+    uint32_t to_up;  // with a gate: rows from a column's gate to the column's up
+    uint64_t row;    // number of the first row in the matrix
+    const void* up;  // row `to_up` and later rows, if they are in another matrix; else null
   };
   Weights weights_of(const TaskRow& product, uint32_t expert, uint32_t slice) const;
   uint32_t contracted(const TaskRow& product, uint32_t expert) const;
-  // Of quantised weights: a row's scales, for each block of columns.
+  // The scales of a row of quantised weights, one for each block of columns.
   struct RowScales {
     const uint8_t* data;
-    uint32_t step;  // from one to the next: 0 or 1
+    uint32_t step;  // from one scale to the next: 0 or 1
   };
   RowScales scales_of(const TaskRow& product, uint32_t expert, uint64_t row) const;
   const float* dequantised_rows(const TaskRow& product, const Weights& from, Features of, uint32_t columns);
@@ -165,7 +165,6 @@ class Engine {
   void activate_columns(const TaskRow& product, TileIndex index, Columns of);
   // row's home = weight * (rows * weights^T + bias), columns
   void return_columns(const TaskRow& product, uint32_t tile, Columns of);
-  // kept[expert, :, columns] = sum over the expert's rows of intermediate^T x
 
   // What gradients need of the tile's columns, before they are activated; up: null without a gate.
   void keep_pre_activations(uint32_t tile, uint32_t slice, Columns of, const float* gate, const float* up,

@@ -14,8 +14,9 @@ std::optional<HostFault> posted_fault(const Call& c) {
     record.fault = fault;
     record.entered = CpuPlatform::load_acquire(&c.status(fault.culprit)->entered, kSystem);
     if (fault.kind == FaultKind::kDisagree) {
-      // Both from the finder's heap, who had read them there. In the other rank's own heap it may not be written yet:
-      // its sender may tell the peers before its OS actor begins. (After other faults even the finder may lack one.)
+      // Both are read from the heap of the rank that found the fault, which had read them there. In the other rank's
+      // own heap the configuration may not be written yet: that rank's sender may tell the peers before its OS actor
+      // begins. (After other faults even the finder's heap may lack one.)
       record.mine = *c.call_config(fault.rank, fault.rank);
       record.theirs = *c.call_config(fault.rank, fault.awaited);
     }

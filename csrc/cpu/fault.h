@@ -1,4 +1,4 @@
-// What went wrong in a call of the CPU engine.
+// Finds out what went wrong in a call of the CPU engine.
 #pragma once
 
 #include <optional>
@@ -7,8 +7,9 @@
 
 namespace flashmoe::cpu {
 
-// The fault with which a call that was aborted ended, as the host words it (host/fault_message.h): this rank's own record
-// if it found one, else a peer's. Nothing if nobody posted any. (A GPU hands its host the same: gpu/leave.cuh.)
+// The fault that ended an aborted call, in the form that the host puts into words (host/fault_message.h). This is this
+// rank's own record if it found the fault, else a peer's. Nothing if nobody posted a fault. (A GPU hands the same to
+// its host: gpu/leave.cuh.)
 std::optional<HostFault> posted_fault(const Call& c);
 
 }  // namespace flashmoe::cpu

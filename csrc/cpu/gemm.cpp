@@ -14,8 +14,8 @@
 namespace flashmoe::cpu {
 namespace {
 
-// out_t[n, rows] = (a[rows, k] * w[n, k]^T)^T, or of w[k, n]. This way round the rows are the BLAS's first dimension (it counts in
-// columns), which kernels cut into the larger pieces.
+// out_t[n, rows] = (a[rows, k] * w[n, k]^T)^T, or with w[k, n]. In this form the rows are the BLAS's first dimension
+// (it counts in columns), which its kernels cut into the larger pieces.
 void sgemm(float* out_t, const float* a, uint32_t rows, const float* w, uint64_t w_stride, uint32_t n, uint32_t k,
            Rows of) {
   scipy_cblas_sgemm(CblasColMajor, CblasTrans, of == Rows::kResults ? CblasNoTrans : CblasTrans,
@@ -29,8 +29,9 @@ struct CallSizes {
   uint32_t unit, most;
 };
 
-// Whether every row has the same bits in every place of every such call. `a` has 2 * most rows. A call on rows 0, 1, ..
-// and one on rows 1, 2, .. have each row in two neighbouring places; if all neighbours agree, all places are alike.
+// Whether every row has the same bits in every place of every such call. `a` has 2 * most rows. One call on rows 0, 1,
+// .. and one on rows 1, 2, .. compute each row in two neighbouring places. If all neighbours agree, all places are
+// alike.
 bool places_are_alike(CallSizes sizes, const std::vector<float>& a, const std::vector<float>& w, uint32_t n, uint32_t k,
                       Rows of) {
   const uint64_t stride = of == Rows::kResults ? k : n;
@@ -61,7 +62,7 @@ CallSizes probe(uint32_t n, uint32_t k, Rows of) {
   return {1, 1};
 }
 
-// What has been found out about the BLAS.
+// What the probes have found out about the BLAS.
 struct Probes {
   bool one_thread = false;
   std::unordered_map<uint64_t, CallSizes> known[2];  // for each value of Rows
@@ -70,17 +71,17 @@ struct Probes {
 CallSizes call_sizes(uint32_t n, uint32_t k, Rows of) {
   static Probes probes;
   const std::lock_guard lock(host::ForkLock<Probes>::mutex());
-  // The engine's actors are its threads; the BLAS must not start its own behind each of them.
+  // The engine's actors are its threads. The BLAS must not start threads of its own for each of them.
   if (!std::exchange(probes.one_thread, true)) scipy_openblas_set_num_threads(1);
   const uint64_t shape = uint64_t{n} << 32 | k;
   auto& known = probes.known[static_cast<uint32_t>(of)];
   const auto found = known.find(shape);
   if (found != known.end()) return found->second;
-  return known.emplace(shape, probe(n, k, of)).first->second;  // nothing is kept where there is no memory to probe
+  return known.emplace(shape, probe(n, k, of)).first->second;  // if there is no memory to probe, nothing is stored
 }
 
-// out[i, j] = in[j, i] for i < rows, j < n; rows of `in` are `stride` apart. By squares of four, which the compiler turns
-// into shuffles.
+// out[i, j] = in[j, i] for i < rows, j < n; rows of `in` are `stride` apart. Works on squares of four, which the
+// compiler turns into shuffles.
 void transpose(float* out, const float* in, uint32_t rows, uint32_t stride, uint32_t n) {
   constexpr uint32_t kSide = 4;
   uint32_t i = 0;

@@ -1,4 +1,4 @@
-// A backward pass as the CPU engine computes it: what it is given, and what its processors share.
+// A backward pass of the CPU engine: what it is given, and what its processors share.
 #pragma once
 
 #include <atomic>
@@ -11,13 +11,13 @@
 
 namespace flashmoe::cpu {
 
-// What a backward pass reads and writes besides what the forward pass has kept. Null results are not wanted, and not
-// computed, but for the gradient of x. Each is of its tensor's shape and type; or, where it accumulates, those of weights
-// and biases are float32, and added to what is there.
+// What a backward pass reads and writes, besides what the forward pass has kept. A result that is null is not wanted
+// and not computed, except for the gradient of x. Each result has the shape and type of its tensor. If `accumulates`,
+// the results for weights and biases are float32, and are added to what is there.
 struct Gradients {
   Layer layer;                    // the forward pass's tensors, but for out
-  const void* y = nullptr;        // [T, H], of the results: what all others are made from
-  const float* logits = nullptr;  // [T, E], what the router's logits have besides; may be null
+  const void* y = nullptr;        // [T, H], gradients of the results, from which all others follow
+  const float* logits = nullptr;  // [T, E], gradients that the router's logits have from elsewhere; may be null
   void* x = nullptr;              // [T, H]
   void* gate_up = nullptr;        // as Layer::gate_up, and so on
   void* gate_up_bias = nullptr;
@@ -29,44 +29,45 @@ struct Gradients {
   void* shared_down = nullptr;
   void* shared_gate = nullptr;
   void* shared_up = nullptr;
-  void* topk_weights = nullptr;  // [T, K], of the type of the weights
+  void* topk_weights = nullptr;  // [T, K], of the combine weights' type
   bool accumulates = false;
 };
 
-// What a backward pass takes until it ends: the gradients of pre-activations and of combine weights; dY, and x where
-// that is dispatched again; the gradients of logits.
+// The memory that a backward pass takes until it ends: the gradients of pre-activations and of combine weights; dY, and
+// x if it is dispatched again; the gradients of logits.
 BytesOfEach pass_bytes(const LayerSpec& layer, bool redispatch);
 
-// A backward pass that runs. (What it takes: pass_bytes.)
+// A backward pass that runs. (Its memory: pass_bytes.)
 struct Backward {
   Backward(const Kept& kept, const Gradients& gradients);
 
-  // Of a local expert: its intermediate width, and the elements of a row of its gradient of pre-activations.
+  // For a local expert: its intermediate width; and the elements of a row of its pre-activations' gradients.
   uint32_t width(uint32_t expert) const { return kept.spec.intermediate * (is_shared(expert) ? kept.spec.shared : 1); }
   uint32_t gate_up_rows(uint32_t expert) const { return width(expert) * (kept.spec.gated() ? 2 : 1); }
   bool is_shared(uint32_t expert) const { return kept.spec.shared != 0 && expert + 1 == kept.local_experts(); }
-  // The gradient of the pre-activations of an expert's row, by its number among all, in the order of its matrix's rows.
+  // The gradient of the pre-activations of an expert's row, in the order of its matrix's rows. `row` is its number
+  // among all rows.
   float* pre_activations(uint32_t expert, uint64_t row) {
     return hidden.get() + offset[expert] + (row - kept.first_row(expert)) * gate_up_rows(expert);
   }
-  // x of the n-th of other ranks' tokens, when all of them are here.
+  // x of the n-th token of other ranks, once all these tokens are here.
   const uint8_t* x_row(uint32_t n) const {
     return kept.redispatch ? redispatched.data() + uint64_t{n} * kept.row_bytes() : kept.received_row(n);
   }
-  // A row's gradient of its combine weight, as far as a slice of its expert goes.
+  // A slice's part of the gradient of a row's combine weight.
   float& weight(uint64_t row, uint32_t slice) { return weights[row * slices + slice]; }
 
   const Kept& kept;
   const Gradients& gradients;
-  uint32_t slices;                     // that an expert may have
+  uint32_t slices;                     // most slices of an expert
   std::vector<uint64_t> offset;        // [El + 1] where the expert's rows begin in `hidden`
   std::unique_ptr<float[]> hidden;     // gradients of pre-activations
   std::vector<float> weights;          // [rows][slices]
-  std::vector<uint8_t> received;       // dY of other ranks' tokens, as Kept::received_row has their x
-  std::vector<uint8_t> redispatched;   // their x, likewise, where it is not kept; else empty
+  std::vector<uint8_t> received;       // dY of other ranks' tokens, in the order of Kept::received_row
+  std::vector<uint8_t> redispatched;   // their x, likewise, if it is not kept; else empty
   std::vector<float> logits;           // [T, E] gradients of the router's logits; empty without a router
-  std::vector<float> shared_logits;    // [T] those of the shared expert's gate; empty without one
-  std::atomic<uint32_t> next_part{0};  // of the gradients of weights (weight_gradients.h)
+  std::vector<float> shared_logits;    // [T] gradients of the logits of the shared expert's gate; empty without one
+  std::atomic<uint32_t> next_part{0};  // next part of the weights' gradients that is free (weight_gradients.h)
 };
 
 }  // namespace flashmoe::cpu

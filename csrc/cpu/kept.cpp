@@ -29,7 +29,8 @@ void Kept::store(uint8_t* row, uint64_t first, const float* values, uint32_t n) 
   uint8_t* const to = row + first * element_bytes(spec.y_type);
   narrow(to, values, spec.y_type, n);
   if (spec.y_type != DType::kFloat16) return;
-  // What is beyond its range becomes its largest value: with an infinity, a slope that has come to 0 would be NaN.
+  // A value beyond float16's range becomes the largest value. With an infinity, a slope that has become 0 would give
+  // NaN.
   uint16_t* const halves = reinterpret_cast<uint16_t*>(to);
   for (uint32_t i = 0; i < n; ++i) {
     if ((halves[i] & 0x7fffu) == 0x7c00u) halves[i] = static_cast<uint16_t>(halves[i] - 1);
@@ -70,7 +71,7 @@ void Kept::finish(const Call& call) {
   }
 }
 
-// The tiles' rows, sorted.
+// Collects the tiles' rows, and sorts them.
 void Kept::collect(const Call& call) {
   const uint32_t experts = call.shape.local_experts;
   struct Found {
@@ -107,8 +108,8 @@ void Kept::collect(const Call& call) {
   gather_received(call, from);
 }
 
-// The rows of other ranks, each once, however many experts have it: by source and token. (Those that are dispatched
-// again are numbered alone.)
+// Collects the rows of other ranks, each once, however many experts have it, by source and token. (If they are
+// dispatched again, they are only numbered.)
 void Kept::gather_received(const Call& call, const std::vector<const uint8_t*>& from) {
   std::vector<uint64_t> order;
   for (uint64_t i = 0; i < rows_.size(); ++i) {

@@ -1,4 +1,4 @@
-// The CPU's Platform: one lane, std::atomic_ref, and a schedule that tests can perturb.
+// The Platform of a CPU: one lane, std::atomic_ref, and a schedule that tests can perturb.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@ namespace flashmoe::cpu {
 
 using host::monotonic_ns;
 
-// Delays at every atomic operation, drawn from a seed, so that tests reach interleavings which the machine's own
-// scheduler rarely produces. Per thread; off unless seeded.
+// Delays at atomic operations, drawn from a seed. With them tests reach interleavings which the machine's own scheduler
+// rarely produces. Each thread has its own seed; without one there are no delays.
 class Perturbation {
  public:
   static void seed(uint64_t value) { state() = value; }
@@ -43,11 +43,11 @@ class Perturbation {
   }
 };
 
-// Rung behind each signal to a peer by a thread of a rank that has peers on other machines, so that what it announces
-// is carried.
+// If a rank has peers on other machines, its threads ring this bell after each signal to a peer, so that what the
+// signal announces is carried.
 inline constinit thread_local host::Bell* peers_bell = nullptr;
 
-// Memory operations of any CPU platform; scopes make no difference to a coherent machine.
+// Memory operations of any CPU platform. A CPU is coherent, so scopes make no difference.
 struct CpuMemory {
   template <class T>
   static T load_relaxed(const T* p) {
@@ -133,9 +133,9 @@ struct CpuMemory {
   static constexpr bool kPeersMapped = true;
   static constexpr bool kSpansMachines = false;
 
-  static void rest() {}  // backoff will do
+  static void rest() {}  // backoff() is enough
 
-  // There may be more threads than cores: give the core away soon, and then for longer.
+  // There may be more threads than cores. So a waiting thread soon gives its core away, and later for longer.
   static constexpr bool kSleeps = true;
   static void backoff(uint32_t idle) {
     if (idle < 16) {
@@ -151,7 +151,7 @@ struct CpuPlatform : CpuMemory, OneLane {
   static uint32_t worker() { return 0; }
 };
 static_assert(RunsProtocol<CpuPlatform>);
-// That of a context's calls.
+// The Platform of a context's calls.
 using ContextPlatform = SpreadPlatform<CpuPlatform>;
 
 }  // namespace flashmoe::cpu

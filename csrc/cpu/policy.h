@@ -1,4 +1,4 @@
-// What the CPU engine chooses for a call. Pure functions of plain values.
+// What the CPU engine chooses for a call. These are pure functions of plain values.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,15 @@
 
 namespace flashmoe::cpu {
 
-// log2 of a token block's tokens. Small token blocks keep every processor busy, large ones make fewer packets; and an
-// offset within a packet has 16 bits.
+// log2 of a token block's number of tokens. Small token blocks keep every processor busy, large ones make fewer
+// packets. A block is small enough that an offset within a packet fits 16 bits.
 uint32_t log2_token_block(uint32_t tokens, uint32_t processors, uint32_t entries_per_token);
 
-// The columns of each product's tasks, `most` rounded up where a task's are quantised: to whole scales.
+// The columns of each product's tasks: `most`, or where a task's columns are quantised, `most` rounded up to whole
+// scales.
 std::array<uint32_t, kProducts> task_columns(const LayerSpec& layer, std::array<uint32_t, kProducts> most);
 
-// Whether a token's rows are joined as they come, so that there is no combine (actors/joiner.h).
+// Whether a token's rows are joined as they come, so that there is no Combine (actors/joiner.h).
 bool joins_rows(const LayerSpec& layer, uint32_t ranks, uint32_t tokens);
 
 // Cuts GEMM1's blocks of columns evenly into `wanted` return groups, or fewer if there are fewer blocks: no group is

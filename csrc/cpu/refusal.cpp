@@ -1,4 +1,4 @@
-// A context's calls that some rank refuses (flashmoe/protocol/refusal.h).
+// A context's part in calls that some rank refuses (flashmoe/protocol/refusal.h).
 #include <algorithm>
 #include <cstring>
 
@@ -10,7 +10,7 @@
 namespace flashmoe::cpu {
 namespace {
 
-// While the calling thread waits it asks so often whether it is interrupted.
+// How often the calling thread, while it waits, asks whether it is interrupted.
 constexpr uint64_t kAskEveryNs = 50'000'000;
 
 }  // namespace
@@ -28,7 +28,8 @@ void Context::refuse(const std::string& reason) {
   const std::string text = host::shortened(reason, kReasonBytes - 1);
   const uint32_t self = call_.rank;
   CpuPlatform::store_release(&call_.status(self)->entered, call_.epoch, kDevice);
-  for (uint32_t i = 1; i <= call_.shape.ranks; ++i) {  // itself last: it may be all that another waits for
+  for (uint32_t i = 1; i <= call_.shape.ranks; ++i) {  // this rank last: another rank may be waiting for nothing but
+                                                       // this refusal
     const uint32_t q = (self + i) % call_.shape.ranks;
     uint8_t* const heap = call_.memory.heaps[q];
     char* const to = reasons_.of(heap, self);
@@ -38,7 +39,7 @@ void Context::refuse(const std::string& reason) {
   leave_refused();
 }
 
-// Tells all that this rank has nothing more to do with the call, which was refused.
+// Tells all ranks that this rank has nothing more to do with the call that was refused.
 void Context::leave_refused() {
   refused_ = true;
   for (uint32_t i = 1; i <= call_.shape.ranks; ++i) {
@@ -48,8 +49,8 @@ void Context::leave_refused() {
   }
 }
 
-// Behind a call that was refused, before another one begins: waits until all ranks have left it, and clears what its actors
-// have left half done.
+// Called before the next call if the last one was refused. Waits until all ranks have left the refused call, and clears
+// what this rank's actors have left half done.
 void Context::await_peers() {
   if (!refused_) return;
   make_workspace();
@@ -84,12 +85,12 @@ void Context::await_peers() {
   refused_ = false;
 }
 
-// Throws what a call that was aborted ended with, if that is another rank's refusal: the context lives on.
+// If another rank's refusal aborted the call, throws its error. The context can be used again.
 void Context::throw_refusal() {
   const uint32_t p = refuser<CpuPlatform>(call_);
   if (p == call_.shape.ranks) return;
   const host::Error error = host::refusal_error(p, call_.epoch, reasons_.of(call_.memory.heaps[call_.rank], p));
-  leave_refused();  // once the text is read: another refusal may overwrite it
+  leave_refused();  // only after the text is read: another refusal may overwrite it
   throw error;
 }
 

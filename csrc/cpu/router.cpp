@@ -12,10 +12,11 @@ namespace {
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 bool is_finite_or_never(float v) {
-  return v < std::numeric_limits<float>::infinity();  // false of NaN
+  return v < std::numeric_limits<float>::infinity();  // false for NaN
 }
 
-// Which of those that may be taken is the largest, the first of equals; it may not be taken again. One at least may be.
+// Takes the largest value among those that `may` allows; of equal ones, the first. It may not be taken again. At least
+// one must be allowed.
 uint32_t take_largest(const std::vector<float>& values, std::vector<uint8_t>& may) {
   auto best = static_cast<size_t>(std::find(may.begin(), may.end(), 1) - may.begin());
   for (size_t i = best + 1; i < values.size(); ++i) {
@@ -25,7 +26,7 @@ uint32_t take_largest(const std::vector<float>& values, std::vector<uint8_t>& ma
   return static_cast<uint32_t>(best);
 }
 
-// What the weights are made of.
+// Replaces logits by scores, from which weights are made.
 void score(const LayerSpec& layer, std::vector<float>& v) {
   if (layer.routing == Routing::kSigmoid) {
     for (float& l : v) l = 1.0f / (1.0f + std::exp(-l));
@@ -37,7 +38,7 @@ void score(const LayerSpec& layer, std::vector<float>& v) {
   for (float& l : v) l /= sum;
 }
 
-// Leaves to `may` the experts of the best groups: those whose two best experts have the largest sum.
+// Leaves in `may` only the experts of the best groups. A group is as good as the sum of its two best experts.
 void leave_best_groups(const LayerSpec& layer, RouterBuffers& buffers) {
   const std::vector<float>& choice = buffers.choice;
   std::vector<float>& group = buffers.group;
@@ -69,7 +70,8 @@ bool choose_experts(const LayerSpec& layer, const float* choice_bias, const floa
   if (*std::max_element(choice.begin(), choice.end()) == kNever) return false;
   scores = choice;
   score(layer, scores);
-  // Scores grow with logits, which tell apart more experts. But biases are of scores, and so are groups' sums.
+  // Scores grow with logits, so logits give the same order, and they distinguish more experts. But biases and the sums
+  // of groups are made of scores.
   for (uint32_t e = 0; (choice_bias != nullptr || layer.groups > 1) && e < experts; ++e) {
     const float value = scores[e] + (choice_bias != nullptr ? choice_bias[e] : 0.0f);
     if (!is_finite_or_never(value)) return false;
@@ -78,7 +80,7 @@ bool choose_experts(const LayerSpec& layer, const float* choice_bias, const floa
   buffers.may.assign(experts, 1);
   if (layer.groups > 1) leave_best_groups(layer, buffers);
 
-  float sum = layer.routing == Routing::kSigmoid ? kLeastSum : 0.0f;  // scores of a softmax are not all 0
+  float sum = layer.routing == Routing::kSigmoid ? kLeastSum : 0.0f;  // scores of a softmax are never all 0
   for (uint32_t k = 0; k < layer.top_k; ++k) {
     ids[k] = static_cast<int32_t>(take_largest(choice, buffers.may));
     weights[k] = scores[static_cast<size_t>(ids[k])];

@@ -1,4 +1,4 @@
-// From the gradients of a token's weights to those of its router logits.
+// Computes the gradients of a token's router logits from the gradients of its weights.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,9 @@
 
 namespace flashmoe::cpu {
 
-// Adds to `grad` [E] what a token's K weights have, for `of_weights` [K], their gradients (0 where a choice was dropped:
-// its score still is in the sum that divides the others). `ids` [K]: the chosen experts, dropped or not. In double.
+// Adds to `grad` [E] what the token's K weights contribute. `of_weights` [K]: gradients of the weights, 0 where a
+// choice was dropped. (The score of a dropped choice still is in the sum that divides the others.) `ids` [K]: the
+// chosen experts, dropped or not. Computes in double.
 void add_logit_gradients(const LayerSpec& layer, const float* logits, const int32_t* ids, const double* of_weights,
                          float* grad, std::vector<double>& buffer);
 

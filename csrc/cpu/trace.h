@@ -1,4 +1,4 @@
-// Where the time of a call went, per actor: as sums per kind, on request as events.
+// Where the time of a call went, for each actor: as sums for each kind, and on request as events.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 namespace flashmoe::cpu {
 
-inline constexpr uint32_t kPhases = static_cast<uint32_t>(Phase::kEpilogue);  // those before it have sums
+inline constexpr uint32_t kPhases = static_cast<uint32_t>(Phase::kEpilogue);  // phases before this one have sums
 inline constexpr uint32_t kNoExpert = ~0u;
 
 struct Event {
@@ -17,7 +17,7 @@ struct Event {
   Phase phase;
   uint64_t start_ns, end_ns;  // CLOCK_MONOTONIC
   uint32_t index, column;
-  uint32_t expert = kNoExpert;  // of a product: the local one; as Context gives events away, the layer's
+  uint32_t expert = kNoExpert;  // of a product: local; in events that Context returns, the layer's
 };
 
 struct ActorTrace {
@@ -25,7 +25,7 @@ struct ActorTrace {
   bool record_events = false;
   std::array<uint64_t, kPhases> ns{};
   std::array<uint64_t, kPhases> count{};
-  uint64_t rows_sent = 0, entries_sent = 0;  // by dispatch, to other ranks
+  uint64_t rows_sent = 0, entries_sent = 0;  // sent to other ranks by dispatch
   std::vector<Event> events{};
 
   void add(Phase phase, uint64_t start, uint64_t end, uint32_t index, uint32_t column, uint32_t expert = kNoExpert) {

@@ -9,8 +9,8 @@
 
 namespace flashmoe::cpu {
 
-// By integer arithmetic: the compiler's _Float16 would call a library routine per element on machines without F16C,
-// and use other instructions with it; these loops vectorise everywhere.
+// Uses integer arithmetic. For _Float16 the compiler would call a library routine per element on machines without F16C,
+// and use other instructions on machines with it. These loops vectorise everywhere.
 float half_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
   const uint32_t magnitude = h & 0x7fffu;
@@ -77,7 +77,8 @@ constexpr auto kE4M3 = [] {
   return values;
 }();
 
-// The two elements of mxfp4 in each byte, the first in its low bits: e2m1 counts halves, then whole numbers, then twos.
+// The two elements of mxfp4 in each byte; the first is in the low bits. Up to 2 the values of e2m1 are 0.5 apart, up to
+// 4 they are 1 apart, then 2.
 constexpr auto kE2M1Pairs = [] {
   constexpr float kMagnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
   const auto value = [&](uint32_t e) { return (e & 8u) != 0 ? -kMagnitudes[e & 7u] : kMagnitudes[e & 7u]; };
@@ -86,7 +87,7 @@ constexpr auto kE2M1Pairs = [] {
   return pairs;
 }();
 
-// The elements of a type, each a number of its own.
+// The elements of a type in which each element is stored as one number.
 template <class T, float (*kWiden)(T), T (*kNarrow)(float)>
 struct Elements {
   using Element = T;
@@ -98,7 +99,7 @@ float unchanged(float v) {
   return v;
 }
 
-// Calls f with the Elements of t; not at all of mxfp4, of which two are a byte.
+// Calls f with the Elements of t. Does not call f for mxfp4, since a byte of it has two elements.
 template <class F>
 void with_elements(DType t, F&& f) {
   switch (t) {
@@ -168,7 +169,7 @@ void quantise(uint8_t* elements, float* scales, const float* values, uint32_t n)
     float largest = 0.0f;
     for (uint32_t i = 0; i < count; ++i) {
       const float magnitude = std::fabs(v[i]);
-      largest = magnitude > largest ? magnitude : largest;  // false for NaN
+      largest = magnitude > largest ? magnitude : largest;  // NaN compares false
     }
     const float quotient = largest / kLargestE4M3, scale = quotient > kLeastScale ? quotient : kLeastScale;
     scales[first / kScaleBlock] = scale;

@@ -1,4 +1,4 @@
-// Arithmetic of the CPU engine on tensor elements: conversions.
+// The CPU engine's arithmetic on elements of tensors: conversions.
 #pragma once
 
 #include <cmath>
@@ -30,25 +30,26 @@ inline uint16_t float_to_bf16(float f) {
 float half_to_float(uint16_t h);
 uint16_t float_to_half(float f);
 
-// e4m3 (float8_e4m3fn): no infinity, and one NaN of either sign. Round to nearest, ties to even; beyond 448 it is 448.
-// NaN becomes 0x7f whatever its sign, as a GPU's conversion has it.
+// e4m3 (float8_e4m3fn) has no infinity, and one NaN of each sign. Rounds to nearest, ties to even; a magnitude beyond
+// 448 becomes 448. NaN becomes 0x7f whatever its sign, as in a GPU's conversion.
 float e4m3_to_float(uint8_t e);
 uint8_t float_to_e4m3(float f);
 
 // A scale of mxfp4, 2^(e - 127); 0xff is NaN.
 float e8m0_to_float(uint8_t e);
 
-// n elements of type t to fp32; of mxfp4, without their scales. Other functions here have no rows of that type.
+// Converts n elements of type t to fp32. With mxfp4 the scales are not applied; the other functions here do not take
+// mxfp4.
 void widen(float* to, const void* from, DType t, uint64_t n);
-// Every step-th of the elements.
+// The same for every step-th element.
 void widen_every(float* to, const void* from, DType t, uint64_t n, uint64_t step);
-// n fp32 values, times scale, to type t, round to nearest even.
+// Converts n fp32 values, times scale, to type t; rounds to nearest even.
 void narrow(void* to, const float* from, DType t, uint64_t n, float scale = 1.0f);
 // v[i] rounded to type t.
 void round_to(float* v, DType t, uint64_t n);
-// n values as elements of a quantised row (spec/rows.h), each 128 of them with a scale: the largest magnitude / 448, but
-// no less than kLeastScale. An element is e4m3(value * (1 / scale)), all in fp32. NaN is NaN, and counts for no scale;
-// where there is an infinity, the scale is infinite, it is NaN, and finite values are 0.
+// Converts n values to elements of a quantised row (spec/rows.h). Each 128 values have a scale: the largest magnitude /
+// 448, but no less than kLeastScale. An element is e4m3(value * (1 / scale)), all in fp32. NaN stays NaN, and does not
+// count for a scale. An infinity makes the scale infinite; then it becomes NaN, and finite values become 0.
 void quantise(uint8_t* elements, float* scales, const float* values, uint32_t n);
 // acc[i] += from[i]
 void accumulate(float* acc, const void* from, DType t, uint64_t n);

@@ -8,19 +8,19 @@
 namespace flashmoe::cpu {
 namespace {
 
-constexpr uint32_t kFeatures = 256;    // of a part
-constexpr uint32_t kRowsAtOnce = 512;  // that are summed up by one call of the BLAS
+constexpr uint32_t kFeatures = 256;    // features of a part
+constexpr uint32_t kRowsAtOnce = 512;  // rows that one call of the BLAS sums
 
 // One matrix's gradient: a sum over rows of an outer product of `features` numbers and H numbers.
 struct Matrix {
   enum class Of : uint32_t { kGateUp, kDown, kRouter, kSharedGate } of;
-  uint32_t expert;    // local; of gate_up and down
+  uint32_t expert;    // local expert, for gate_up and down
   uint32_t features;  // gate_up's rows, down's columns, the router's experts
   void *to, *bias;    // null: not wanted
   DType type;         // of `to`
-  bool by_feature;    // H numbers of a feature are neighbours; else features are
+  bool by_feature;    // true: the H numbers of a feature are neighbours; false: the features are
   uint64_t first_row, rows;
-  // Features from this one on have their results in another matrix, with rows of H numbers; null: not wanted.
+  // Features from `gates` on have their results in `up`, another matrix with rows of H numbers. Null: not wanted.
   uint32_t gates = ~0u;
   void* up = nullptr;
 
@@ -47,7 +47,7 @@ class Parts {
   }
 
  private:
-  // The type of results for tensors of type t.
+  // The type of the results for tensors of type t.
   DType of(DType t) const { return g_.accumulates ? DType::kFloat32 : t; }
   void list() {
     for (uint32_t l = 0; l < pass_.kept.local_experts(); ++l) list_expert(l);
@@ -113,7 +113,7 @@ class Parts {
     put(m.bias, of(spec_.y_type), bias_of_down ? 0 : first, row, b_.bias.size());
   }
 
-  // The two factors of row n: features [first, first + count), and H numbers.
+  // Loads the two factors of row n: features [first, first + count), and H numbers.
   void load(const Matrix& m, uint64_t n, uint32_t first, uint32_t count, float* left, float* right) {
     const uint32_t hidden = spec_.hidden;
     if (m.of == Matrix::Of::kRouter || m.of == Matrix::Of::kSharedGate) {
@@ -137,7 +137,7 @@ class Parts {
       from = x ? pass_.x_row(row.received) : pass_.received.data() + uint64_t{row.received} * pass_.kept.row_bytes();
     }
     widen(right, from, spec_.x_type, hidden);
-    if (x != spec_.weights_on_input) return;  // the weight is a factor of x there, else of dY
+    if (x != spec_.weights_on_input) return;  // here the weight is a factor of x, or else of dY
     for (uint32_t h = 0; h < hidden; ++h) right[h] *= row.weight;
   }
 
@@ -157,7 +157,7 @@ class Parts {
     }
   }
 
-  // n elements of a result, from element `first` on.
+  // Writes or adds n elements of a result, from element `first` on.
   void put(void* to, DType type, uint64_t first, const float* values, uint64_t n) const {
     if (!g_.accumulates) return narrow(at(to, type, first), values, type, n);
     accumulate(static_cast<float*>(to) + first, values, DType::kFloat32, n);

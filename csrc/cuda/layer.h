@@ -29,8 +29,8 @@ struct Layer {
   Matrix shared_gate_up, shared_down;                                          // one matrix each; data 0: none
   uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0, choice_bias = 0;  // 0: none
   uint64_t shared_gate = 0;                                                    // [H]; 0: none
-  // If shared_gate_up has gates alone: the address of their ups, behind it, with the same distance between rows; else
-  // 0.
+  // If shared_gate_up has gates alone: the address of their ups, behind it, with the same distance between rows. 0:
+  // none.
   uint64_t shared_up = 0;
   // Scales of the matrices, contiguous, as spec.weight_scales says; 0: none.
   uint64_t gate_up_scale = 0, down_scale = 0, shared_gate_up_scale = 0, shared_down_scale = 0;
