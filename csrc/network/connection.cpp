@@ -8,7 +8,7 @@
 namespace flashmoe::network {
 namespace {
 
-// Others' turn comes after so much: some messages of the usual size.
+// After so many bytes other connections have their turn: some messages of the usual size.
 constexpr uint64_t kBytesInARow = 2 << 20;
 constexpr const char* kNoMessage = "what it sends is no message of this version's";
 
@@ -22,7 +22,7 @@ void Connection::send(std::unique_ptr<Message> message) {
 void Connection::begin(std::unique_ptr<Tls> tls, bool accepted) {
   tls_ = std::move(tls);
   sure_ = accepted;
-  has_more_ = true;  // OpenSSL may have read it with the handshake's last bytes
+  has_more_ = true;  // OpenSSL may have read data with the handshake's last bytes
 }
 
 void Connection::lose(const std::string& why) {
@@ -68,14 +68,14 @@ bool Connection::receive(uint32_t peer, Receiver& receiver) {
   return came != 0;
 }
 
-// What is read next: the first part of the message that is not complete.
+// Where the next bytes go: the first incomplete part of the message.
 Receiver::Place Connection::next() {
   if (part_ == Part::kHeader) return {reinterpret_cast<uint8_t*>(&header_), sizeof(header_)};
   if (part_ == Part::kRanges) return {reinterpret_cast<uint8_t*>(ranges_.data()), ranges_.size() * sizeof(Range)};
   return places_[place_];
 }
 
-// It is.
+// Called when that part is complete.
 void Connection::complete(uint32_t peer, Receiver& receiver) {
   if (part_ == Part::kHeader) {
     if (header_.ranges > header_.bytes / sizeof(Range)) throw host::Error(host::Error::Kind::kGroup, kNoMessage);

@@ -1,4 +1,5 @@
-// What goes to and comes from one rank on another machine: messages, in order, over a TLS connection, once there is one.
+// Sends messages to one rank on another machine and receives messages from it, in order, over a TLS connection, once
+// there is one.
 #pragma once
 
 #include <deque>
@@ -11,16 +12,16 @@
 
 namespace flashmoe::network {
 
-// Who is told of messages. What a message brings is read to where it belongs, and nowhere else before.
+// Is told of messages that come. The data of a message is read straight to where it belongs.
 class Receiver {
  public:
   struct Place {
     uint8_t* to;
     uint64_t bytes;
   };
-  // Where the bytes behind the message's ranges go, in order. Throws Error for a message that cannot be.
+  // Where the bytes behind the message's ranges go, in order. Throws Error for an impossible message.
   virtual std::vector<Place> places(uint32_t peer, const Header&, const std::vector<Range>&) = 0;
-  // They are there.
+  // Called when these bytes are there.
   virtual void arrived(uint32_t peer, const Header&) = 0;
 
  protected:
@@ -29,29 +30,31 @@ class Receiver {
 
 class Connection {
  public:
-  // Sends later, unless the connection is lost.
+  // Sends the message later, unless the connection is lost.
   void send(std::unique_ptr<Message> message);
-  // The handshake is over. This side sends nothing before the other has: who accepts speaks first, and until it has the
-  // connection may still be closed by a rank that did not see the handshake's end; then end() makes room for another.
+  // Called when the handshake is over. The side that accepts speaks first; the side that connects sends nothing before
+  // it has heard something. Until then the accepting rank may still close the connection, because it did not see the
+  // handshake's end. In that case end() makes room for another connection.
   void begin(std::unique_ptr<Tls> tls, bool accepted);
   void end() { tls_.reset(); }
 
-  // Whether anything has come from the peer, which has that number.
+  // Receives what has come. Returns whether there was anything. `peer` is the number of the peer.
   bool receive(uint32_t peer, Receiver& receiver);
-  // Whether anything has gone.
+  // Sends what can go. Returns whether there was anything.
   bool flush();
-  // Messages that wait no longer need what they are of.
+  // Copies the data of waiting messages into them, so that they no longer need the heap.
   void pack();
   bool is_packed() const;
 
   bool is_open() const { return tls_ != nullptr; }
   // Whether the peer is known to have the connection.
   bool is_sure() const { return sure_; }
-  // Whether receive() has more without waiting for the socket; it stops now and then, so that others have their turn.
+  // Whether receive() can read more without waiting for the socket. It stops now and then, so that other connections
+  // have their turn.
   bool has_more() const { return has_more_; }
   bool waits_to_write() const { return is_open() && sure_ && (!outgoing_.empty() || tls_->keeps()); }
   int socket() const { return tls_->socket(); }
-  // Why nothing more comes or goes; empty as long as something may.
+  // Why nothing more comes or goes; empty while the connection may work.
   const std::string& lost() const { return lost_; }
   void lose(const std::string& why);
 
@@ -62,12 +65,12 @@ class Connection {
   bool sure_ = false, has_more_ = false;
   std::string lost_;
   std::deque<std::unique_ptr<Message>> outgoing_;
-  size_t sent_ = 0;  // bytes of the first
+  size_t sent_ = 0;  // bytes of the first message that are sent
   Receiver::Place next();
   void complete(uint32_t peer, Receiver& receiver);
 
-  // Of the message that comes: its header, its ranges, and where their bytes go; what has come of the first of these that
-  // is not complete.
+  // Of the message that is coming: its header, its ranges, and where their bytes go. have_ counts the bytes of the
+  // first incomplete one of these parts.
   Header header_{};
   std::vector<Range> ranges_;
   std::vector<Receiver::Place> places_;

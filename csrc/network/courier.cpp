@@ -18,14 +18,15 @@ using host::concat;
 using host::Error;
 using host::monotonic_ns;
 
-// A wait of a peer sees this rank's progress as often as this at least: it compares two looks half its timeout apart.
+// How often at least the courier sends this rank's status in a timeout. A waiting peer compares two looks at this
+// rank's progress, half its timeout apart.
 constexpr uint64_t kStatusesPerTimeout = 16;
 constexpr uint64_t kMostStatusNs = 100'000'000, kLeastStatusNs = 2'000'000;
-// While there is no call nobody watches.
+// The longest sleep while there is no call: nobody watches then.
 constexpr uint64_t kIdleMs = 500;
-// A rank that ends waits so long for others to have what it sent.
+// How long a rank that ends waits for others to have what it sent.
 constexpr uint64_t kFarewellNs = 5'000'000'000;
-// Looks at the network in a row, before letters and statuses have their turn.
+// How often in a row the courier looks at the network, before letters and statuses have their turn.
 constexpr int kLooks = 64;
 
 uint64_t load(const uint64_t* word) {
@@ -75,7 +76,8 @@ void Courier::start(const Place& place, const std::vector<std::string>& addresse
     if (peers_[q].mirror != nullptr) wire_->connect(q, addresses[q]);
   }
   wire_->deliver_to(*this);
-  for (uint32_t q = 0; q < ranks_; ++q) {  // the first message: each hears from each, as a connection needs it
+  for (uint32_t q = 0; q < ranks_; ++q) {  // the first message: every connection needs that each side hears from the
+                                           // other
     if (peers_[q].mirror != nullptr) post(q, Packing(peers_[q].mirror).take(Header::kData, nullptr, 0));
   }
   thread_ = std::thread([this] { run(); });
@@ -116,8 +118,8 @@ void Courier::begin_call(const SpreadCall& call) {
   bell_.ring();
 }
 
-// Picks up the last signals itself, and sees to it that messages which have not gone are copied: the next call's actors
-// overwrite what they are about.
+// Picks up the last signals in the calling thread. Then makes sure that the data of messages that have not gone is
+// copied, because the next call's actors overwrite it.
 void Courier::end_call() {
   std::unique_lock lock(mutex_);
   if (call_ == nullptr) return;
@@ -126,7 +128,7 @@ void Courier::end_call() {
   for (const Letter& l : letters_) l.message->pack();
   packing_ = !packed_;
   bell_.ring();
-  news_.wait(lock, [&] { return !packing_; });  // the thread waits for nobody
+  news_.wait(lock, [&] { return !packing_; });  // this wait ends, since the courier's thread waits for nobody
 }
 
 void Courier::tell(uint32_t q, const void* from, uint64_t bytes, const uint64_t* at, uint64_t word) {
@@ -200,7 +202,7 @@ bool Courier::deliver_and_send() {
     const std::lock_guard lock(mutex_);
     if (bell_.take()) {
       busy = true;
-      status_due_ = true;  // a call begins or ends, or has achieved something
+      status_due_ = true;  // a call has begun or ended, or an actor has signalled
       if (call_ != nullptr) pick_up();
     }
     note_losses();
@@ -229,7 +231,7 @@ void Courier::note_losses() {
   if (any) news_.notify_all();
 }
 
-// This rank's status, and which messages are here, now and then, or when there is a reason.
+// Sends this rank's status, and how many messages have come, now and then or when there is a reason.
 void Courier::send_status() {
   const uint64_t now = monotonic_ns();
   const bool often = now - status_sent_ns_ < kLeastStatusNs;
@@ -250,8 +252,8 @@ void Courier::send_status() {
 
 // ---- What comes ---------------------------------------------------------------------------------------------------
 
-// Only a rank of the group comes here, and its messages in order. One that does not lie within the heap all the same is of
-// another version, or of a rank that is damaged: the connection is lost with it.
+// Only messages of a rank of the group come here, and in order. If a message does not lie within the heap all the same,
+// its sender has another version or is damaged. Then the connection is given up.
 std::vector<Receiver::Place> Courier::places(uint32_t q, const Header& header, const std::vector<Range>& ranges) {
   Peer& peer = peers_[q];
   if (header.kind == Header::kStatus) return {{reinterpret_cast<uint8_t*>(&peer.status), sizeof(Status)}};
@@ -278,7 +280,7 @@ void Courier::arrived(uint32_t q, const Header& header) {
     if (word.offset != Word::kNone) store(reinterpret_cast<uint64_t*>(place_.heap + word.offset), word.value);
   }
   const std::lock_guard lock(mutex_);
-  // Who begins, and who goes, waits for the answer; all others have it in time.
+  // A peer that begins, or that leaves, waits for the acknowledgement. All others get it in time with the next status.
   if (header.kind == Header::kGoodbye) peer.gone = true;
   if (header.kind == Header::kGoodbye || (header.kind != Header::kStatus && peer.received == 1)) status_due_ = true;
   peer.acknowledged = std::max(peer.acknowledged, header.received);

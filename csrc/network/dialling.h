@@ -1,5 +1,5 @@
-// How a rank connects to another's door: at one of its addresses after the other, again and again, until one answers and
-// has proved to be that rank.
+// Connects a rank to another's door. It tries the door's addresses one after the other, again and again, until one
+// answers and has proved to be that rank.
 #pragma once
 
 #include <memory>
@@ -13,10 +13,10 @@ namespace flashmoe::network {
 
 class Dialling {
  public:
-  // addresses: the door's. Throws Error for what is none.
+  // addresses: the door's. Throws Error for a text that is not an address.
   Dialling(const TlsOfRank& tls, uint32_t peer, const std::string& addresses);
 
-  // The connection, once; null as long as there is none. Waits for nobody.
+  // Returns the connection, once; null while there is none. Does not block.
   std::unique_ptr<Tls> progress();
   // Why the last address did not answer.
   const std::string& why() const { return why_; }
@@ -29,8 +29,8 @@ class Dialling {
   const uint32_t peer_;
   std::vector<Address> at_;
   size_t next_ = 0;
-  host::FileDescriptor socket_;  // that is not connected yet
-  std::unique_ptr<Tls> tls_;     // that is
+  host::FileDescriptor socket_;  // a socket that is not connected yet
+  std::unique_ptr<Tls> tls_;     // over a socket that is connected
   uint64_t since_ns_ = 0, not_before_ns_ = 0;
   std::string why_ = "no answer";
 };

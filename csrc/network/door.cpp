@@ -12,7 +12,7 @@
 namespace flashmoe::network {
 namespace {
 
-// So many are let in at a time; then those who are in have their turn.
+// So many guests are let in at a time; then those that are in have their turn.
 constexpr int kGuestsInARow = 64;
 
 }  // namespace
@@ -23,7 +23,7 @@ Door::Door(const TlsOfRank& tls, const std::string& at) : tls_(tls) {
     try {
       listeners_.push_back(listening(a));
       at_.push_back(a);
-    } catch (const host::Error&) {  // an address that is not usable yet, such as one that the host still tests
+    } catch (const host::Error&) {  // an address is not usable yet, for example because the host still tests it
       if (&a == &all.back() && at_.empty()) throw;
     }
   }
@@ -70,7 +70,8 @@ void Door::let_in(int listener) {
   }
 }
 
-// Of too many the oldest one goes of the host that has the most: who floods the door takes no other host's place.
+// If there are too many guests, closes the oldest guest of the host that has the most. So whoever floods the door takes
+// no other host's place.
 void Door::make_room() {
   if (guests_.size() < kMostGuests) return;
   std::map<std::string, size_t> of_host;

@@ -1,5 +1,5 @@
-// The door of a rank while its group joins: where the others connect to. Anybody may come; who does not prove within some
-// seconds to be a rank of the group is closed, and so is the door when all ranks have come.
+// The door of a rank while its group joins: other ranks connect to it. Anybody may come as a guest. A guest that does
+// not prove within some seconds to be a rank of the group is closed. The door is closed when all ranks have come.
 #pragma once
 
 #include <list>
@@ -14,15 +14,16 @@ namespace flashmoe::network {
 
 class Door {
  public:
-  static constexpr size_t kMostGuests = 64;  // who have proved nothing
+  static constexpr size_t kMostGuests = 64;  // guests that have proved nothing yet
   static constexpr uint64_t kMostNs = 10'000'000'000;
 
   // at: see own_addresses(). Throws Error.
   Door(const TlsOfRank& tls, const std::string& at);
 
-  // Where it is, in words for others' address_of(), separated by commas.
+  // The door's addresses, as text for others' address_of(), separated by commas.
   std::string addresses() const;
-  // Lets guests in, and those go on who can; returns who has proved to be a rank. Waits for nobody.
+  // Lets guests in, and continues the handshakes of guests that can continue. Returns those that have proved to be
+  // ranks. Does not block.
   std::vector<std::unique_ptr<Tls>> progress();
 
  private:
@@ -37,7 +38,7 @@ class Door {
   const TlsOfRank& tls_;
   std::vector<host::FileDescriptor> listeners_;
   std::vector<Address> at_;
-  std::list<Guest> guests_;  // who came first is first
+  std::list<Guest> guests_;  // in the order in which they came
 };
 
 }  // namespace flashmoe::network

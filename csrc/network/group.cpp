@@ -21,14 +21,14 @@ class NetworkGroup final : public host::Group {
       if (is_here(p)) {
         heaps_.push_back(here_->heaps()[p]);
       } else {
-        mirrors_[p] = host::Mapping(-1, bytes);  // takes memory for what is sent, as it is sent
+        mirrors_[p] = host::Mapping(-1, bytes);  // takes memory only as data to send is written
         heaps_.push_back(place.mirrors[p] = mirrors_[p].base());
       }
     }
     place.heap = heaps_[rank];
     courier_->start(place, spread.addresses, spread.hosts);
   }
-  ~NetworkGroup() override { courier_->stop(); }  // before the memory that it writes to is gone
+  ~NetworkGroup() override { courier_->stop(); }  // while the memory to which the courier writes still exists
 
   std::string obituary(uint32_t p) const override { return is_here(p) ? here_->obituary(p) : courier_->obituary(p); }
   host::Bell* bell() override { return &courier_->bell(); }

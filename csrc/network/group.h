@@ -1,4 +1,5 @@
-// A group whose ranks are on several machines: those of this one are mapped, the others have mirrors (courier.h).
+// A group whose ranks are on several machines. The heaps of this machine's ranks are mapped; the other ranks have
+// mirrors (courier.h).
 #pragma once
 
 #include <memory>
@@ -11,15 +12,15 @@
 
 namespace flashmoe::network {
 
-// How the ranks are spread, as they have found it.
+// How the ranks are spread, as they have found out.
 struct Spread {
   std::vector<uint32_t> here;          // ranks of this machine, this one among them, ascending
-  std::vector<std::string> addresses;  // by rank, of their couriers
-  std::vector<std::string> hosts;      // by rank: names for messages
+  std::vector<std::string> addresses;  // by rank: addresses of their couriers
+  std::vector<std::string> hosts;      // by rank: hosts' names, for error messages
 };
 
-// Begins to listen to the ranks of other machines; `here`: those of this one, which have joined. Every rank must listen
-// before one calls. Throws Error.
+// Begins to listen to the ranks of other machines. `here`: the group of this machine's ranks, which have joined. Every
+// rank must listen before one calls. Throws Error.
 std::unique_ptr<host::Group> join_network_group(std::unique_ptr<host::Group> here, uint32_t rank, const Limits& limits,
                                                 std::shared_ptr<Courier> courier, const Spread& spread);
 

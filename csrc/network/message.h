@@ -1,6 +1,7 @@
-// What goes from one rank's machine to another's, in one message: parts of the receiver's symmetric heap and, in the
-// last message of what a signal announces, the signal; or the sender's status, or nothing, by which it says that it
-// goes. Messages to a rank come in the order in which they are sent, from a rank that has proved to be the one (tls.h).
+// A message from a rank to a rank on another machine. It has parts of the receiver's symmetric heap. If it is the last
+// message of what a signal announces, it also has the signal. Other messages have the sender's status, or say that the
+// sender leaves. Messages to a rank come in the order in which they are sent, from a rank that has proved who it is
+// (tls.h).
 #pragma once
 
 #include <cstring>
@@ -12,12 +13,13 @@
 
 namespace flashmoe::network {
 
-// Bytes of a heap.
+// A range of bytes in a heap.
 struct Range {
   uint64_t offset, bytes;
 };
 
-// A word of a heap, written once all that was sent before has been: no signal is written before what it announces.
+// A word of a heap. It is written after everything that was sent before it has been written, so no signal is written
+// before the data that it announces.
 struct Word {
   static constexpr uint64_t kNone = ~uint64_t{0};
   uint64_t offset = kNone, value = 0;
@@ -26,24 +28,25 @@ struct Word {
 struct Header {
   enum Kind : uint32_t {
     kData = 0,     // `ranges`, their bytes one behind the other, and `word`
-    kStatus = 1,   // the sender's Status, which is of none of the receiver's memory
-    kConfigs = 2,  // `ranges` of the sender's heap, not of the receiver's: how it words a disagreement
-    kGoodbye = 3,  // the sender will need and send nothing more, once what it has sent is acknowledged
+    kStatus = 1,   // the sender's Status, which is not for the receiver's heap
+    kConfigs = 2,  // `ranges` of the sender's heap, not the receiver's: to describe a disagreement
+    kGoodbye = 3,  // the sender needs and sends nothing more, once its messages are acknowledged
   };
-  uint64_t bytes;  // behind the header
+  uint64_t bytes;  // number of bytes behind the header
   uint32_t kind, ranges;
-  uint64_t received;  // so many of the receiver's messages are here, of all kinds but kStatus
+  uint64_t received;  // how many of the receiver's messages have come, of all kinds but kStatus
   Word word;
 };
 
 class Message {
  public:
-  // bytes: behind the header, which the caller fills in.
+  // bytes: the number behind the header. The caller fills these bytes in.
   explicit Message(uint64_t bytes) : size(sizeof(Header) + bytes) {
     header.bytes = bytes;
     allocate();
   }
-  // Of parts of a heap, which are copied when the message's turn comes (pack()), as long as these stay as they are.
+  // A message of parts of a heap. They are copied when the message's turn comes (pack()), and must stay as they are
+  // until then.
   Message(const uint8_t* heap, std::vector<Range> ranges, uint64_t bytes)
       : size(sizeof(Header) + ranges.size() * sizeof(Range) + bytes), heap_(heap), ranges_(std::move(ranges)) {
     header.bytes = size - sizeof(Header);
@@ -51,9 +54,9 @@ class Message {
   }
 
   Header header{};
-  const uint64_t size;  // in all
+  const uint64_t size;  // bytes in all
 
-  // As it goes: the header, ranges, their bytes. Once it is packed.
+  // The message in the form in which it is sent: the header, ranges, their bytes. Only once it is packed.
   const uint8_t* bytes() const { return bytes_.get(); }
   uint8_t* behind_header() { return bytes_.get() + sizeof(Header); }
   uint64_t payload() const { return header.bytes - header.ranges * sizeof(Range); }
@@ -71,7 +74,7 @@ class Message {
       to += r.bytes;
     }
   }
-  // Writes the header, once nothing of it will change.
+  // Writes the header. Called when the header does not change any more.
   void seal() { std::memcpy(bytes_.get(), &header, sizeof(Header)); }
 
  private:
@@ -82,11 +85,11 @@ class Message {
   std::unique_ptr<uint8_t[]> bytes_;
 };
 
-// Where tokens suffice a message has so many bytes: enough for a fast network, and little enough that a receiver need
-// not keep much of what it cannot use yet. Tests make it smaller, before there is a courier.
+// The size of a message, if there are enough tokens: large enough for a fast network, and small enough that a receiver
+// need not keep much data that it cannot use yet. Tests make it smaller, before there is a courier.
 inline uint64_t most_message_bytes = 512 << 10;
 
-// Makes messages of parts of a heap. One that is full is handed on before the last one is asked for.
+// Makes messages of parts of a heap. A message that is full is closed, and the next one begins.
 class Packing {
  public:
   explicit Packing(const uint8_t* heap) : heap_(heap) {}
@@ -103,7 +106,7 @@ class Packing {
     }
   }
 
-  // All messages, the last of which has the word.
+  // All messages. The last one has the word.
   std::vector<std::unique_ptr<Message>> take(Header::Kind kind, const uint64_t* word_at, uint64_t word) {
     close();
     Header& last = messages_.back()->header;

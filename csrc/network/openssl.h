@@ -1,8 +1,8 @@
-// OpenSSL 3, whose TLS carries messages between machines. It is found at run time, so that neither a build nor a wheel
+// OpenSSL 3, whose TLS carries messages between machines. It is loaded at run time, so that neither a build nor a wheel
 // needs it.
 //
-// What is declared here is the part of its interface that is used. OpenSSL keeps these functions and numbers for all
-// releases of libssl.so.3.
+// This file declares the part of its interface that is used. OpenSSL keeps these functions and numbers for all releases
+// of libssl.so.3.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace flashmoe::network {
 
-// OpenSSL's own types, of which only addresses are known here.
+// OpenSSL's own types, of which this project knows only addresses.
 struct SslCtx;
 struct Ssl;
 struct SslSession;
@@ -22,19 +22,19 @@ struct Bio;
 struct BioMethod;
 
 inline constexpr int kTls13 = 0x0304;
-inline constexpr unsigned char kAes128GcmSha256[2] = {0x13, 0x01};  // as it is named in a handshake
-// Of SSL_CTX_ctrl().
+inline constexpr unsigned char kAes128GcmSha256[2] = {0x13, 0x01};  // its name in a handshake
+// For SSL_CTX_ctrl().
 inline constexpr int kCtrlMode = 33, kCtrlReadAhead = 41, kCtrlLeastProtocol = 123, kCtrlMostProtocol = 124;
-// A write returns when a record is written, and may go on from memory at another address.
+// A write returns when one record is written, and may continue from memory at another address.
 inline constexpr long kPartialWrites = 1 << 0;
 inline constexpr uint64_t kIgnoreUnexpectedEof = 1 << 7;
 inline constexpr int kVerifyPeer = 1;
-// Of SSL_get_error().
+// Results of SSL_get_error().
 inline constexpr int kErrorSsl = 1, kErrorWantRead = 2, kErrorWantWrite = 3, kErrorSyscall = 5, kErrorZeroReturn = 6;
-inline constexpr int kKeyUpdateOfOwn = 0;  // of SSL_key_update(): the peer need not change its own
+inline constexpr int kKeyUpdateOfOwn = 0;  // for SSL_key_update(): the peer need not change its key
 
-// Of a BIO, by which OpenSSL reads and writes: a type of the application's, the flags which say that a call is to be made
-// again, and the command which asks that what was written be sent.
+// For a BIO, through which OpenSSL reads and writes: a type for the application's use, the flags which say that a call
+// must be repeated, and the command which asks that written data be sent.
 inline constexpr int kBioOfApplication = 0x400 | 128;
 inline constexpr int kBioRead = 0x01, kBioShouldRetry = 0x08, kBioFlags = 0x0f;
 inline constexpr int kBioCtrlFlush = 11;
@@ -45,7 +45,7 @@ using BioCtrl = long (*)(Bio*, int command, long number, void* pointer);
 using PskOfServer = int (*)(Ssl*, const unsigned char* identity, size_t bytes, SslSession**);
 using PskOfClient = int (*)(Ssl*, const EvpMd*, const unsigned char** identity, size_t* bytes, SslSession**);
 
-// The functions that are called, by name.
+// The functions that this project calls, by name.
 #define FLASHMOE_OPENSSL_API(X)                                                    \
   X(TLS_method, const SslMethod*, ())                                              \
   X(SSL_CTX_new, SslCtx*, (const SslMethod*))                                      \
@@ -94,7 +94,7 @@ struct OpenSsl {
 #undef FLASHMOE_OPENSSL_MEMBER
 };
 
-// The library libssl at `path`, loaded once for the process. Throws Error that says what to install.
+// The library libssl at `path`, loaded once for the process. Throws Error, which says what to install.
 const OpenSsl& openssl(const std::string& path);
 
 }  // namespace flashmoe::network

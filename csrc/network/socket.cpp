@@ -25,7 +25,7 @@ using host::Error;
 using host::FileDescriptor;
 
 constexpr int kBacklog = 128;
-constexpr size_t kMostAddresses = 16;  // of one host
+constexpr size_t kMostAddresses = 16;  // most addresses of one host
 
 const sockaddr* generic(const Address& a) {
   return reinterpret_cast<const sockaddr*>(&a.bytes);
@@ -38,7 +38,7 @@ Address copy_of(const sockaddr* from) {
   return a;
 }
 
-// Other hosts cannot name a link's own addresses, which need an interface beside them.
+// Other hosts cannot use a link-local address, which needs an interface's name beside it.
 bool is_of_a_link(const sockaddr* a) {
   return a->sa_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(a)->sin6_addr);
 }
@@ -60,7 +60,7 @@ FileDescriptor opened(const Address& a) {
   return FileDescriptor(socket(a.bytes.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
 }
 
-// What a message says is whole: it waits for no more.
+// A message is complete when it is sent, so TCP must not wait for more data.
 void send_at_once(int socket) {
   const int yes = 1;
   setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));

@@ -17,7 +17,7 @@ using host::Error;
 
 constexpr char kProtocol[16] = "flashmoe ranks1";
 
-// Whose functions OpenSSL calls back: of its calls on connections a thread has one at a time.
+// The connection whose functions OpenSSL calls back. A thread is in one of OpenSSL's calls on connections at a time.
 thread_local Tls* calling = nullptr;
 
 template <class T>
@@ -26,8 +26,8 @@ T* checked(T* made) {
   return made;
 }
 
-// Records kept until they are sent, at least: the sender's cost of a byte falls by 0.4 from one record to 256 KiB, and
-// does not fall further. They stay within a core's second cache.
+// Records are kept until there are at least so many bytes of them. The sender's cost of a byte falls by 0.4 from one
+// record to 256 KiB, and does not fall further. The kept records stay within a core's second cache.
 constexpr size_t kKeptBytes = 240 << 10;
 constexpr size_t kMostRecordBytes = 17 << 10;
 
@@ -35,7 +35,7 @@ bool would_block() {
   return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
 }
 
-// OpenSSL asks for a flush behind some of what it writes. Tls::flush() does that, whenever OpenSSL has returned.
+// OpenSSL asks for a flush after some of its writes. Tls::flush() sends instead, whenever OpenSSL has returned.
 long control(Bio*, int command, long, void*) {
   return command == kBioCtrlFlush ? 1 : 0;
 }
@@ -61,8 +61,9 @@ TlsOfRank::TlsOfRank(const std::string& library, const GroupKey& group_key, uint
                 "openssl: expected TLS 1.3 with TLS_AES_128_GCM_SHA256, got a library that is not allowed to use it");
   }
   api.SSL_CTX_ctrl(context, kCtrlMode, kPartialWrites, nullptr);
-  api.SSL_CTX_ctrl(context, kCtrlReadAhead, 1, nullptr);   // a read of the socket for each record, not two
-  api.SSL_CTX_set_options(context, kIgnoreUnexpectedEof);  // a goodbye is a message: the connection's end says nothing
+  api.SSL_CTX_ctrl(context, kCtrlReadAhead, 1, nullptr);   // one read of the socket for each record, not two
+  api.SSL_CTX_set_options(context, kIgnoreUnexpectedEof);  // ranks say goodbye by a message, so the connection's end
+                                                           // says nothing
   api.SSL_CTX_set_psk_find_session_callback(context, Tls::find_key);
   api.SSL_CTX_set_psk_use_session_callback(context, Tls::use_key);
 }
@@ -83,9 +84,9 @@ Tls::Tls(const TlsOfRank& of, host::FileDescriptor socket, uint32_t peer)
   Bio* const bio = of.api.BIO_new(of.sockets);
   if (bio == nullptr) of.api.SSL_free(ssl_);
   of.api.BIO_set_init(checked(bio), 1);
-  of.api.SSL_set_bio(ssl_, bio, bio);  // which frees it
+  of.api.SSL_set_bio(ssl_, bio, bio);  // ssl_ frees the BIO
   if (connects_) {
-    // Who is asked to connect trusts no certificate, so that a stranger's does not stand in for the key.
+    // The side that connects trusts no certificate, so a stranger's certificate cannot replace the key.
     of.api.SSL_set_verify(ssl_, kVerifyPeer, nullptr);
     of.api.SSL_set_connect_state(ssl_);
   } else {
@@ -111,10 +112,10 @@ SslSession* Tls::session() const {
   return nullptr;
 }
 
-// The key belongs to who connects to this rank; that they know it the handshake proves, and with it that this identity
-// is theirs.
+// The key for the side that connects to this rank. The handshake then proves that this side knows the key, and so that
+// the identity that it sent is its own.
 int Tls::find_key(Ssl*, const unsigned char* identity, size_t bytes, SslSession** session) {
-  *session = nullptr;  // without one no handshake can be: this side has no certificate
+  *session = nullptr;  // without a session the handshake fails, because this side has no certificate
   Tls* const self = calling;
   Identity said;
   if (bytes != sizeof(said)) return 1;
@@ -153,17 +154,17 @@ int Tls::receive_from(Bio* bio, char* to, int most) {
 }
 
 void Tls::begin_call() {
-  of_.api.ERR_clear_error();  // SSL_get_error() looks at what is left there
+  of_.api.ERR_clear_error();  // SSL_get_error() also looks at errors that were left there
   calling = this;
 }
 
 Tls::Result Tls::handshake() {
   begin_call();
   const Result r = result(of_.api.SSL_do_handshake(ssl_));
-  const Result sent = flush();  // an alert, too
+  const Result sent = flush();  // also if it is an alert
   if (r != Result::kDone) return r;
   if (of_.api.SSL_session_reused(ssl_) == 1) return sent;
-  return fail("it does not know the group's key");  // and has got by without: no library that is in order lets it
+  return fail("it does not know the group's key");  // a handshake without the key: no correct OpenSSL allows it
 }
 
 Tls::Result Tls::fail(const std::string& why) {
@@ -190,7 +191,7 @@ Tls::Result Tls::write(const uint8_t* from, size_t bytes, size_t& put) {
   return r;
 }
 
-// Not OpenSSL's own way to a socket: that would raise SIGPIPE where the peer has closed it.
+// Sends without OpenSSL's own BIO for sockets, which would raise SIGPIPE if the peer has closed the connection.
 Tls::Result Tls::flush() {
   while (gone_ < kept_.size()) {
     const ssize_t bytes = send(socket(), kept_.data() + gone_, kept_.size() - gone_, MSG_NOSIGNAL);

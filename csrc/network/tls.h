@@ -1,8 +1,8 @@
-// TLS 1.3 between the ranks of one group, who know one key (RFC 8446, an external PSK with Diffie-Hellman): both sides
-// prove that they know the key, and say which ranks they are; what they then say is encrypted, authenticated and in
+// TLS 1.3 between the ranks of one group, who share one key (RFC 8446, an external PSK with Diffie-Hellman). Both sides
+// prove that they know the key, and say which ranks they are. What they then send is encrypted, authenticated and in
 // order. There are no certificates, tickets or early data, and no other version or cipher.
 //
-// One thread at a time.
+// Used by one thread at a time.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 
 namespace flashmoe::network {
 
-// Drawn for each group: what was recorded of another group's handshakes proves nothing.
+// Drawn anew for each group, so a recording of another group's handshakes proves nothing.
 using GroupKey = std::array<uint8_t, 32>;
 
 // What a rank's connections have in common.
@@ -38,8 +38,8 @@ class TlsOfRank {
 class Tls {
  public:
   static constexpr uint32_t kAnyone = ~uint32_t{0};
-  // The side that connects, to `peer`; or with kAnyone the side that accepts whoever proves to be a rank. `of` must
-  // outlive it.
+  // The side that connects, to `peer`. With kAnyone the side that accepts any rank that proves itself. `of` must
+  // outlive this object.
   Tls(const TlsOfRank& of, host::FileDescriptor socket, uint32_t peer);
   ~Tls();
   Tls(const Tls&) = delete;
@@ -47,20 +47,20 @@ class Tls {
 
   enum class Result {
     kDone,
-    kWaits,   // for the socket
-    kFailed,  // for good; why() says why
+    kWaits,   // waits for the socket
+    kFailed,  // the connection has failed for good; why() says why
   };
   Result handshake();
   Result read(uint8_t* to, size_t most, size_t& got);
-  // A record at most, which is kept until flush() or until there are many: a packet of the network for each record costs
-  // its sender as much as the cipher does. kWaits: what is kept has to leave first.
+  // Makes one record at most. The record is kept until flush(), or until many are kept: one packet of the network for
+  // each record would cost the sender as much as the cipher does. kWaits: kept records have to leave first.
   Result write(const uint8_t* from, size_t bytes, size_t& put);
-  // Sends what is kept.
+  // Sends the kept records.
   Result flush();
   bool keeps() const { return !kept_.empty(); }
 
   int socket() const { return socket_.get(); }
-  // After the handshake: which rank it is at the other end.
+  // After the handshake: the rank at the other end.
   uint32_t peer() const { return peer_; }
   const std::string& why() const { return why_; }
 
@@ -76,7 +76,7 @@ class Tls {
   Result fail(const std::string& why);
   bool renew_key();
 
-  // Who connects to whom, as the handshake says it.
+  // Which rank connects to which, as the handshake says it.
   struct Identity {
     char protocol[16];
     uint32_t from, to;
@@ -88,15 +88,15 @@ class Tls {
   uint32_t peer_;
   Identity identity_;
   Ssl* const ssl_;
-  uint64_t records_ = 0;       // sent with the present key
+  uint64_t records_ = 0;       // records sent with the present key
   std::vector<uint8_t> kept_;  // records, of which `gone_` bytes have been sent
   size_t gone_ = 0;
-  int error_ = 0;  // of the system, by the socket
+  int error_ = 0;  // the system's error for the socket
   std::string why_;
 };
 
-// A key of AES-GCM may protect 2^24.5 records (RFC 8446, 5.5), which a fast network has sent within minutes: after so
-// many a sender takes the next one. Tests make it smaller, before there is a connection.
+// A key of AES-GCM may protect 2^24.5 records (RFC 8446, 5.5). A fast network sends these within minutes. So a sender
+// takes the next key after this many records. Tests make the number smaller, before there is a connection.
 inline uint64_t records_per_key = uint64_t{1} << 22;
 
 }  // namespace flashmoe::network

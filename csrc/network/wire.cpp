@@ -8,7 +8,7 @@
 namespace flashmoe::network {
 namespace {
 
-constexpr int kMeetingMs = 5;  // between looks at the door
+constexpr int kMeetingMs = 5;  // milliseconds between looks at the door
 
 }  // namespace
 
@@ -42,14 +42,15 @@ std::string Wire::trouble(uint32_t peer) const {
   return p.dialling != nullptr ? p.dialling->why() : std::string();
 }
 
-// Goes on with who connects here, and to whom this rank connects.
+// Goes on with the peers that connect here, and with those that this rank connects to.
 void Wire::meet() {
   if (door_ != nullptr) {
     for (std::unique_ptr<Tls>& tls : door_->progress()) {
       const uint32_t q = tls->peer();
       const bool wanted = q > rank_ && q < peers_.size() && peers_[q].expected && !peers_[q].connection.is_open() &&
                           peers_[q].connection.lost().empty();
-      if (wanted) peers_[q].connection.begin(std::move(tls), true);  // else a rank's name is taken already
+      if (wanted) peers_[q].connection.begin(std::move(tls), true);  // otherwise the rank is not expected, or has come
+                                                                     // already
     }
   }
   bool all = true, all_came = true;
