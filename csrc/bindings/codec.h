@@ -1,5 +1,5 @@
-// Python's maps as this project's structs. A key that is missing, one that nothing reads, and a value that its field cannot
-// hold are errors that name it: the two sides are of one version, or nothing is computed.
+// Turns Python's maps into this project's structs. A missing key, a key that nothing reads, and a value that its field
+// cannot hold are errors that name the key. So the two sides have the same version, or nothing is computed.
 #pragma once
 
 #include <tvm/ffi/any.h>
@@ -27,10 +27,10 @@ namespace flashmoe {
 namespace ffi = tvm::ffi;
 using Map = ffi::Map<ffi::String, ffi::Any>;
 
-// Reads the fields of one struct out of a map, each of them once; then done() refuses what is left.
+// Reads the fields of one struct from a map, each once. done() then refuses keys that are left.
 class Fields {
  public:
-  // what: of the map, in errors.
+  // what: the map's name in errors.
   Fields(const char* what, Map map) : what_(what), map_(std::move(map)) {}
 
   template <class T>
@@ -48,7 +48,7 @@ class Fields {
     return to;
   }
 
-  // Of a field that may be left out, so that it keeps its value.
+  // For a field that may be missing; then `to` keeps its value.
   template <class T>
   void if_given(const char* name, T& to) {
     if (map_.count(ffi::String(name)) != 0) (*this)(name, to);
@@ -131,12 +131,12 @@ inline std::vector<uint32_t> numbers_of(const ffi::Array<int64_t>& array) {
   for (const int64_t each : array) numbers.push_back(static_cast<uint32_t>(each));
   return numbers;
 }
-// Those of a group whose ranks are on these machines, by rank; none: all are on one.
+// The limits of a group whose ranks are on these machines, by rank. Empty: all ranks are on one machine.
 inline Limits spread_over(Limits limits, const ffi::Array<int64_t>& machines) {
   host::MachineTables(numbers_of(machines), limits.ranks, 0).set(limits);
   return limits;
 }
-// Those of a context, whose tasks name its tiles.
+// The limits of a context. Its tasks name its tiles, so the number of tiles is checked.
 inline Limits context_limits_of(Map map) {
   const Limits l = limits_of(std::move(map));
   if (l.max_tiles() > TileIndex::kMostTiles) {
@@ -147,7 +147,7 @@ inline Limits context_limits_of(Map map) {
   return l;
 }
 
-// Refuses element types that there is no engine for.
+// Reads a layer. Refuses element types for which there is no engine.
 inline LayerSpec layer_of(Map map) {
   Fields f("layer", std::move(map));
   LayerSpec l;
@@ -174,7 +174,7 @@ inline LayerSpec layer_of(Map map) {
   return l;
 }
 
-// Where a policy says nothing, it is 0.
+// Reads a policy. A field is 0 if the policy leaves the choice to the engine.
 inline OrderPolicy order_of(Map map) {
   Fields f("order", std::move(map));
   OrderPolicy o;
@@ -188,7 +188,8 @@ inline OrderPolicy order_of(Map map) {
   return o;
 }
 
-// A placement in one list: of each expert a rank that holds it, and behind it ~q for each further one, q.
+// Reads a placement from one list. For each expert the list has a rank that holds it, and then ~q for each further rank
+// q.
 inline host::Holders holders_of(const ffi::Array<int64_t>& placement) {
   host::Holders out;
   for (const int64_t q : placement) {

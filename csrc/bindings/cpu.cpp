@@ -1,8 +1,8 @@
-// What Python calls of the CPU engine, through apache-tvm-ffi: contexts by handle, tensors as DLPack views, errors by
-// kind. (The CUDA engine: bindings/cuda.cpp.)
+// The functions of the CPU engine that Python calls, through apache-tvm-ffi: contexts by handle, tensors as DLPack
+// views, errors by kind. (The CUDA engine: bindings/cuda.cpp.)
 //
-// Python has checked every argument against its documented domain (python/flashmoe/arguments.py); here only what would
-// otherwise corrupt memory is checked again.
+// Python has checked every argument against its documented domain (python/flashmoe/arguments.py). Here only arguments
+// that could corrupt memory are checked again.
 #include <sys/syscall.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -80,13 +80,13 @@ inline constexpr const char* kGone<cpu::Kept> =
 namespace flashmoe::cpu {
 namespace {
 
-// machines: of each rank; empty: all are on one.
+// machines: the machine of each rank; empty: all ranks are on one machine.
 FieldRows layout_fields(Map limits, ffi::Array<int64_t> machines) {
   return guarded([&] { return field_rows(spread_over(limits_of(limits), machines), true, true, false); });
 }
 
-// Bytes for each row, row of the shared expert, token received, and own token: four that a call keeps, and four that a
-// backward pass takes.
+// Four numbers of bytes that a call keeps, then four that a backward pass takes: for each row, for each row of the
+// shared expert, for each token received, and for each own token.
 ffi::Array<int64_t> training_bytes(Map layer, bool redispatch) {
   return guarded([&] {
     const LayerSpec spec = layer_of(std::move(layer));
@@ -104,7 +104,7 @@ int64_t rows_of_rank(Map limits) {
   return guarded([&] { return static_cast<int64_t>(limits_of(limits).rows_of_rank()); });
 }
 
-// The names of every option's values, in the order of their numbers.
+// The names of an option's values, in the order of their numbers.
 template <class E>
 ffi::Array<ffi::String> names() {
   ffi::Array<ffi::String> out;
@@ -121,7 +121,7 @@ Map option_names() {
           {"phase", names<Phase>()}};
 }
 
-// For tests: rows of float32 [T, n] as the engine quantises them, to e4m3 [T, n] and scales [T, ceil(n / 128)].
+// For tests: quantises rows of float32 [T, n] as the engine does, to e4m3 [T, n] and scales [T, ceil(n / 128)].
 void quantise_rows(const ffi::Tensor& values, const ffi::Tensor& elements, const ffi::Tensor& scales) {
   const auto n = static_cast<uint32_t>(values.shape()[1]);
   for (int64_t t = 0; t < values.shape()[0]; ++t) {
@@ -140,14 +140,16 @@ long this_thread() {
   return syscall(SYS_gettid);
 }
 
-// The thread that ends Python, once it does; 0: none yet. All others are to come to an end (python/flashmoe/ending.py).
+// The thread that ends Python, once it does; 0: none yet. Calls in all other threads must then end
+// (python/flashmoe/ending.py).
 std::atomic<long> ended_by{0};
 
 void end_calls() {
   ended_by = this_thread();
 }
 
-// Python's signal handlers run in the main thread, when it asks. Others need not wait for the interpreter's lock.
+// Python's signal handlers run in the main thread when it asks for them. Other threads need not wait for the
+// interpreter's lock.
 void end_if_interrupted() {
   if (const long by = ended_by; by != 0 && by != this_thread()) {
     throw host::Error(host::Error::Kind::kOther, "the process ends");
@@ -158,8 +160,8 @@ void end_if_interrupted() {
 
 [[maybe_unused]] const bool kHooked = (host::check_interrupt = end_if_interrupted, true);  // when the library is loaded
 
-// machines: of each rank; empty: all are on one, as those of a process group are. Tests name several, to which the calls
-// then keep, though all memory is mapped.
+// machines: the machine of each rank; empty: all ranks are on one machine, as in every process group. Tests name
+// several machines. Calls then behave as if the ranks were on them, although all memory is mapped.
 ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns,
                              ffi::Array<int64_t> machines) {
   return guarded([&] {
@@ -174,9 +176,9 @@ ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t ti
   });
 }
 
-// ---- Groups on several machines ------------------------------------------------------------------------------------------
+// ---- Groups on several machines -------------------------------------------------------------------------------------
 
-// Of Python's bytes.hex().
+// The bytes of a text of Python's bytes.hex().
 std::string from_hex(const std::string& text) {
   const auto digit = [](char c) { return static_cast<unsigned>(c <= '9' ? c - '0' : c - 'a' + 10); };
   std::string bytes;
@@ -192,8 +194,8 @@ ffi::String limits_difference(Map mine, int64_t rank, Map theirs, int64_t peer) 
   });
 }
 
-// A rank's courier, as a handle that is owned. key: 32 bytes in hexadecimal digits, which the group's ranks alone know.
-// library, at: see network::Wire.
+// Makes a rank's courier; Python owns the handle. key: 32 bytes in hexadecimal digits, which only the group's ranks
+// know. library, at: see network::Wire.
 ffi::Function network_open(int64_t rank, int64_t ranks, ffi::String key, int64_t timeout_ns, ffi::String library,
                            ffi::String at) {
   return guarded([&] {
@@ -208,12 +210,12 @@ ffi::Function network_open(int64_t rank, int64_t ranks, ffi::String key, int64_t
   });
 }
 
-// By which the others' couriers reach it.
+// The addresses at which the others' couriers reach this one.
 ffi::String network_address(int64_t network) {
   return guarded([&] { return ffi::String(registry<network::Courier>().get(network)->address()); });
 }
 
-// context_create() of a rank some of whose peers are on other machines. machines, addresses, hosts: by rank.
+// context_create() for a rank of which some peers are on other machines. machines, addresses, hosts: by rank.
 ffi::Function network_context(int64_t network, Map map, int64_t rank, ffi::String name, int64_t timeout_ns,
                               ffi::Array<int64_t> machines, ffi::Array<ffi::String> addresses,
                               ffi::Array<ffi::String> hosts) {
@@ -235,13 +237,13 @@ ffi::Function network_context(int64_t network, Map map, int64_t rank, ffi::Strin
   });
 }
 
-// Returns once all ranks on other machines have been heard.
+// Returns once this rank has heard from all ranks on other machines.
 void network_await(int64_t network) {
   guarded([&] { registry<network::Courier>().get(network)->await_peers(); });
 }
 
-// Messages, and bytes of data in them, that have gone to other machines; then how many of the bytes were in messages of
-// 2^n bytes to below twice as many.
+// The number of messages that have gone to other machines, and the bytes of data in them. Then, for each n, how many of
+// these bytes were in messages of 2^n bytes to below twice as many.
 ffi::Array<int64_t> network_crossed(int64_t network) {
   return guarded([&] {
     const network::Crossed crossed = registry<network::Courier>().get(network)->crossed();
@@ -273,7 +275,8 @@ void context_set_tile(int64_t handle, int64_t rows, int64_t columns) {
 
 using Given = ffi::Optional<ffi::Tensor>;
 
-// Where a tensor begins; null if it is not wanted. One that is missing, though wanted, and one that is not are errors.
+// Where a tensor begins; null if it is not wanted. A wanted tensor that is missing is an error, and so is one that is
+// not wanted.
 template <class T>
 T* memory_of(const char* name, const Given& tensor, bool wanted = true) {
   if (tensor.has_value() != wanted) {
@@ -284,8 +287,8 @@ T* memory_of(const char* name, const Given& tensor, bool wanted = true) {
   return reinterpret_cast<T*>(static_cast<uint8_t*>((*tensor).data_ptr()) + (*tensor).byte_offset());
 }
 
-// What a call has kept, as a tensor of two int64, its handle and its bytes, whose memory is freed with it: so it lives as
-// long as the tensor does, and whoever saves that (PyTorch's graph) owns what was kept.
+// What a call has kept, as a tensor of two int64: its handle and its bytes. The kept memory is freed with the tensor's
+// memory. So what was kept lives as long as the tensor, and whoever saves the tensor (PyTorch's graph) owns it.
 class KeptTensor {
  public:
   explicit KeptTensor(std::shared_ptr<Kept> kept)
@@ -306,7 +309,7 @@ class KeptTensor {
   Words words_;
 };
 
-// Seven numbers each: actor, phase, start, end, index, column, expert (-1: none).
+// Seven numbers for each event: actor, phase, start, end, index, column, expert (-1: none).
 ffi::Array<int64_t> as_rows(const std::vector<Event>& events) {
   ffi::Array<int64_t> rows;
   for (const Event& e : events) {
@@ -351,10 +354,11 @@ ffi::Array<int64_t> placement_owners(ffi::Array<int64_t> placement, int64_t rank
   });
 }
 
-// The calls of one layer by a context, which it does not keep alive. A call takes T, whether it is traced, the seed of
-// its perturbation, whether it keeps what gradients need, and whether that is without other ranks' rows, which are
-// dispatched again, whether a row for which no choice can be made is an error, its tensors in host memory, and [T, K] for the routing that it has chosen. It returns its report:
-// times and counts of each phase, events as rows (as_rows), and what is kept.
+// A function that calls one layer on a context; the function does not keep the context alive. Its arguments: T; whether
+// the call is traced; the seed of its perturbation; whether it keeps what gradients need; whether it does so without
+// other ranks' rows, which are then dispatched again; whether a row for which no choice can be made is an error; the
+// tensors, in host memory; and [T, K] for the routing that the call has chosen. It returns the call's report: times and
+// counts of each phase, events as rows (as_rows), and what is kept.
 ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map order, int64_t groups) {
   return guarded([&] {
     CallOptions options;
@@ -427,7 +431,7 @@ ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> place
   });
 }
 
-// For tests: how many calls' gradients may still be asked for.
+// For tests: the number of calls whose gradients may still be asked for.
 int64_t kept_calls() {
   return registry<Kept>().count();
 }
@@ -442,8 +446,8 @@ void* memory_of(const Named& tensors, const char* name) {
   return static_cast<uint8_t*>(tensor.data_ptr()) + tensor.byte_offset();
 }
 
-// Throws Error where a tensor of a backward pass is not as the kept call's was: one that is missing, of another number of
-// elements, or of elements of another size. `all`: none may be missing. `float32`: those of weights and biases are.
+// Throws Error if a tensor of a backward pass does not fit the kept call: it is missing, or its number of elements or
+// their size differs. `all`: none may be missing. `float32`: tensors of weights and biases are float32.
 void check_tensors(const Kept& kept, const Named& tensors, bool all, bool float32) {
   const LayerSpec& l = kept.spec;
   const uint64_t t = kept.tokens, h = l.hidden, e = l.experts, up = l.gate_up_rows(), i = l.intermediate, s = l.shared;
@@ -469,7 +473,7 @@ void check_tensors(const Kept& kept, const Named& tensors, bool all, bool float3
               {"shared_up", kept.shared_up ? s * i * h : 0, kept.shared_up, of_matrix},
               {"shared_down", s * h * i, s != 0, of_matrix},
               {"shared_gate", h, l.shared_gate, of_other},
-              {"topk_weights", t * l.top_k, !routed, 0},  // of two types
+              {"topk_weights", t * l.top_k, !routed, 0},  // has one of two types
               {"router_logits", t * e, false, 4}};
   for (const auto& row : rows) {
     const ffi::String key(row.name);
@@ -487,9 +491,10 @@ void check_tensors(const Kept& kept, const Named& tensors, bool all, bool float3
   }
 }
 
-// The gradients of the call that left `kept`, from its tensors by name and `y`, the gradient of its result (perhaps
-// `logits`, too): of those in `wanted`, by the names of their tensors, x among them. `accumulates`: of weights and biases
-// they are added to what is there, float32. Returns events as rows (as_rows) if it is traced.
+// Computes the gradients of the call that left `kept`. `given`: the call's tensors by name, and `y`, the gradient of
+// its result (perhaps also the logits' gradients). `wanted`: where the gradients go, by the names of their tensors, x
+// among them. `accumulates`: gradients of weights and biases are float32, and are added to what is there. Returns
+// events as rows (as_rows) if the pass is traced.
 ffi::Array<int64_t> context_backward(int64_t handle, int64_t kept_handle, bool trace, Map order, int64_t groups,
                                      int64_t perturbation, const Named& given, const Named& wanted, bool accumulates) {
   return guarded([&] {

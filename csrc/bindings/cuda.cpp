@@ -1,5 +1,5 @@
-// What Python calls of the CUDA engine. A layer's sizes, addresses and options come once, as a map; a call then passes
-// plain integers: it takes a few microseconds, and the launch is most of them.
+// The functions of the CUDA engine that Python calls. A layer's sizes, addresses and options are given once, as a map.
+// A call then passes plain integers, because it takes only a few microseconds, most of them for the launch.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/optional.h>
@@ -14,7 +14,7 @@
 namespace flashmoe::cuda {
 namespace {
 
-// Of sizes that are told where no GPU is asked.
+// The architecture that is assumed for sizes when no GPU is asked.
 constexpr const Arch& kAssumed = kHopper;
 
 DriverStream stream_of(int64_t stream) {
@@ -25,7 +25,8 @@ std::shared_ptr<Context> context(int64_t handle) {
   return registry<Context>().get(handle);
 }
 
-// The fields of a context of these sizes; its processors are all the GPU's multiprocessors. machines: see create().
+// The fields of heap and workspace of a context of these limits. limits.processors are all the GPU's multiprocessors.
+// machines: see create().
 FieldRows layout_fields(Map map, ffi::Array<int64_t> machines) {
   return guarded([&] {
     const Limits limits = spread_over(limits_of(map), machines);
@@ -34,9 +35,10 @@ FieldRows layout_fields(Map map, ffi::Array<int64_t> machines) {
   });
 }
 
-// order: 0 where the caller leaves it to the context. name and nvshmem: see Membership. None: some rank cannot map another's
-// memory, so that all are to come again with limits for puts. machines: of each rank; empty: all are on one, as they are.
-// Tests name several, to which the calls then keep, though all memory is mapped.
+// order: fields that are 0 are left to the context. name and nvshmem: see Membership. machines: the machine of each
+// rank; empty: all ranks are on one machine, as they really are. Tests name several machines. Calls then behave as if
+// the ranks were on them, although all memory is mapped. Returns None if some rank cannot map another's memory. Then
+// all ranks must try again with limits for puts.
 ffi::Optional<ffi::Function> create(Map limits, Map order, int64_t rank, ffi::String name, ffi::String nvshmem,
                                     int64_t device, int64_t timeout_ns, ffi::Array<int64_t> machines) {
   return guarded([&]() -> ffi::Optional<ffi::Function> {
@@ -59,7 +61,7 @@ ffi::String device_name_of(int64_t device) {
   return guarded([&] { return ffi::String(device_name(static_cast<int>(device))); });
 }
 
-// Device, processors, bytes of heap and of workspace; rows of a tile, weight rows of a task.
+// Device, processors, bytes of heap and of workspace, rows of a tile, weight rows of a task.
 ffi::Array<int64_t> describe(int64_t handle) {
   return guarded([&] {
     const auto c = context(handle);
@@ -80,7 +82,8 @@ Matrix matrix(Fields& f, const std::string& name) {
   return m;
 }
 
-// tensors: their addresses, 0 where there is none, and of matrices the bytes between rows and between experts. The rest: see Layer.
+// tensors: addresses, 0 if there is none; and for matrices the bytes between rows and between experts. The rest: see
+// Layer.
 int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map tensors, ffi::String cubin,
                   ffi::String few_cubin, bool traced, int64_t pass, bool redispatch, bool strict, int64_t stream) {
   return guarded([&] {
@@ -192,13 +195,13 @@ void backward(int64_t handle, int64_t layer, int64_t stream, int64_t tokens, int
   });
 }
 
-// The fields of gpu::KeptRoom, in their order; of a rank alone none are looked at.
+// The fields of gpu::KeptRoom, in their order. A rank alone does not read them.
 gpu::KeptRoom room_of(const ffi::Array<int64_t>& room) {
   const auto at = [&](int64_t i) { return static_cast<uint32_t>(room[i]); };
   return {at(0), at(1), at(2)};
 }
 
-// The fields of RoutingLayout, of what a call of the layer keeps.
+// The fields of RoutingLayout for what a call of the layer keeps.
 ffi::Array<int64_t> kept_routing(int64_t handle, int64_t layer, int64_t tokens, ffi::Array<int64_t> room) {
   return guarded([&] {
     const RoutingLayout r = context(handle)->kept_routing(layer, static_cast<uint32_t>(tokens), room_of(room));
@@ -207,7 +210,7 @@ ffi::Array<int64_t> kept_routing(int64_t handle, int64_t layer, int64_t tokens, 
   });
 }
 
-// Of a rank alone: bytes that a call keeps of a token.
+// For a rank alone: bytes that a call keeps for each token.
 int64_t kept_token_bytes(Map layer) {
   return guarded([&] { return static_cast<int64_t>(KeptLayout(layer_of(std::move(layer)), 1).bytes); });
 }
@@ -216,7 +219,7 @@ int64_t logit_pitch_of(int64_t experts) {
   return gpu::logit_pitch(static_cast<uint32_t>(experts));
 }
 
-// rows, received: of KeptRows; of a rank alone not looked at.
+// rows, received: see KeptRows. A rank alone does not read them.
 int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens, int64_t rows, int64_t received) {
   return guarded([&] {
     const KeptRows counted{static_cast<uint64_t>(rows), static_cast<uint64_t>(received)};
@@ -224,7 +227,7 @@ int64_t pass_bytes(int64_t handle, int64_t layer, int64_t tokens, int64_t rows, 
   });
 }
 
-// Of a layer that keeps, among several ranks.
+// For a layer that keeps, among several ranks.
 int64_t call_bytes(int64_t handle, int64_t layer, int64_t stream) {
   return guarded([&] { return static_cast<int64_t>(context(handle)->call_bytes(layer, stream_of(stream))); });
 }
@@ -247,7 +250,7 @@ void move_rows(int64_t handle, int64_t layer, int64_t stream, int64_t memory, in
   });
 }
 
-// The fields of KeptRows, those of its room last.
+// The fields of KeptRows; those of its room come last.
 ffi::Array<int64_t> read_counts(int64_t handle, int64_t layer, ffi::Array<int64_t> room) {
   return guarded([&] {
     const KeptRows rows = context(handle)->read_counts(layer, room_of(room));
@@ -257,8 +260,9 @@ ffi::Array<int64_t> read_counts(int64_t handle, int64_t layer, ffi::Array<int64_
   });
 }
 
-// Bytes of a layer's passes on a context of these limits, whose ranks have all tokens that they may have, and even
-// loads: what a call keeps, what a backward pass takes until it ends, and among several ranks a call that keeps.
+// Bytes of a layer's passes on a context of these limits. Every rank has as many tokens as it may have, and loads are
+// even. They are what a call keeps, what a backward pass takes until it ends, and among several ranks what a call that
+// keeps takes.
 Map training_bytes(Map layer, Map map) {
   return guarded([&] {
     const LayerSpec spec = layer_of(std::move(layer));
@@ -304,7 +308,7 @@ void synchronize(int64_t handle, int64_t stream) {
   guarded([&] { context(handle)->synchronize(stream_of(stream)); });
 }
 
-// Fills ids and weights, both [T, K], with those of the last call.
+// Fills ids and weights, both [T, K], with the routing of the last call.
 void read_routing(int64_t handle, ffi::Tensor ids, ffi::Tensor weights) {
   guarded([&] {
     const auto tokens = static_cast<uint32_t>(ids.shape()[0]), top_k = static_cast<uint32_t>(ids.shape()[1]);
@@ -313,8 +317,8 @@ void read_routing(int64_t handle, ffi::Tensor ids, ffi::Tensor weights) {
   });
 }
 
-// Adds to rows [R, El], int32, those that each rank's tokens have with each of this rank's experts in the last call, which
-// was the layer's; returns the fields of RowsSent.
+// Adds to rows [R, El], int32, the number of rows that each rank's tokens have with each of this rank's experts in the
+// last call, which was the layer's. Returns the fields of RowsSent.
 ffi::Array<int64_t> read_received(int64_t handle, int64_t layer, ffi::Tensor rows) {
   return guarded([&] {
     const RowsSent sent = context(handle)->read_received(layer, static_cast<int32_t*>(rows.data_ptr()));
@@ -330,7 +334,7 @@ void read_trace(int64_t handle, ffi::Tensor to) {
   guarded([&] { context(handle)->read_trace(static_cast<uint8_t*>(to.data_ptr())); });
 }
 
-// [host_ns, device_ns, error_ns], see ClockReading; of a layer that is traced.
+// [host_ns, device_ns, error_ns], see ClockReading. For a layer that is traced.
 ffi::Array<int64_t> read_clock_of(int64_t handle, int64_t layer, int64_t stream) {
   return guarded([&] {
     const ClockReading r = context(handle)->read_clock(layer, stream_of(stream));
@@ -351,7 +355,7 @@ bool reduces_of(int64_t ranks, int64_t top_k, int64_t intermediate) {
   return reduces(static_cast<uint32_t>(ranks), static_cast<uint32_t>(top_k), static_cast<uint32_t>(intermediate));
 }
 
-// Where each group begins, and where the last ends.
+// The first block of columns of each return group, and the end of the last group.
 ffi::Array<int64_t> return_groups_of(int64_t columns, int64_t return_mode, bool whole) {
   uint16_t first[kMaxGroups + 1];
   const uint32_t groups =

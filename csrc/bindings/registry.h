@@ -1,5 +1,5 @@
-// What the bindings of the two engines share besides the codec: handles, who owns what they stand for, and this project's
-// errors as Python's.
+// What the bindings of the two engines share besides the codec: handles, who owns the objects behind them, and the
+// translation of this project's errors to Python's.
 #pragma once
 
 #include <tvm/ffi/error.h>
@@ -28,7 +28,7 @@ inline const char* python_name(host::Error::Kind kind) {
   return "flashmoe.FlashMoEError";
 }
 
-// Runs fn; this project's errors become the Python exception of their kind.
+// Runs fn. This project's errors become the Python exceptions of their kinds.
 template <class Fn>
 auto guarded(Fn&& fn) {
   try {
@@ -38,11 +38,11 @@ auto guarded(Fn&& fn) {
   }
 }
 
-// What is said of a handle whose object is gone.
+// The error message for a handle whose object is gone.
 template <class Context>
 inline constexpr const char* kGone = "context: it is closed";
 
-// Handles instead of pointers: a stale one is an error, not a crash.
+// Handles instead of pointers: with a stale handle Python gets an error, not a crash.
 template <class Context>
 class Registry {
  public:
@@ -62,7 +62,7 @@ class Registry {
     return static_cast<int64_t>(contexts_.size());
   }
   void remove(int64_t handle) {
-    std::shared_ptr<Context> last;  // destroyed outside of the lock
+    std::shared_ptr<Context> last;  // destroyed after the lock is released
     const std::lock_guard lock(mutex());
     if (const auto it = contexts_.find(handle); it != contexts_.end()) {
       last = std::move(it->second);
@@ -77,16 +77,17 @@ class Registry {
   int64_t last_ = 0;
 };
 
-// One of each kind; not destroyed at exit, when the CUDA driver may be gone.
+// One registry of each kind. It is not destroyed at exit, when the CUDA driver may be gone.
 template <class Context>
 Registry<Context>& registry() {
   static auto* const r = new Registry<Context>;
   return *r;
 }
 
-// The context, registered, as Python is to hold it: a function that returns its handle, and closes it when it is dropped. A
-// handler of signals may raise as soon as the interpreter runs again, before it has stored what it was given: a bare number
-// would be lost then, and the context with all its threads. A process that was forked has none of those, and closes nothing.
+// Registers the context, and returns what Python holds: a function that returns the context's handle, and closes the
+// context when it is dropped. A bare number could be lost: a signal handler may raise as soon as the interpreter runs
+// again, before Python has stored the number. Then the context and all its threads would stay. A forked process has
+// none of these threads, and closes nothing.
 template <class Context>
 tvm::ffi::Function owned(std::shared_ptr<Context> context) {
   struct Ownership {

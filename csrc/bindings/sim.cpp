@@ -1,4 +1,4 @@
-// What Python calls of the simulation (csrc/sim).
+// The functions of the simulation (csrc/sim) that Python calls.
 #include <tvm/ffi/function.h>
 
 #include "bindings/codec.h"
@@ -8,7 +8,7 @@
 namespace flashmoe::sim {
 namespace {
 
-// Microseconds as the clock's time.
+// A field in microseconds, as the clock's time.
 Time time_of(Fields& fields, const char* name) {
   return static_cast<Time>(fields.take<double>(name) * static_cast<double>(kMicrosecond));
 }
@@ -36,7 +36,7 @@ Machine machine_of(Map map, const ffi::Array<ffi::Array<double>>& tasks) {
   m.fill = time_of(f, "fill_us");
   m.launch = time_of(f, "launch_us");
   f.done();
-  for (const ffi::Array<double>& row : tasks) {  // product, rows of a tile, microseconds of a stage and of an epilogue
+  for (const ffi::Array<double>& row : tasks) {  // product, rows of a tile, microseconds of a stage, of an epilogue
     m.tasks.of[static_cast<size_t>(row[0])].push_back({static_cast<uint32_t>(row[1]), row[2], row[3]});
   }
   return m;

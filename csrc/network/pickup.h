@@ -16,7 +16,7 @@ namespace flashmoe::network {
 
 using Messages = std::vector<std::unique_ptr<Message>>;
 
-// The call's configuration, and its call signal `word`.
+// The call's configuration, and its call signal, which is `word`.
 Messages pick_up_call(const Call& c, uint32_t q, uint64_t word);
 // For a relay: the n-th batch of `each` token blocks. It has the rows that the relay's machine needs, one for each
 // token, and the data that says which ranks need them.
