@@ -7,7 +7,7 @@ Time of_us(double us) {
   return static_cast<Time>(us * static_cast<double>(kMicrosecond));
 }
 
-// Warps of a block, by what they do until the stop (roles/kernel.cuh).
+// The warps of a block, by their roles until the stop word (roles/kernel.cuh).
 constexpr uint32_t kConsumers = 8, kFirstLoader = 8, kSecondLoader = 9, kClerk = 10, kService = 11;
 
 }  // namespace
@@ -70,7 +70,7 @@ void Cluster<P>::lead() {
   for (uint64_t n = 0;; ++n) {
     if (n >= kSlots) await(retired_, n + 1 - kSlots);
     if (n != 0) {
-      // When the task before has kAhead stages left for the loaders to begin.
+      // Waits until the loaders have kAhead stages of the task before left to begin.
       const Slot& before = slot(n - 1);
       await(started_, n);
       const uint32_t begun = before.stages > kAhead + kStages ? before.stages - kAhead - kStages : 0;
@@ -78,7 +78,7 @@ void Cluster<P>::lead() {
     }
     const uint64_t ticket = P::broadcast(take_ticket<P>(c_), 0);
     const Task task = wait_task<P>(c_, ticket);
-    P::acquire(c_.queue_slot(ticket), kDevice);  // rows and shape, side by side: a round trip
+    P::acquire(c_.queue_slot(ticket), kDevice);  // rows and shape are loaded side by side: one round trip
     P::sync();
     slot(n) = look_up(task);
     slot(n).handed = world.now();
@@ -87,7 +87,7 @@ void Cluster<P>::lead() {
   }
 }
 
-// The consumers of both blocks, with the loads ahead of them.
+// The consumers of both blocks, and the loads that run ahead of them.
 template <class P>
 void Cluster<P>::compute() {
   World& world = World::of_lane();
@@ -116,8 +116,8 @@ void Cluster<P>::compute() {
   }
 }
 
-// Rows that are another rank's go out while the epilogue stores them: the task does not end before its last byte has left, and
-// is written when that is there.
+// Rows of other ranks go out while the epilogue stores them. The task does not end before the last byte has left, and
+// is written when that byte is there.
 template <class P>
 Time Cluster<P>::send_results(Slot& s) {
   Group& group = Group::of_lane();
@@ -151,12 +151,12 @@ void Cluster<P>::retire_tasks() {
   }
 }
 
-// The loader warp of a block that tasks on intermediate rows leave free (roles/loaders.cuh, load_tasks). Where ranks are on several
-// machines it has no registers left for sums.
+// The loader warp of a block that has nothing to load in tasks on intermediate rows (roles/loaders.cuh, load_tasks). If
+// ranks are on several machines, the warp has no registers left for sums.
 template <class P>
 void Cluster<P>::load(uint32_t b) {
   const bool returns = c_.shape.ranks > 1 && !SpansMachines<P>;
-  // A warp's sums while tasks run beside it, see Machine::sum_piece.
+  // The warp sums while tasks run beside it, see Machine::sum_beside_tasks.
   SumEngine sums(rank_, id_ * kArch.cluster_blocks + b, machine_.sum_beside_tasks);
   Returner<P, SumEngine, CursorOfWarp> returner(c_, sums, block_[b].returns);
   for (uint64_t n = 0;; ++n) {
@@ -171,7 +171,7 @@ void Cluster<P>::load(uint32_t b) {
   help(b, kSecondLoader);
 }
 
-// The same where rows are joined as they come.
+// The same if rows are joined as they come.
 template <class P>
 void Cluster<P>::load_and_join(uint32_t b) {
   for (uint64_t n = 0;; ++n) {
@@ -188,7 +188,7 @@ void Cluster<P>::load_and_join(uint32_t b) {
   help(b, kSecondLoader);
 }
 
-// Joins others' until the n-th task's rows are stored, and then finds those that are late.
+// Joins rows of earlier tasks until the n-th task's rows are stored. Then finds the n-th task's late rows.
 template <class P>
 void Cluster<P>::find_late_rows(uint32_t b, uint64_t n) {
   constexpr uint32_t kMost = kArch.tile_rows / kArch.cluster_blocks;
@@ -209,7 +209,7 @@ void Cluster<P>::find_late_rows(uint32_t b, uint64_t n) {
 
 template <class P>
 void Cluster<P>::start_helper(uint32_t b, uint32_t worker) {
-  if (c_.policy.joined != 0 && !joins()) return;  // of one row a token nothing is left to do
+  if (c_.policy.joined != 0 && !joins()) return;  // with one row per token nothing is left to do
   const uint32_t lanes = joins() ? Joining::kLanes : 1;
   World::of_lane().start(c_.rank, lanes, Watch::kSignals, [this, b, worker] { help(b, worker); });
 }
@@ -219,7 +219,7 @@ void Cluster<P>::end_relay(uint32_t b) {
   start_helper(b, kService);
 }
 
-// Whoever is through with its role. All lanes of a warp that joins.
+// Run by every warp whose role has ended; in a warp that joins, by all lanes.
 template <class P>
 void Cluster<P>::help(uint32_t b, uint32_t worker) {
   World::warp().worker = worker;

@@ -1,10 +1,11 @@
 // Two thread blocks of a GPU that compute each task together: their clerks, loaders and consumers.
 //
-// Clerks, loaders and consumers are CUDA (roles/clerk.cuh, loaders.cuh, consumers.cuh), written with its barriers and copy
-// engines, and what they do between two actions of the protocol is this file's: when a clerk takes its next task, how long
-// its products take. The actions are the protocol's: tickets, waits, retirement, returns and late rows.
+// On a GPU, clerks, loaders and consumers are CUDA code (roles/clerk.cuh, loaders.cuh, consumers.cuh), written with
+// CUDA's barriers and copy engines. This file replaces what they do between two actions of the protocol: when a clerk
+// takes its next task, and how long the task's products take. The actions themselves are the protocol's: tickets,
+// waits, retirement, returns and late rows.
 //
-// P: the platform of a warp that is one lane, since what lanes share out here takes no decisions.
+// P: the platform of a warp that has one lane, because here lanes only share work that takes no decisions.
 #pragma once
 
 #include "flashmoe/actors/processor.h"
@@ -18,18 +19,18 @@ class Cluster {
  public:
   Cluster(const Machine& machine, RankState& rank, uint32_t id);
 
-  // A block has dispatched and sent; with the second one all actors begin.
+  // Called when a block has dispatched and sent. When both blocks have, all actors begin.
   void block_is_free();
-  // A block's last warp is a relay, and when it is through with that, maybe while tasks run, helps like others.
+  // A block's last warp is a relay. When its work as a relay is done, maybe while tasks run, it helps like other warps.
   void begin_relay(uint32_t block) { block_[block].relays = true; }
   void end_relay(uint32_t block);
 
  private:
-  // Of warps that join rows, as many at a time as on a GPU.
+  // The platform of warps that join rows. It has enough lanes to join as many rows at a time as a GPU does.
   using Joining = MappedPlatform<8>;
   static constexpr uint32_t kSlots = 5;   // roles/ring.cuh
-  static constexpr uint32_t kAhead = 10;  // roles/clerk.cuh: stages that are left to begin when a task is taken
-  static constexpr uint32_t kStages = 4;  // machine/pipeline.cuh: stages that loaders are ahead of consumers
+  static constexpr uint32_t kAhead = 10;  // roles/clerk.cuh: stages still to begin when the next task is taken
+  static constexpr uint32_t kStages = 4;  // machine/pipeline.cuh: by how many stages loaders are ahead of consumers
 
   struct Slot {
     Task task;
@@ -51,7 +52,7 @@ class Cluster {
   struct Block {
     ReturnCursors<CursorOfWarp> returns{};
     LateRows late{};
-    uint64_t loaded = 0;  // tasks whose loads are begun
+    uint64_t loaded = 0;  // tasks whose loads have begun
     bool relays = false;
   };
 
@@ -75,7 +76,7 @@ class Cluster {
   RankState& rank_;
   const Call& c_;
   const uint32_t id_;
-  Time relays_piece_;  // that a relay sums takes so much at least: as long as tasks run beside it, more
+  Time relays_piece_;  // least time of a piece that a former relay sums; longer while tasks run beside it
   uint32_t free_blocks_ = 0;
   Block block_[kArch.cluster_blocks];
   Slot slots_[kSlots] = {};

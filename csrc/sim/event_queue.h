@@ -1,8 +1,10 @@
-// What is to happen when: events in the order of (time, number), on a wheel of buckets, each a few nanoseconds of the clock.
+// The queue of events, in the order of (time, number). Events lie on a wheel of buckets, each some nanoseconds of the
+// clock.
 //
-// The earliest bucket is sorted, and later ones are as they came: so an event costs no walk through a heap of all that are
-// pending, which with tens of thousands of actors is what a simulation's time goes to. What comes too early for its bucket, which
-// is possible since the clock is behind the first event, goes to the earliest.
+// The earliest bucket is sorted; later buckets have their events as they came. So an event costs no walk through a heap
+// of all pending events, which with tens of thousands of actors would take most of a simulation's time. The clock is
+// behind the first event, so a new event may belong before the earliest bucket. Such an event goes to the earliest
+// bucket.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +15,7 @@
 
 namespace flashmoe::sim {
 
-// Event: has at, number and, for order, operator<, by which the earlier one is greater.
+// Event: has `at`, `number` and operator<, by which the earlier event is greater.
 template <class Event>
 class EventQueue {
  public:
@@ -32,7 +34,7 @@ class EventQueue {
     }
   }
 
-  // The earliest; there is one.
+  // The earliest event. The queue must not be empty.
   const Event& front() {
     if (now_.empty()) advance();
     return now_.back();
@@ -43,11 +45,11 @@ class EventQueue {
     --size_;
     return e;
   }
-  // The n-th that follows it, if that is known already; else null. A hint for what to fetch from memory.
+  // The n-th event after the earliest, if it is known already; else null. A hint for what to fetch from memory.
   const Event* next(uint32_t n) const { return n < now_.size() ? &now_[now_.size() - 1 - n] : nullptr; }
 
  private:
-  // 66 ns, and 1 ms of them.
+  // A bucket is 66 ns, and the wheel 1 ms.
   static constexpr uint32_t kLog2Width = 16;
   static constexpr uint64_t kBuckets = 1u << 14;
 
@@ -57,7 +59,7 @@ class EventQueue {
     used_[i / 64] |= uint64_t{1} << i % 64;
   }
 
-  // To the next bucket that has events.
+  // Goes to the next bucket that has events.
   void advance() {
     const uint64_t next = next_used(), of_far = far_.empty() ? ~uint64_t{0} : far_.front().at >> kLog2Width;
     first_ = std::min(next, of_far);
@@ -74,7 +76,7 @@ class EventQueue {
     std::sort(now_.begin(), now_.end());
   }
 
-  // The first bucket behind the earliest that has events, or the largest number.
+  // The first bucket that has events behind the earliest, or the largest number.
   uint64_t next_used() const {
     for (uint64_t n = 1; n < kBuckets;) {
       const uint64_t i = (first_ + n) % kBuckets, bits = used_[i / 64] >> i % 64;
@@ -85,10 +87,10 @@ class EventQueue {
   }
 
   uint64_t first_ = 0, size_ = 0;  // first_: the earliest bucket
-  std::vector<Event> now_;         // its events, the earliest last
+  std::vector<Event> now_;         // the earliest bucket's events, the earliest event last
   std::vector<std::vector<Event>> wheel_ = std::vector<std::vector<Event>>(kBuckets);
-  std::array<uint64_t, kBuckets / 64> used_{};  // bit: the bucket has events
-  std::vector<Event> far_;                      // beyond the wheel, a heap
+  std::array<uint64_t, kBuckets / 64> used_{};  // a bit says whether the bucket has events
+  std::vector<Event> far_;                      // events beyond the wheel, as a heap
 };
 
 }  // namespace flashmoe::sim

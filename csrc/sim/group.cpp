@@ -6,9 +6,9 @@ namespace flashmoe::sim {
 namespace {
 
 constexpr uint64_t kPage = 4096;
-constexpr uint64_t kWordBytes = 32;  // a store's least on NVLink
+constexpr uint64_t kWordBytes = 32;  // the least that a store takes on NVLink
 
-// The workspace, without the rows at its end.
+// Bytes of the workspace without the rows at its end.
 uint64_t touched_work(const Limits& limits) {
   return make_work_layout(limits).offset[static_cast<uint32_t>(WorkField::kIntermediate)];
 }
@@ -47,7 +47,8 @@ Group::Peer Group::peer(uint32_t from, uint32_t to) const {
   return {to % gpus_, to >= gpus_};
 }
 
-// Of a rank d machines on: where `from` has its place in the heap, and (ranks - d gpus) sources behind it.
+// The heap of a rank d machines on is moved by (ranks - d gpus) sources. So `rank` writes to the place of a source d
+// machines back.
 std::vector<uint8_t*> Group::heaps_of(uint32_t rank) const {
   std::vector<uint8_t*> heaps(ranks_);
   for (uint32_t q = 0; q < ranks_; ++q) {
@@ -67,14 +68,14 @@ void Group::signal(uint32_t from, uint64_t* word, uint64_t value, Time at) {
                                                         : message_of_slot(from, to, in_heap - layout_.first_slot);
   if (message != 0) return send_message({from, to, message, word, value}, at);
   if (to == from) return world_.write_at(at + machine_.costs.store, word, value);
-  // Within a machine entries are sent before their packet's signal, and counted with it.
+  // Within a machine, entries are sent before their packet's signal, and their bytes are counted with the signal.
   const bool packet = in_heap < layout_.first_slot && layout_.signals.place(word).kind == SignalMap::kPackets;
   const uint64_t entries = packet ? Signal::payload(value) : 0;
   world_.write_at(links_.send(from, to, kWordBytes + entries * sizeof(Entry), at).there, word, value);
 }
 
-// Bytes of the message of a source's word, if that is of another machine; else 0. Packets are signalled within a machine,
-// whichever source's they are.
+// Bytes of the message with a source's word, if the word goes to another machine; else 0. Packets are signalled within
+// a machine, whichever source they come from.
 uint64_t Group::message_of_source(uint32_t from, uint32_t to, uint64_t in_heap, const uint64_t* word) const {
   const uint32_t kind = layout_.signals.place(word).kind;
   if (kind == SignalMap::kPackets || kind == SignalMap::kNone) return 0;
@@ -90,7 +91,7 @@ uint64_t Group::message_of_source(uint32_t from, uint32_t to, uint64_t in_heap, 
   return bytes;
 }
 
-// The same of a relay's word: a batch's signal is from another machine, and that of sums from this one.
+// The same for a relay's word. A batch's signal comes from another machine; a signal of sums comes from this one.
 uint64_t Group::message_of_slot(uint32_t from, uint32_t to, uint64_t in_slots) const {
   const uint64_t in_slot = in_slots % layout_.slot_bytes, slot = in_slots / layout_.slot_bytes;
   if (in_slot >= layout_.signal_bytes) return 0;
@@ -98,7 +99,8 @@ uint64_t Group::message_of_slot(uint32_t from, uint32_t to, uint64_t in_slots) c
   return sizeof(uint64_t) + bytes_of_batch(*calls_[from].sending, rank_of(to, slot + 1), batch);
 }
 
-// It comes to the other interface when its first byte leaves this one, behind whatever came there before.
+// A message joins the queue of the other interface when its first byte leaves this one, behind all messages that are
+// there.
 void Group::send_message(const Message& m, Time at) {
   const Time leaves = links_.leave(m.from, m.bytes, at);
   world_.start(m.to, 1, Watch::kWords, [this, m, leaves] {

@@ -1,8 +1,9 @@
-// The simulated ranks: their memory, who is whose peer, and how words and rows travel between them.
+// The simulated ranks: their memory, which ranks are peers, and how words and rows travel between them.
 //
-// Ranks of all machines are simulated, or (folded) those of the first machine alone, where every machine does the same: then
-// what is sent d machines on arrives here as if from d machines back. With routing that is the same on every machine, counted
-// from itself, this is no approximation: the group is mapped to itself by a step of one machine.
+// Either the ranks of all machines are simulated, or (folded) only those of the first machine, as if every machine did
+// the same. When folded, what is sent to a rank d machines on arrives here as if it came from d machines back. If
+// routing is the same on every machine, counted from the machine itself, this is not an approximation: a step of one
+// machine maps the group to itself.
 #pragma once
 
 #include <vector>
@@ -20,7 +21,7 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // The group of the running lane.
+  // The group to which the running lane belongs.
   static Group& of_lane() { return *group_; }
 
   uint32_t ranks() const { return ranks_; }
@@ -31,34 +32,35 @@ class Group {
   Links& links() { return links_; }
   World& world() { return world_; }
   uint8_t* work(uint32_t rank) const { return memory_.base() + work_at_ + rank * work_stride_; }
-  // [ranks] of a simulated rank: every rank's heap as it addresses it.
+  // [ranks] for a simulated rank: every rank's heap as this rank addresses it.
   std::vector<uint8_t*> heaps_of(uint32_t rank) const;
 
-  // Where relays' fields lie, of those of the own machine and of the others': where a rank's heap stands for another's, what
-  // is sent there has a slot as of a source further back.
+  // Where relays' fields begin in a heap: for relays of the own machine, and for those of other machines. If folded, a
+  // rank's heap stands for another rank's, and what is sent there must have the slot of a source further back.
   const RelayLayout& relay_layout() const { return layout_.relay; }
   uint64_t behind_own() const { return layout_.slot_bytes; }
   uint64_t behind_others() const { return folded_ ? 0 : layout_.slot_bytes; }
-  // A rank's call, and that of its senders: they say what a message carries.
+  // A rank's call, and its senders' call. They say what a message carries.
   void set_calls(uint32_t rank, const SpreadCall& call, const SpreadCall& sending) { calls_[rank] = {&call, &sending}; }
 
   struct Peer {
-    uint32_t rank;  // the simulated rank that stands for it
-    bool remote;    // of another machine
+    uint32_t rank;  // the simulated rank that stands for the peer
+    bool remote;    // the peer is on another machine
   };
   Peer peer(uint32_t from, uint32_t to) const;
-  // To a rank of the same machine, by its number in the group.
+  // Sends to a rank of the same machine, which is given by its number in the group.
   Links::Transfer send(uint32_t from, uint32_t to, uint64_t bytes, Time at) {
     return links_.send(from, peer(from, to).rank, bytes, at);
   }
 
-  // A rank stores a word, which is visible later where it lies. What it signals to another machine is sent with it, a message.
+  // A rank stores a word, which becomes visible later. If the word goes to another machine, one message brings it
+  // together with the data that it announces.
   void signal(uint32_t from, uint64_t* word, uint64_t value, Time at);
 
  private:
   static Group* group_;
 
-  // The rank that a simulated one stands for, as seen by one that seems to be so many machines back.
+  // The rank for which a simulated rank stands, as seen by a rank that seems to be so many machines back.
   uint32_t rank_of(uint32_t simulated, uint64_t machines_back) const {
     return folded_ ? static_cast<uint32_t>((ranks_ - machines_back * gpus_) % ranks_) + simulated : simulated;
   }

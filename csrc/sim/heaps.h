@@ -1,5 +1,5 @@
-// Memory of simulated ranks: symmetric heaps in which another source's place is a constant distance away, so that one rank's
-// heap can stand for those of others (Group).
+// Memory of simulated ranks: symmetric heaps in which neighbouring sources' places are a constant distance apart. So
+// one rank's heap can stand for the heaps of others (Group).
 #pragma once
 
 #include "flashmoe/protocol/machines.h"
@@ -7,17 +7,19 @@
 
 namespace flashmoe::sim {
 
-// All that one source writes lies together, source by source; behind that, what a relay has of each source, whose slots are as
-// far apart as the sources of two machines: so the same distance leads from machine to machine in both.
+// All fields that one source writes lie together, source by source. Behind them lies what a relay has of each source,
+// slot by slot. The distance of two slots is the distance of the sources of two neighbouring machines. So in both parts
+// the same distance leads from machine to machine.
 //
-// Rows are never written. A byte stands for each, behind all that there is memory for.
+// Rows are never written. A byte stands for each row, at an address behind all memory that is there.
 struct SourceLayout {
   SourceLayout(const Limits& limits, uint32_t gpus);
 
   HeapLayout heap;
   RelayLayout relay;
   uint64_t first_source = 0, source_bytes = 0;
-  uint64_t first_slot = 0, slot_bytes = 0, signal_bytes = 0;  // signal_bytes: of batches' signals, where a slot begins
+  uint64_t first_slot = 0, slot_bytes = 0, signal_bytes = 0;  // signal_bytes: of batches' signals, with which a slot
+                                                              // begins
   uint64_t bytes = 0;
   SignalMap signals;  // without base and ranks
 

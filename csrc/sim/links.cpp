@@ -24,8 +24,8 @@ Time time_of(uint64_t bytes, double rate) {
 
 }  // namespace
 
-// Bytes queue up at both ends as if they had come now, also those that do so later (`at`) or still wait on their way out: so
-// neither end is kept from others that come meanwhile.
+// Bytes join the queues of both ends as if they came now, even if they come later (`at`), or still wait on their way
+// out. So they keep neither end from other bytes that come meanwhile.
 Links::Transfer Links::send(uint32_t from, uint32_t to, uint64_t bytes, Time at) {
   sent_[from].nvlink += bytes;
   const Time takes = time_of(bytes, machine_.links.nvlink), latency = machine_.costs.peer_store;
@@ -37,7 +37,7 @@ Links::Transfer Links::send(uint32_t from, uint32_t to, uint64_t bytes, Time at)
   return {sent, std::max(sent + latency, in)};
 }
 
-// Messages are long: each queues up at the other end when it gets there.
+// Messages over the network are long. So each joins the other end's queue only when it gets there.
 Time Links::leave(uint32_t from, uint64_t bytes, Time at) {
   sent_[from].nic += bytes;
   sent_[from].messages += ceil_div(bytes, network::most_message_bytes);

@@ -1,9 +1,9 @@
-// NVLink and network interfaces: who sends how many bytes where, and when they are there.
+// NVLink and network interfaces: which rank sends how many bytes to which, and when they are there.
 //
-// A GPU's link has a way out and a way in, each of which takes messages in the order in which they come, as fast as it was
-// measured; a message passes both at once, as far as both are free. The switch between the GPUs of a machine, and the
-// network between machines, are not what is full. What a message costs whoever puts it on a network, the host's thread or the
-// network interface, is not known, and left out.
+// A GPU's link has a way out and a way in. Each passes messages in the order in which they come, at the measured rate.
+// A message passes both ways at once, as far as both are free. The switch between the GPUs of a machine, and the
+// network between machines, never limit the rate. What a message costs whoever puts it on a network, the host's thread
+// or the network interface, is not known and is left out.
 #pragma once
 
 #include <vector>
@@ -17,25 +17,25 @@ class Links {
   Links(const Machine& machine, uint32_t ranks) : machine_(machine), nvlink_(ranks), nic_(ranks) {}
 
   struct Transfer {
-    Time sent, there;  // when the last byte has left, and is there
+    Time sent, there;  // when the last byte has left, and when it is there
   };
-  // Over NVLink, between simulated ranks.
+  // Sends over NVLink, between simulated ranks.
   Transfer send(uint32_t from, uint32_t to, uint64_t bytes, Time at);
 
-  // Over the network. Returns when the first byte leaves, at which time arrive() is to be called; that returns when the last
-  // one is there.
+  // Sends over the network. leave() returns when the first byte leaves. The caller calls arrive() at that time, which
+  // returns when the last byte is there.
   Time leave(uint32_t from, uint64_t bytes, Time at);
   Time arrive(uint32_t to, uint64_t bytes);
 
   struct Bytes {
     uint64_t nvlink = 0, nic = 0, messages = 0;
   };
-  // Sent by a rank.
+  // What a rank has sent.
   const Bytes& sent(uint32_t rank) const { return sent_[rank]; }
 
  private:
   struct Port {
-    Time out = 0, in = 0;  // when either is free
+    Time out = 0, in = 0;  // when each way is free
   };
 
   const Machine& machine_;

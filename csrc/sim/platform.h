@@ -1,7 +1,7 @@
-// The simulation's Platform (flashmoe/protocol/platform.h): each operation costs what it was measured to cost on a GPU.
+// The simulation's Platform (flashmoe/protocol/platform.h). Each operation costs what it was measured to cost on a GPU.
 //
-// A lane does not wait for a load's answer until its warp meets: so loads are under way together, as on a GPU. What a lane
-// stores for others is visible later, at the time that World::write_at is told; counters change at once.
+// A lane waits for a load's answer only when its warp meets. So several loads are under way together, as on a GPU. What
+// a lane stores for others becomes visible later, at the time that it tells World::write_at. Counters change at once.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace flashmoe::sim {
 
-// Of any number of lanes.
+// Memory operations, for any number of lanes.
 struct Memory {
   static World& world() { return World::of_lane(); }
   static const Costs& costs() { return Group::of_lane().machine().costs; }
@@ -110,7 +110,7 @@ struct Memory {
   }
 
  private:
-  // When the lane's earlier rows are where they belong.
+  // When the rows that the lane has sent earlier are where they belong.
   static Time released() { return std::max(World::lane().at, World::warp().written); }
   static void begin_to_use() {
     Warp& warp = World::warp();
@@ -122,7 +122,7 @@ struct Memory {
   }
 };
 
-// A warp of so many lanes. With one, its collectives are a lane's with itself.
+// A warp of so many lanes. With one lane, a collective is a meeting of the lane with itself.
 template <uint32_t Lanes>
 struct Meetings : Memory {
   static constexpr uint32_t kLanes = Lanes;
@@ -161,24 +161,25 @@ struct Meetings : Memory {
   }
 };
 
-// Of GPUs whose memory is mapped: stored to as if it were, where it is another machine's (csrc/network).
+// For GPUs whose memory is mapped. Memory of another machine is also stored to as if it were mapped (csrc/network).
 template <uint32_t Lanes>
 struct MappedPlatform : Meetings<Lanes> {
   static constexpr bool kPeersMapped = true;
   static constexpr bool kSpansMachines = false;
 };
 
-// The same where ranks are on several machines. Relays are warps of their own, as on a GPU.
+// The same if ranks are on several machines. Relays are warps of their own, as on a GPU.
 template <uint32_t Lanes>
 struct SpreadLanes : SpreadPlatform<MappedPlatform<Lanes>, true> {};
 static_assert(RunsProtocol<MappedPlatform<32>> && RunsProtocol<SpreadLanes<1>>);
 
-// Of a relay, as one lane: a warp would look at 32 of a packet's tokens at a time.
+// For a relay that is one lane. On a GPU a warp looks at 32 of a packet's tokens at a time.
 struct RelayThread : SpreadLanes<1> {
   static uint32_t ballot(bool predicate) { return predicate; }
 };
 
-// Who builds packets, a whole team as one lane: what it takes is said of all of it (Machine::packets).
+// For the team that builds packets, which is one lane here. Its operations take no time, because Machine::packets has
+// the time of the whole team.
 struct UntimedPlatform : Memory, OneLane {
   static constexpr bool kPeersMapped = true;
   static constexpr bool kSpansMachines = false;

@@ -5,8 +5,8 @@
 namespace flashmoe::sim {
 namespace {
 
-// The engine of a Sender: a row is on its way at once, and what its warp releases waits until it is there. To another machine
-// it goes with its batch's message, for which it is copied.
+// The engine of a Sender. A row is on its way at once, and the warp's later releases wait until the row is there. A row
+// to another machine is copied for its batch's message, and goes with the message.
 class RowEngine {
  public:
   RowEngine(const SpreadCall& call, MemoryPort& memory) : c_(call), memory_(memory) {}
@@ -29,8 +29,8 @@ class RowEngine {
 
 static_assert(SendsRows<RowEngine>);
 
-// The engine of a RelayWorker. A warp has four KiB of loads on their way at a time; what it stores is on the link when they are
-// here.
+// The engine of a RelayWorker. A warp has four KiB of loads under way at a time. When the loads are there, what it
+// stores goes over the link.
 class RelayEngine {
  public:
   explicit RelayEngine(const Call& call) : c_(call) {}
@@ -105,7 +105,7 @@ void Rank<Platform>::start() {
   }
 }
 
-// All lanes run these: what they share is the first one's.
+// All lanes of a warp run run_os_actor() and run_former_actor(). What the lanes share belongs to the first lane.
 template <template <uint32_t> class Platform>
 void Rank<Platform>::run_os_actor() {
   struct Shared {
@@ -144,7 +144,7 @@ void Rank<Platform>::run_former_actor(uint32_t former) {
   Lanes::sync();
 }
 
-// A block until its tasks begin: its own tokens, then those that go to other ranks.
+// What a block does until its tasks begin: it dispatches its token blocks, then sends rows to other ranks.
 template <template <uint32_t> class Platform>
 void Rank<Platform>::run_block(uint32_t block) {
   World& world = group_.world();
@@ -159,7 +159,8 @@ void Rank<Platform>::run_block(uint32_t block) {
   free_block(block);
 }
 
-// The block's warps take their roles: the last one, where it is neither the OS actor nor a former, is a relay, if there are any.
+// The block's warps take their roles. If ranks are on several machines, the last warp is a relay, unless it is the OS
+// actor or a former.
 template <template <uint32_t> class Platform>
 void Rank<Platform>::free_block(uint32_t block) {
   auto& cluster = clusters_[block / kArch.cluster_blocks];
@@ -170,7 +171,7 @@ void Rank<Platform>::free_block(uint32_t block) {
   cluster.block_is_free();
 }
 
-// Builds the token block's packets; returns how many entries the own one has.
+// Builds the token block's packets. Returns how many entries the packet for the own rank has.
 template <template <uint32_t> class Platform>
 uint32_t Rank<Platform>::dispatch(uint32_t token_block) {
   const CallShape& s = call_.shape;

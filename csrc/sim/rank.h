@@ -1,4 +1,5 @@
-// A simulated rank: the actors of a call on one GPU, with the roles that the fused kernel gives its warps (roles/kernel.cuh).
+// A simulated rank: the actors of a call on one GPU. They have the roles that the fused kernel gives its warps
+// (roles/kernel.cuh).
 #pragma once
 
 #include <deque>
@@ -13,18 +14,18 @@
 
 namespace flashmoe::sim {
 
-// What a rank computes: the experts that its tokens choose, and who owns them to it.
+// What a rank computes: which experts its tokens choose, and which ranks own them for this rank.
 struct RankProblem {
   std::vector<int32_t> ids;                           // [T, K]
-  std::vector<uint32_t> owner, by_owner, owner_base;  // CallPlacement's
+  std::vector<uint32_t> owner, by_owner, owner_base;  // tables of CallPlacement
   uint32_t local_experts = 0;
 };
 
-// Platform: MappedPlatform, or SpreadLanes where ranks are on several machines.
+// Platform: MappedPlatform, or SpreadLanes if ranks are on several machines.
 template <template <uint32_t> class Platform>
 class Rank {
  public:
-  // call: of every rank, without what differs between them.
+  // call: the same for every rank, without what differs between ranks.
   Rank(Group& group, const Call& call, const Limits& limits, RankProblem problem, uint32_t rank);
   Rank(const Rank&) = delete;
   Rank& operator=(const Rank&) = delete;
@@ -54,7 +55,7 @@ class Rank {
   const RankProblem problem_;
   const std::vector<uint8_t*> heaps_;
   host::MachineTables tables_;
-  SpreadCall call_, sending_call_;  // what its senders have is another view of heaps (Group::behind_others)
+  SpreadCall call_, sending_call_;  // the senders' call has another view of heaps (Group::behind_others)
   RankState state_;
   std::deque<Cluster<Thread>> clusters_;
   std::vector<uint32_t> sending_;  // [block] warps that still send

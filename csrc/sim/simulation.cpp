@@ -17,13 +17,14 @@ namespace {
 using host::concat;
 using host::Error;
 
-// Numbers below `below`, evenly, the same on every machine that compiles this.
+// Draws a number below `below`, evenly. The numbers are the same on every machine that compiles this.
 uint32_t draw(std::mt19937& random, uint32_t below) {
   return static_cast<uint32_t>(uint64_t{random()} * below >> 32);
 }
 
-// A group's experts: ranks in turn hold as many, or each rank one, where there are more ranks than experts. Then a machine
-// sends to the copies that come first behind its own ranks, itself included.
+// Where a group's experts are. Each rank holds equally many experts, in order. If there are more ranks than experts,
+// each rank holds one. Then a machine sends to the copies that come first when ranks are counted from its own first
+// rank on.
 class Placed {
  public:
   explicit Placed(const Setup& s) : ranks_(s.machines * s.gpus), gpus_(s.gpus), experts_(s.layer.experts) {
@@ -51,7 +52,8 @@ class Placed {
       }
       p.owner_base.push_back((q + 1) * local_);
     }
-    // Where all machines are alike, those of the first one's rank, a step of experts on for each machine.
+    // If all machines are alike, a rank chooses as the same rank of the first machine does, a step of experts further
+    // for each machine.
     const uint32_t like = s.alike ? rank % gpus_ : rank, step = s.alike ? machine * gpus_ * local_ % experts_ : 0;
     std::seed_seq seed{s.seed, uint64_t{like}};
     std::mt19937 random(seed);
@@ -88,7 +90,7 @@ void check(const Setup& s) {
   if (s.tokens == 0) throw Error(Error::Kind::kInvalidArgument, "tokens: expected at least 1, got 0");
 }
 
-// Several machines return sums, of which one comes back from each; one machine's GPUs as the CUDA engine chooses
+// Several machines return sums, one from each machine. For the GPUs of one machine the CUDA engine chooses
 // (csrc/cuda/policy.h).
 ReturnMode mode_of(const Setup& s) {
   const bool reduces = s.machines > 1 || cuda::reduces(s.gpus, s.layer.top_k, s.layer.intermediate);
@@ -117,7 +119,7 @@ Limits limits_of(const Setup& s, uint32_t local_experts, bool reduced) {
   return l;
 }
 
-// The call as the CUDA engine plans it (csrc/cuda/plan.cpp), of every rank.
+// The call of every rank, as the CUDA engine plans it (csrc/cuda/plan.cpp).
 Call call_of(const Setup& s, const Limits& limits, ReturnMode mode) {
   Call c;
   c.epoch = 1;
@@ -191,7 +193,7 @@ Result simulate(const Setup& s) {
   Call call = call_of(s, limits, mode);
   Group group(s.machine, limits, s.machines, s.folded);
   call.memory.heap_layout = group.heap_layout();
-  // The workspace ends where its rows would begin.
+  // The workspace ends where its rows would begin, because rows are never written.
   call.memory.work_layout.bytes = call.memory.work_layout.offset[static_cast<uint32_t>(WorkField::kIntermediate)];
   return s.machines > 1 ? run<SpreadLanes>(s, placed, call, limits, group)
                         : run<MappedPlatform>(s, placed, call, limits, group);

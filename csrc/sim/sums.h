@@ -1,4 +1,5 @@
-// What a Returner and a Joiner sum: nothing is added, it takes the time in which memory reads and writes the rows.
+// The sums of a Returner and a Joiner. Nothing is added; a sum takes the time in which memory reads and writes the
+// rows.
 #pragma once
 
 #include "flashmoe/actors/processor.h"
@@ -8,11 +9,11 @@
 
 namespace flashmoe::sim {
 
-// A GPU's memory, as far as sums read and write it: first come, first served.
+// A GPU's memory, as far as sums read and write it. Requests are served in the order in which they come.
 class MemoryPort {
  public:
   explicit MemoryPort(const Machine& machine) : machine_(machine) {}
-  // When so many bytes that are asked for at that time have been read or written.
+  // When so many bytes have been read or written, if they are asked for at that time.
   Time pass(uint64_t bytes, Time at) {
     free_ = std::max(free_, at) + static_cast<Time>(static_cast<double>(bytes) * 1e12 / machine_.memory);
     return free_;
@@ -23,11 +24,11 @@ class MemoryPort {
   Time free_ = 0;
 };
 
-// What a rank's actors have in common.
+// What a rank's actors share.
 struct RankState {
   RankState(const Machine& machine, const SpreadCall& the_call) : call(the_call), memory(machine) {}
 
-  // Rows that came back for an own token. To be asked when all have: every choice is known then.
+  // How many rows came back for a token of this rank. May be called when all have come: every choice is known then.
   uint32_t returned(uint32_t token) {
     if (!call.reduced()) return call.shape.top_k;
     if (rows_back_.empty()) count_rows_back();
@@ -36,10 +37,10 @@ struct RankState {
 
   const SpreadCall& call;
   MemoryPort memory;
-  Time first_task = 0, last_task = 0;  // when the first begins and the last ends
-  Time busy = 0;                       // of all clusters, in tasks
+  Time first_task = 0, last_task = 0;  // when the first task begins and when the last one ends
+  Time busy = 0;                       // time of all clusters in tasks
   uint64_t tasks = 0;
-  Time end = 0;  // of the last actor that has ended
+  Time end = 0;  // when the last actor has ended
 
  private:
   void count_rows_back() {
@@ -54,17 +55,17 @@ struct RankState {
   std::vector<uint16_t> rows_back_;  // [T]
 };
 
-// The engine of a Returner: a block is a processor, its warps are the workers. An item is 512 bytes of a row.
+// The engine of a Returner. A block is a processor, its warps are the workers. An item is 512 bytes of a row.
 class SumEngine {
  public:
   static constexpr uint32_t kItemBytes = 512, kWideBytes = 2 * kItemBytes;
-  // What memory reads and writes, and what goes to another rank of this machine.
+  // Bytes that memory reads and writes, and bytes that go to another rank of this machine.
   struct Piece {
     uint64_t memory = 0, sent = 0;
     uint32_t to = 0;
   };
 
-  // least: what a piece takes at least, as it is when the piece is begun.
+  // least: the least time of a piece. It is read when a piece is begun.
   SumEngine(RankState& rank, uint32_t block, const Time& least)
       : rank_(rank), c_(rank.call), block_(block), least_(least) {}
 
@@ -79,8 +80,8 @@ class SumEngine {
     constexpr uint32_t kMost = 10;
     return min_of(max_of(ceil_div(items, blocks() * kWarps * 2), 1u), kMost);
   }
-  // Reads a token's rows, if it has any here, and writes their sum: to its home, or where that is another machine's, as fp32
-  // to its relay.
+  // Reads a token's rows, if the token has any here, and writes their sum to the token's home. If the home is on
+  // another machine, writes the sum as fp32 to the home's relay.
   Piece reduce_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
     const Machines& m = c_.spread;
     const bool stays = m.sums && !m.together(p, c_.rank);
@@ -94,7 +95,8 @@ class SumEngine {
     });
     return piece;
   }
-  // Reads the sums that ranks of this machine have left, and writes theirs to where a message is made of it.
+  // Reads the sums that ranks of this machine have left, and writes their sum to the place from which a message is
+  // made.
   Piece machine_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
     const Machines& m = c_.spread;
     const RelayPlace from(c_, m, c_.rank, p);
@@ -151,10 +153,10 @@ class JoinEngine {
  public:
   static constexpr uint32_t kJoinedAtOnce = 6;  // roles/join.cuh
 
-  // least: what a warp takes for its rows at least.
+  // least: the least time that a warp takes for its rows.
   JoinEngine(MemoryPort& memory, Time least) : memory_(memory), least_(least) {}
 
-  // Of each row two are read and one is written, a task's columns of them.
+  // For each late row two rows are read and one is written, with the columns of a task.
   void join(uint32_t, uint32_t count) const {
     Lane& lane = World::lane();
     if (lane.index != 0) return;

@@ -1,9 +1,11 @@
-// The virtual clock, and who runs when: warps of fibres, which sleep until a time or until a word that they have looked at
-// changes. One thread runs all of them, in the order of (time, number of the event): the same inputs give the same run.
+// The virtual clock, and which actors run when. Actors are warps of fibres. They sleep until a time, or until a word
+// changes that they have looked at. One thread runs all of them in the order of (time, number of the event), so the
+// same inputs give the same run.
 //
-// What costs time is said by who does it (spend(), the Platform's operations); running itself takes none. A lane runs ahead
-// of the clock by what it has spent since its warp last met, less than a microsecond: what it reads meanwhile is as old as
-// the clock says. Words on which others wait are written by events of their own, at the time at which they are visible.
+// Running itself takes no time. Whoever does something that costs time says so (spend(), the Platform's operations). A
+// lane runs ahead of the clock by what it has spent since its warp last met, less than a microsecond. What it reads
+// meanwhile is as old as the clock says. Words for which others wait are written by events of their own, at the time at
+// which the words become visible.
 #pragma once
 
 #include <array>
@@ -23,23 +25,26 @@ inline constexpr Time kNanosecond = 1000, kMicrosecond = 1000 * kNanosecond;
 class Warp;
 
 struct Lane {
-  uint64_t value[2] = {};  // that it says at a meeting, and at the one before or behind
+  uint64_t value[2] = {};  // what the lane says at a meeting, and at the one before or after
   Fibre fibre;
   uint8_t* stack = nullptr;
   Warp* warp = nullptr;
   uint32_t index = 0, meeting = 0;
-  Time at = 0;       // what it has spent, on the clock
-  Time pending = 0;  // when the loads that are under way are there: its next meeting is not over sooner
+  Time at = 0;  // the clock, plus what the lane has spent
+  // When the loads that are under way are there. The lane's next meeting does not end sooner.
+  Time pending = 0;
 };
 
-// Where the words lie that peers write, of all ranks alike: by them a look at one is known to be one.
+// Where in a heap the words lie that peers write; it is the same for all ranks. So a look at such a word can be
+// recognised.
 struct SignalMap {
   static constexpr uint32_t kCalls = 0, kPackets = 1, kReturns = 2, kFaults = 3, kKinds = 4, kNone = kKinds;
   const uint8_t* base = nullptr;       // the first rank's heap; the others follow, heap_bytes apart
   uint64_t heap_bytes = 0, ranks = 0;  // heap_bytes: a power of two
-  // Where a heap's words of source 0 begin, and those of the next; where those of the last one end.
+  // Where in a heap the words of source 0 begin, how far apart two sources' words are, and where the last source's
+  // words end.
   uint64_t first_source = 0, source_bytes = 0, end_sources = 0;
-  uint64_t end[kKinds] = {};  // of a source's words; the kinds lie in order
+  uint64_t end[kKinds] = {};  // where each kind of a source's words ends; the kinds lie in order
 
   struct Place {
     uint32_t rank, kind;  // kNone: another word
@@ -47,20 +52,21 @@ struct SignalMap {
   Place place(const void* word) const;
 };
 
-// Whether a warp waits for the words that it has looked at one by one, or, of the signals that peers write, for any: a former
-// looks at thousands of them.
+// What a warp waits for: each word that it has looked at; or, of the signals that peers write, any signal of a kind. (A
+// former looks at thousands of signals.)
 enum class Watch : uint8_t { kWords, kSignals };
 
-// Fibres side by side that meet in collectives. Everybody who acts is one: an actor's warp has 32 lanes, or one where
-// lanes only share out work that takes no decisions. What each step of a warp touches lies together.
+// Fibres that run side by side and meet in collectives. Every actor is a warp. It has 32 lanes, or one lane if lanes
+// only share work that takes no decisions. The data that each step of a warp touches lies together.
 class alignas(64) Warp {
  public:
   static constexpr uint32_t kMostLanes = 32;
 
-  uint32_t rank = 0, worker = 0;      // worker: of its block's warps
-  Time first_use = 0, used_from = 0;  // what its code takes when it first runs, and until when it did
-  bool used_by_fence = false;         // it first runs when the warp publishes, not when it first finds something
-  Time written = 0;  // when the rows that it has sent are at their destinations: its releases wait for that
+  uint32_t rank = 0, worker = 0;      // worker: its number among its block's warps
+  Time first_use = 0, used_from = 0;  // what its code costs when it first runs; until when that lasts
+  bool used_by_fence = false;         // its code first runs when the warp publishes, not when it first finds something
+  // When the rows that it has sent are at their destinations. Its releases wait for that.
+  Time written = 0;
 
  private:
   friend class World;
@@ -71,7 +77,7 @@ class alignas(64) Warp {
     uint64_t seen;
   };
 
-  // Brings what its next step touches: a warp of one lane, all.
+  // Prefetches what its next step touches; for a warp of one lane, all of it.
   void fetch() const {
     const auto* const lines = reinterpret_cast<const uint8_t*>(this);
     for (uint32_t line = 0; line < 5; ++line) __builtin_prefetch(lines + line * 64);
@@ -84,13 +90,14 @@ class alignas(64) Warp {
   Watch watch_ = Watch::kWords;
   bool waiting_ = false;
   uint32_t lanes_ = 0, ended_ = 0, arrived_ = 0;
-  uint32_t generation_ = 0;  // of its looks: those before its last wait do not wake it
+  uint32_t generation_ = 0;  // of its looks: looks before its last wait do not wake it
   uint32_t next_look_ = 0;
   Time latest_ = 0, met_ = 0;
   Lane* resumed_ = nullptr;
-  // The words that it has looked at since it last waited, with what it saw: the last kLooks of them.
+  // The words that it has looked at since it last waited, with the values that it saw: the last kLooks of them.
   std::vector<Look> looks_;
-  // Of each kind of signal, how many had arrived when it first looked since it last waited; kUnseen: it has not.
+  // For each kind of signal: how many had arrived when it first looked at that kind since it last waited; kUnseen: it
+  // has not looked.
   static constexpr uint64_t kUnseen = ~uint64_t{0};
   std::array<uint64_t, SignalMap::kKinds> signals_seen_{};
   uint32_t bits_[2] = {};
@@ -98,7 +105,7 @@ class alignas(64) Warp {
   std::function<void()> body_;
 };
 
-// There is one at a time (simulate() sees to it).
+// There is one World at a time (simulate() ensures this).
 class World {
  public:
   World();
@@ -108,40 +115,41 @@ class World {
 
   void set_signals(const SignalMap& signals);
 
-  // body runs on all lanes of a new warp, from now on.
+  // Starts a new warp now. `body` runs on all its lanes.
   Warp& start(uint32_t rank, uint32_t lanes, Watch watch, std::function<void()> body);
-  // Runs until nothing is left to do. Throws host::Error if a warp still waits then.
+  // Runs until nothing is left to do. Throws host::Error if a warp is still waiting then.
   void run();
 
   Time now() const { return now_; }
   uint64_t events() const { return events_; }
 
-  // The word is written at that time, and whoever waits for it wakes.
+  // Writes the word at that time, and wakes the warps that wait for it.
   void write_at(Time at, uint64_t* word, uint64_t value);
-  // It has been written: whoever waits for it wakes at that time.
+  // The word has been written: wakes the warps that wait for it, at that time.
   void changed(const uint64_t* word, Time at);
 
-  // ---- of the running lane --------------------------------------------------------------------------------------
+  // ---- called by the running lane -------------------------------------------------------------------------------
   static Lane& lane() { return *current_; }
   static Warp& warp() { return *current_->warp; }
   static World& of_lane() { return *world_; }
 
-  // A look at a word, for the warp's next wait.
+  // Notes a look at a word, for the warp's next wait.
   void look(const uint64_t* word);
-  // All lanes: meet, and go on at the time of the last of them, `cost` later. What a lane says is left for the others.
+  // All lanes call this: they meet, and go on at the time of the last lane, plus `cost`. `value` is what a lane says;
+  // the others can read it.
   void meet(uint64_t value, Time cost) { meet(value, cost, false); }
   uint32_t ballot() const { return warp().bits_[met()]; }
   uint64_t value(uint32_t of) const { return warp().lane_[of].value[met()]; }
-  // All lanes: until a word changes that one of them has looked at since they last waited.
+  // All lanes call this: they wait until a word changes that a lane has looked at since the warp last waited.
   void wait() { meet(0, 0, true); }
-  // A warp of one lane: goes on at that time.
+  // For a warp of one lane: goes on at that time.
   void sleep_until(Time at);
 
  private:
   struct Event {
     Time at;
     uint64_t number;
-    Warp* warp;  // wakes, if its generation is still this one; null: a word is written
+    Warp* warp;  // the warp that wakes, if its generation is `value`; null: a word is written
     uint64_t* word;
     uint64_t value;
     bool operator<(const Event& other) const { return at != other.at ? at > other.at : number > other.number; }
