@@ -15,7 +15,7 @@ namespace flashmoe::cpu {
 // and not computed, except for the gradient of x. Each result has the shape and type of its tensor. If `accumulates`,
 // the results for weights and biases are float32, and are added to what is there.
 struct Gradients {
-  Layer layer;                    // the forward pass's tensors, but for out
+  Layer layer;                    // the forward pass's tensors, without `out`
   const void* y = nullptr;        // [T, H], gradients of the results, from which all others follow
   const float* logits = nullptr;  // [T, E], gradients that the router's logits have from elsewhere; may be null
   void* x = nullptr;              // [T, H]

@@ -136,7 +136,7 @@ class Context {
   // tables.
   std::map<std::pair<host::Holders, bool>, Placement> placements_;
   std::unordered_map<int64_t, std::unique_ptr<Plan>> plans_;
-  int64_t last_plan_ = 0;  // number
+  int64_t last_plan_ = 0;  // number of the layer that was added last
   uint64_t calls_ = 0;     // how many were launched: the same number on all ranks of a group
 };
 

@@ -18,7 +18,7 @@ namespace flashmoe::cuda {
 enum class Pass : uint32_t {
   kInference,
   kForward,   // the layer's result; what gradients need is kept
-  kBackward,  // the gradients of what was kept
+  kBackward,  // the gradients, from what was kept
 };
 
 // What all calls of a layer share: what the layer is, and where everything but its tokens lies.
@@ -29,8 +29,7 @@ struct Layer {
   Matrix shared_gate_up, shared_down;                                          // one matrix each; data 0: none
   uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0, choice_bias = 0;  // 0: none
   uint64_t shared_gate = 0;                                                    // [H]; 0: none
-  // If shared_gate_up has gates alone: the address of their ups, behind it, with the same distance between rows. 0:
-  // none.
+  // The ups if shared_gate_up has gates alone: they lie behind it, with rows as far apart. 0: shared_gate_up has both.
   uint64_t shared_up = 0;
   // Scales of the matrices, contiguous, as spec.weight_scales says; 0: none.
   uint64_t gate_up_scale = 0, down_scale = 0, shared_gate_up_scale = 0, shared_down_scale = 0;
@@ -168,7 +167,7 @@ struct GradientSpec {
   uint64_t kept = 0;  // what the forward pass kept: memory of KeptLayout or GroupKeptLayout
   KeptRows rows;      // among several ranks
   uint64_t x = 0, x_row_bytes = 0;
-  uint64_t memory = 0;   // of PassLayout
+  uint64_t memory = 0;   // memory of PassLayout
   uint64_t weights = 0;  // [T, K] fp32, written: gradients of the combine weights
   // Written, as in BackwardOptions; 0: not wanted.
   uint64_t shared_gate_up = 0, shared_down = 0, shared_logits = 0;

@@ -80,7 +80,7 @@ Error Joining::error(Kind kind, const std::string& what) const {
 
 void Joining::open_peers() {
   while (true) {
-    uint32_t missing = limits_.ranks;  // the first
+    uint32_t missing = limits_.ranks;  // the first member that is missing
     for (size_t i = members_.size(); i-- > 0;) {
       const uint32_t p = members_[i];
       if (p != rank_ && page(p) == nullptr && !try_open(p)) missing = p;

@@ -1,4 +1,4 @@
-// Whether the process of another rank still lives.
+// Finds out whether the process of another rank still lives.
 #pragma once
 
 #include <cstdint>

@@ -30,7 +30,7 @@ struct ControlPage {
   uint32_t seen_by;  // how many ranks have opened this segment
   uint64_t magic;
   Process process;
-  uint64_t bytes;  // of the segment
+  uint64_t bytes;  // bytes of the whole segment
   Limits limits;
   // Set with kFailed. The time is when the cause arose (monotonic_ns()), either here or at the rank that told this one
   // about it.

@@ -80,7 +80,7 @@ class Cluster {
   uint32_t free_blocks_ = 0;
   Block block_[kArch.cluster_blocks];
   Slot slots_[kSlots] = {};
-  uint64_t handed_ = 0, started_ = 0, done_ = 0, retired_ = 0;  // tasks
+  uint64_t handed_ = 0, started_ = 0, done_ = 0, retired_ = 0;  // counts of tasks
 };
 
 }  // namespace flashmoe::sim

@@ -21,7 +21,7 @@ struct SourceLayout {
   uint64_t first_slot = 0, slot_bytes = 0, signal_bytes = 0;  // signal_bytes: of batches' signals, with which a slot
                                                               // begins
   uint64_t bytes = 0;
-  SignalMap signals;  // without base and ranks
+  SignalMap signals;  // base and ranks are left unset
 
  private:
   void place_sources(const Limits& limits);

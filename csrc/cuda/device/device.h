@@ -162,7 +162,7 @@ class Module {
 
  private:
   const Device& device_;
-  const std::string doing_;  // for errors
+  const std::string doing_;  // what is being done, for error messages
   DriverModule module_ = nullptr;
 };
 

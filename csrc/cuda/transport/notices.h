@@ -21,8 +21,8 @@ struct Notice {
   uint32_t maps_all;  // set with kLooked: whether it has every rank's memory mapped
   uint32_t free_blocks;
   uint64_t free[kMostFree];  // numbers of blocks that this rank has given back
-  char device[16];           // which GPU
-  NvshmemUniqueId id;        // of rank 0, before there is a world
+  char device[16];           // UUID of the rank's GPU
+  NvshmemUniqueId id;        // set by rank 0 if there is no world yet
   char failure[512];         // why it does not join
 };
 
