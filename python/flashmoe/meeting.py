@@ -215,9 +215,10 @@ class StoreMeeting(Meeting):
         return self._opened(key := f"{what}/{rank}", self._await(key, rank), rank)
 
     def _await(self, key: str, rank: int) -> bytes:
-        """What is there, once `rank` has written it; raises what any has failed with before."""
+        """What is at `key`, once `rank` has written it. If any rank has failed before that, raises that rank's
+        error."""
         while (found := self._look(key)) is None:
-            # Before the secret is known, who has signed that is not.
+            # Before the secret is known, this rank cannot check who has signed a failure.
             if key != "secret" and (told := self._look("failed")) is not None:
                 raise as_told(self._opened("failed", told, rank))
             if time.monotonic() > self.deadline:
@@ -226,14 +227,14 @@ class StoreMeeting(Meeting):
         return found
 
     def _look(self, key: str) -> bytes | None:
-        # get() would wait for a key that somebody has deleted, and longer than this rank may.
+        # get() would wait for a key that somebody has deleted, and longer than this rank may wait.
         found = self._ask(self._store.compare_set, key, _NOTHING, _NOTHING)
         return None if found == _NOTHING.encode() else found
 
     def _opened(self, key: str, found: bytes, rank: int) -> Any:
         signed = b""
         if len(found) <= 2 * MOST_BYTES:
-            with contextlib.suppress(ValueError):  # no UTF-8, or no digits
+            with contextlib.suppress(ValueError):  # not UTF-8, or no hexadecimal digits
                 signed = bytes.fromhex(found.decode())
         if len(signed) < 32:
             raise self._strange(key, f"what rank {rank} has signed, in hexadecimal digits", found)
@@ -256,7 +257,7 @@ class StoreMeeting(Meeting):
     def _ask(self, does: Callable[..., Any], key: str, *arguments: Any) -> Any:
         try:
             return does(f"{self._prefix}/{key}", *arguments)
-        except Exception as error:  # each store has its own
+        except Exception as error:  # each store has its own types of error
             raise GroupError(
                 f"group '{self.group}': rank {self.rank} on host {self.host} cannot reach torch.distributed's store, "
                 f"or that cannot {does.__name__} '{clipped(self._prefix)}/{key}': {clipped(error)}"
