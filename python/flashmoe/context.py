@@ -171,8 +171,8 @@ class Context:
       bytes); all other tensors are contiguous. A call launches one kernel on PyTorch's current stream and returns.
       (Among several ranks, a call that keeps what gradients need makes three launches and waits for a count.) The calls
       of a context must follow one another on the device. A call can be captured into a CUDA graph, once a call like it
-      has been made before the capture. The first call of a dtype and activation compiles its kernels (see ``flashmoe
-      compile``).
+      has been made before the capture. The first call of a dtype and activation compiles its kernels (see
+      ``flashmoe compile``).
 
     Parameters
     ----------

@@ -33,8 +33,8 @@ class HeapError(FlashMoEError):
 
 
 class LimitExceeded(InvalidArgument, HeapError):
-    """An argument is larger than the context was made for. The call's argument is invalid, because the context's memory
-    is too small for it."""
+    """An argument is more than the context was made for. It is an `InvalidArgument` of the call, and a `HeapError`: the
+    context's memory is too small for the call."""
 
 
 class UnknownOption(InvalidArgument, TypeError):

@@ -101,9 +101,9 @@ ALONE = KeptRows(0, 0, 0, *NO_ROOM)
 
 
 def weights_by_bias(tensors: Tensors, given: Mapping[str, Any], ids: Any) -> Any:
-    """The part of combine weights' gradients that comes from `down_bias`, since such a gradient is ``dY . (down a +
-    bias)``: [T, K] float64, None without the bias. `given` as in `Engine.backward`; `ids` [T, K], negative where there
-    is no row."""
+    """The part of combine weights' gradients that comes from `down_bias`. Such a gradient is ``dY . (down a + bias)``.
+    [T, K] float64, None without the bias. `given` as in `Engine.backward`; `ids` [T, K], negative where there is no
+    row."""
     if tensors.down_bias is None:
         return None
     of_bias = given["y"].double() @ tensors.down_bias.double().T

@@ -70,9 +70,9 @@ def moe_reference(
         S[t] = the top_k experts of largest l[t]; of equal ones the lower ids
         w[t,e] = g[t,e] / C[t],  C[t] = sum of g[t,e] over S[t]     (renormalize; otherwise C[t] = 1)
 
-    With ``score="sigmoid"`` g[t,e] is 1 / (1 + exp(-l[t,e])), and C[t] + 1e-20 takes the place of C[t]. `choice_values`
-    says how `choice_bias` and groups change S. With `round_logits` l is rounded to x's type. `routed_scale` multiplies
-    w. y[t] is NaN for a token of `no_choice`. Given ids of -1 are no experts.
+    With ``score="sigmoid"`` g[t,e] is 1 / (1 + exp(-l[t,e])), and 1e-20 is added to C[t]. `choice_values` says how
+    `choice_bias` and groups change S. `round_logits`: l is rounded to x's type. `routed_scale` multiplies w. For tokens
+    of `no_choice` y[t] is NaN. Given ids of -1 are no experts.
 
     Experts and combination (``act`` by element; swiglu: silu of the first I rows times the last I rows)::
 
@@ -90,13 +90,12 @@ def moe_reference(
     is given.
 
     These are equations 5.1 (the expert), 5.2 (C) and 5.3 (the weighted sum) of the FlashDMoE thesis. The capacity is
-    that of GShard (Lepikhin et al., 2020, algorithm 1): with ``capacity_factor`` c, an expert accepts the first ceil(c
-    T K / E) of this rank's tokens that chose it, in token order. The terms of other tokens are left out of the sum; the
-    remaining weights stay as they are.
+    that of GShard (Lepikhin et al., 2020, algorithm 1): with ``capacity_factor`` c, an expert takes the first ceil(c T
+    K / E) of this rank's tokens that chose it, in token order. Terms of other tokens are left out of the sum; the other
+    weights stay as they are.
 
-    Shapes: gate_up_proj [E, 2I, H] with a gate, else [E, I, H]; down_proj [E, H, I]; router [E, H];
-    router_bias [E]; gate_up_bias [E, 2I or I]; down_bias [E, H]. Any float dtype; all of it is computed in
-    float64.
+    Shapes: gate_up_proj [E, 2I, H] with a gate, else [E, I, H]; down_proj [E, H, I]; router [E, H]; router_bias [E];
+    gate_up_bias [E, 2I or I]; down_bias [E, H]. Any float dtype; everything is computed in float64.
     """
     x = np.asarray(x)
     if topk_ids is None:

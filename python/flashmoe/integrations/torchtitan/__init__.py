@@ -1,7 +1,7 @@
 """FlashMoE in torchtitan 0.3; see docs/torchtitan.md.
 
-This is an override, which torchtitan gets by name: ``--override.imports
-flashmoe.integrations.torchtitan.flashmoe_experts``.
+This is an override, which torchtitan gets by name:
+``--override.imports flashmoe.integrations.torchtitan.flashmoe_experts``.
 """
 
 from __future__ import annotations
