@@ -229,12 +229,12 @@ class Context:
         held back until this number of GEMM0 tasks are ahead of them, while there are GEMM0 tasks. ``raster``: the
         number of tiles in a band of tasks. ``window``: the number of tasks published ahead. ``gemm1_lists``: 2: GEMM1
         tasks with rows of other ranks' tokens go first; 1: all GEMM1 tasks of an expert go side by side. ``own_first``:
-        with n, one in n of the rank's experts begins with its own rows; the others begin when the rows of another rank
-        are there. ``senders``: the number of thread blocks that send rows to mapped memory before they compute, as far
-        as there are blocks that form no tiles. The profile changes no bit of a result, and may differ from rank to
-        rank. Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E and K, with the
-        number of tokens nearest to `max_tokens` (see ``flashmoe.tuning.profiles``); ``{}``: the built-in order,
-        whatever is stored.
+        with n, one in n of the rank's experts begins with rows of the rank's own tokens; the others begin when the rows
+        of another rank are there. ``senders``: the number of thread blocks that send rows to mapped memory before they
+        compute, as far as there are blocks that form no tiles. The profile changes no bit of a result, and may differ
+        from rank to rank. Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E and
+        K, with the number of tokens nearest to `max_tokens` (see ``flashmoe.tuning.profiles``); ``{}``: the built-in
+        order, whatever is stored.
     count_load:
         Whether calls count for `load` which experts are chosen.
     transport:

@@ -11,9 +11,10 @@ are rounded to their tensors' types in these places alone:
    dX and the router's part, before they are added.
 
 **A row of an expert.** ``z = gate_up @ x + b`` has the forward pass's error and, unless it is in float32, the error of
-place 1. ``g = dY @ down`` has the error of a dot product over H. The gradient of z is made of both. The variance of ``w
-g act'(z)`` is the sum of what the variance of each factor leads to; for act' this is found with the second derivative.
-Where act' jumps (relu at 0, the limits of a clamp) and z is within 8 standard deviations of the jump, engine and
+place 1. ``g = dY @ down`` has the error of a dot product over H. The gradient of z is made of both. Its variance, that
+of ``w g act'(z)``, is the sum of what the variance of each factor leads to; for act' this is found with the second
+derivative. Where act' jumps (relu at 0, the limits of a clamp) and z is within 8 standard deviations of the jump,
+engine and
 reference may be on different sides: the deviation is then the jump. The gradient of w is ``a . g + b . dY``, added up
 in float64.
 
@@ -382,7 +383,7 @@ class _Expert:
         dx, dx_variance = layer.linear(factor, factor_variance, up.T, 0.0)
         if on_gpu_input:
             of_weight = (of_plain * u).sum(axis=1)
-            # An error of u is an error of w's other factor, too: both add up.
+            # An error of u is an error of z and so of its gradient, too: both add up.
             variance = 2.0 * (of_plain_variance * u**2 + of_plain**2 * u_variance).sum(axis=1) + _of_sum(of_plain * u)
         elif on_input:
             of_weight, variance = (dx * x).sum(axis=1), (dx_variance * x**2).sum(axis=1)

@@ -58,8 +58,8 @@ _ABSENT = DeviceOperand(0, (), "", 0, 0)
 _INFERENCE, _FORWARD, _BACKWARD = range(3)  # cuda::Pass
 machines: tuple[int, ...] = ()
 """For tests: the machine of each rank of a group, as the group is to see it, by rank. Empty: all ranks are on one
-machine, as they really are. Calls of layers without gradients then go as between machines (docs/protocol.md), by mapped
-memory."""
+machine, as they really are. With machines given, calls of layers without gradients go as between machines
+(docs/protocol.md), although by mapped memory."""
 _DRIFT_SECONDS = 0.01  # longer than the time between most calls and their reading
 _REACH = 32 << 30  # bytes that x may span: the kernel counts in 16-byte units, in 31 bits
 _MOST_APART = 1 << 40  # bytes: strides of a tensor map are less

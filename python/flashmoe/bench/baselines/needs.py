@@ -1,5 +1,4 @@
-"""What a baseline needs of an installation, a machine and a layer. Where something is lacking, this is why it is
-absent."""
+"""What a baseline needs of an installation, a machine and a layer. A baseline is absent if something is lacking."""
 
 from __future__ import annotations
 
