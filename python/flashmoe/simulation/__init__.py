@@ -49,8 +49,8 @@ def simulate(
     """Simulate one call of a layer of this shape, bfloat16, of `tokens` tokens on each of `machines` x `gpus` GPUs.
 
     `nic_gb_s` is what a GPU's network interface carries each way, in GB/s. Tokens choose experts evenly, drawn by
-    `seed`. `folded` (the default with several machines): the machines choose alike, and only the first machine's ranks
-    are simulated; False: all ranks are. Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
+    `seed`. Several machines choose alike; of these only the first machine's ranks are simulated, unless `folded` is
+    False. Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
     """
     for name, value, most in (
         ("tokens", tokens, MOST_TOKENS),
