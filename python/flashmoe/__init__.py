@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`flashmoe.nn`, which imports PyTorch, when it is first asked for."""
+    """Imports `flashmoe.nn` when it is first used, because it imports PyTorch."""
     if name != "nn":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

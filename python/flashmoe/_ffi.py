@@ -1,4 +1,4 @@
-"""The compiled library: loading it, and its errors as this package's exceptions."""
+"""Loads the compiled library, and maps the library's errors to this package's exceptions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LIBRARY = pathlib.Path(__file__).parent / "lib" / "libflashmoe.so"
 
 @functools.cache
 def library() -> Any:
-    """The loaded library. Raises `FlashMoEError` if it is not there or cannot be loaded."""
+    """The loaded library. Raises `FlashMoEError` if the library is missing or cannot be loaded."""
     with deferred():
-        import tvm_ffi  # not sooner: it imports PyTorch where that is installed, which takes seconds
+        import tvm_ffi  # not at the top: where PyTorch is installed, this imports it, which takes seconds
 
     if not _LIBRARY.exists():
         raise errors.FlashMoEError(
@@ -36,7 +36,7 @@ def library() -> Any:
     ):
         tvm_ffi.register_error(f"flashmoe.{kind.__name__}", kind)
     try:
-        # By path first: the loader then finds it by name wherever the two packages are installed.
+        # Loaded by its path first: the loader then finds it by name, wherever the two packages are installed.
         ctypes.CDLL(str(pathlib.Path(scipy_openblas32.get_lib_dir()) / "libscipy_openblas.so"))
         return tvm_ffi.load_module(str(_LIBRARY))
     except (OSError, RuntimeError) as error:
@@ -44,10 +44,10 @@ def library() -> Any:
 
 
 def layout_fields(engine: str, limits: dict[str, int], machines: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """The fields of heap and workspace that the engine makes of these limits (`flashmoe.limits.ContextSpec.limits`),
-    for ranks on these machines, by rank; none: all on one.
+    """The fields of heap and workspace that the engine lays out for `limits` (`flashmoe.limits.ContextSpec.limits`).
 
-    Each is a dict of name, region ("heap" or "workspace"), shape (a tuple), elem_bytes, bytes, writer and why.
+    `machines` has the machine of each rank, by rank; empty: all ranks are on one machine. Each field is a dict of name,
+    region ("heap" or "workspace"), shape (a tuple), elem_bytes, bytes, writer and why.
     """
     fields = library().cuda_layout_fields if engine == "cuda" else library().layout_fields
     return [

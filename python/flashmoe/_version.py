@@ -1,3 +1,3 @@
-"""This package's version, which ranks compare when they meet."""
+"""This package's version. Ranks compare their versions when they meet."""
 
 __version__ = "0.2.0"

@@ -1,9 +1,9 @@
 """Where the processors' time of a traced call went.
 
-A processor's time is what its first warp does (CPU engine: its thread), which computes tasks until there are none. Each
-nanosecond of it, from the call's start to its end, is the innermost span's that it lies in; before the first span it is
-``start``, behind the last one ``tail``. What lies between two spans is nobody's, and is told as such:
-`Account.uncovered_ns`.
+A processor's time is what its first warp does (CPU engine: its thread). This warp computes tasks until none are left.
+Each nanosecond from the call's start to its end belongs to the innermost span around it. Time before the first span is
+``start``, time after the last span is ``tail``. Time between two spans belongs to no part; `Account.uncovered_ns`
+counts it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PARTS = {
     "wait for returns": "tasks are over, and rows to sum are not there yet",
     "tail": "behind the processor's last span",
 }
-"""The parts of an account, in the order of a call, and what they are."""
+"""The parts of an account, in the order of a call, each with its meaning."""
 
 _MAIN_WARP = 0
 
 
 @dataclass(frozen=True)
 class Account:
-    """Nanoseconds of all processors of a rank in one call."""
+    """The time of all processors of a rank in one call, in nanoseconds."""
 
     rank: int
     backward: bool
@@ -48,34 +48,35 @@ class Account:
     """From the call's start to its end."""
     processors: int
     ns: dict[str, int]
-    """By part, those of `PARTS` that there are."""
+    """Nanoseconds of each part of `PARTS` that occurred."""
 
     @property
     def total_ns(self) -> int:
-        """All processors' time."""
+        """The time of all processors together."""
         return self.wall_ns * self.processors
 
     @property
     def uncovered_ns(self) -> int:
-        """What no span has."""
+        """The time that no span covers."""
         return self.total_ns - sum(self.ns.values())
 
     @property
     def covered(self) -> float:
-        """The share of the processors' time that the parts have, 0 to 1."""
+        """The share of the processors' time that the parts cover, 0 to 1."""
         return sum(self.ns.values()) / self.total_ns if self.total_ns else 1.0
 
     def shares(self) -> dict[str, float]:
-        """The parts' shares of the processors' time, and ``uncovered``: together 1."""
+        """The share of each part in the processors' time, and that of ``uncovered``: together 1."""
         total = self.total_ns or 1
         return {part: ns / total for part, ns in self.ns.items()} | {"uncovered": self.uncovered_ns / total}
 
 
 def accounts(traces: Sequence[CallTrace]) -> list[Account]:
-    """Of one call, each rank's account. `traces`: that call's, of all ranks that are known, of one engine.
+    """Each rank's account of one call. `traces`: the call's traces of all known ranks, which have the same engine.
 
-    Packets are under way until the rank's formers say that all have become tiles; on the CPU engine, which has none,
-    until the last of `traces` has dispatched. (Of few tokens, on a GPU, there are no packets.)
+    A rank waits for packets until its formers report that all packets have become tiles. The CPU engine has no formers:
+    there a rank waits for packets until the last of `traces` has dispatched. A call of few tokens on a GPU has no
+    packets.
     """
     traces = [trace.on_host_clock() for trace in traces]
     dispatched = [event.end_ns for trace in traces for event in trace.events if event.kind == "dispatch"]
@@ -84,12 +85,12 @@ def accounts(traces: Sequence[CallTrace]) -> list[Account]:
 
 
 def account(trace: CallTrace) -> Account:
-    """The same of a rank by itself."""
+    """The account of one rank, from its trace alone."""
     return accounts([trace])[0]
 
 
 class Piece(NamedTuple):
-    """A stretch of time, the span that it lies in, and the span around that, if there is one."""
+    """A stretch of time, with the span that it lies in and the span around that span, if there is one."""
 
     start_ns: int
     end_ns: int
@@ -98,7 +99,7 @@ class Piece(NamedTuple):
 
 
 def pieces(events: Iterable[Event]) -> Iterator[Piece]:
-    """One warp's time, cut where its innermost span changes; in order, and never twice the same time."""
+    """One warp's time in order, cut where the innermost span changes. No time occurs twice."""
     stack: list[Event] = []
     now = 0
 
@@ -131,7 +132,7 @@ def _account(trace: CallTrace, dispatched_ns: int) -> Account:
         if not events:
             continue
         ns["start"] += min(event.start_ns for event in events) - trace.start_ns
-        if number not in trace.left_out:  # else what is behind the last one is not known
+        if number not in trace.left_out:  # otherwise what follows the last event is not known
             ns["tail"] += trace.end_ns - max(event.end_ns for event in events)
         for piece in pieces(events):
             if piece.event.kind == "wait":

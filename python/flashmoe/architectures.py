@@ -1,8 +1,9 @@
-"""What published models' Mixture-of-Experts layers are to `flashmoe.moe`: a row for each, by the ``model_type`` of its
+"""How `flashmoe.moe` computes the Mixture-of-Experts layers of published models: one row for each ``model_type`` of a
 ``config.json``.
 
 A row says which keys of the configuration decide on the layer, and what is the same in all models of its kind. Names of
-tensors need no row, but for those that not every layer has: `flashmoe.checkpoint` finds out what there is.
+tensors need no row, except those of tensors that only some layers have: `flashmoe.checkpoint` finds out which tensors
+there are.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ UNGATED = {
     "gelu_fast": "gelu_tanh",
     "gelu_accurate": "gelu_tanh",
 }
-"""The operator's activation of experts without a gate, by Transformers' name."""
+"""The operator's activation for experts without a gate, by Transformers' name."""
 
 GATED = {name: BY_GATE[plain] for name, plain in UNGATED.items() if plain in BY_GATE}
-"""The same of experts with a gate, by Transformers' name for what is applied to the gate."""
+"""The operator's activation for experts with a gate, by Transformers' name of the function that is applied to the gate.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,27 +41,28 @@ class Architecture:
 
     name: str
     width: str = "moe_intermediate_size"
-    """The configuration's key of I."""
+    """The configuration's key for I."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `flashmoe.moe` that all models of the kind have."""
+    """Arguments of `flashmoe.moe` that have the same value in all models of the kind."""
     keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    """Arguments of `flashmoe.moe` that the configuration says: its key, and what a configuration without it means."""
+    """Arguments of `flashmoe.moe` that the configuration gives: its key, and the value if the key is missing."""
     only: Mapping[str, str] = field(default_factory=dict)
-    """Keys of which the operator computes one value: that value."""
+    """Keys for which the operator computes only one value: that value."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Names in the block of further tensors, by the arguments of `flashmoe.moe`; a layer has all of them."""
+    """Names of further tensors in the model's block, by the arguments of `flashmoe.moe`. Every layer has all of them.
+    """
     own_router: str = ""
-    """The rule of a router that the operator does not compute."""
+    """The rule of the router, if the operator does not compute this rule."""
     quantised: tuple[str, ...] = (FP8,)
-    """Element types of weights in quantised checkpoints of the kind. In MXFP4 matrices are not transposed, since blocks
-    lie along what a product contracts, whatever `options` say of others."""
+    """Element types of weights in quantised checkpoints of the kind. Matrices in MXFP4 are never transposed, whatever
+    `options` say, because blocks lie along the dimension that a product sums over."""
 
 
 _NORMALISED = {"renormalize": ("norm_topk_prob", True)}
 _NOT_NORMALISED = {"renormalize": ("norm_topk_prob", False)}
 _LINEAR = {"round_logits": True}  # the router is a linear layer of the model's type
 _OF_CHOICE = {
-    "options": {"score": "sigmoid"},  # of logits that are float32
+    "options": {"score": "sigmoid"},  # the logits are float32
     "keys": _NORMALISED
     | {"groups": ("n_group", 1), "top_groups": ("topk_group", 1), "routed_scale": ("routed_scaling_factor", 1.0)},
     "only": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
@@ -103,12 +106,12 @@ ARCHITECTURES = {
 }
 
 PLAIN = Architecture("a plain layer", keys=_NOT_NORMALISED)
-"""Of a configuration that names no model."""
+"""The row for a configuration that names no model."""
 
 
 def architecture_of(config: dict[str, Any] | None) -> Architecture:
-    """The row of a configuration; of none, or one that names no model, `PLAIN`. Raises `CheckpointError` for a model
-    that has no row, and for what the row's `only` excludes."""
+    """The row for a configuration; `PLAIN` if there is none, or if it names no model. Raises `CheckpointError` for a
+    model that has no row, and for a value that the row's `only` excludes."""
     kind = (config or {}).get("model_type")
     if kind is None:
         return PLAIN
@@ -131,8 +134,9 @@ def rule_of(
     renormalize: bool | None,
     activation: str | None,
 ) -> dict[str, Any]:
-    """The arguments of `flashmoe.moe` that are no tensors, for a layer with so many experts, with a gate or without.
-    `top_k`, `renormalize` and `activation` go before the configuration. Raises `CheckpointError`."""
+    """The arguments of `flashmoe.moe` that are not tensors, for a layer with this number of experts, with a gate or
+    without. `top_k`, `renormalize` and `activation` take precedence over the configuration. Raises `CheckpointError`.
+    """
     rule = dict(row.options)
     for option, (key, default) in row.keys.items():
         rule[option] = _checked(option, default if config is None else config.get(key, default), key)
@@ -146,7 +150,7 @@ def rule_of(
 
 
 def _checked(option: str, value: Any, key: str | None = None) -> Any:
-    """`value`, if it may be that option's."""
+    """`value`, if the option accepts it. Raises `CheckpointError`."""
     kinds = {
         "renormalize": ("true or false", lambda: isinstance(value, bool)),
         "groups": ("an integer of at least 1", lambda: is_count(value) and value > 0),
@@ -163,7 +167,7 @@ def _checked(option: str, value: Any, key: str | None = None) -> Any:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether it is a number that float32 holds."""
+    """Whether `value` is a number that float32 can hold."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**127
 
 
@@ -178,7 +182,8 @@ def _top_k(top_k: int | None, config: dict[str, Any] | None, experts: int) -> in
 
 
 def _activation(fixed: str | None, given: str | None, config: dict[str, Any] | None, gated: bool) -> str:
-    """The architecture's own, the argument, the config's hidden_act, or SwiGLU for gated experts."""
+    """The first of these: the architecture's own activation, the argument, the config's hidden_act, SwiGLU for gated
+    experts."""
     known, experts = (GATED, "gated") if gated else (UNGATED, "ungated")
     if given is None and fixed is None:
         name = (config or {}).get("hidden_act", "silu" if gated else None)

@@ -1,4 +1,4 @@
-"""The arguments of `flashmoe.moe`, and what they say of the layer: checked, as far as the engines ask it in common."""
+"""The arguments of `flashmoe.moe`: the checks that both engines share, and the layer that the arguments describe."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from .spec import (
 from .tensors import Described
 
 AsOperand = Callable[[str, Any, str, tuple[str, ...]], Described]
-"""(name, tensor, what is expected of it in words, its element types) -> operand; raises `InvalidArgument`."""
+"""(name, tensor, the expectation in words, the allowed element types) -> operand. Raises `InvalidArgument`."""
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call, as its caller gives them; None where there is none. See `flashmoe.moe`."""
+    """The tensors of a call, as its caller gives them; None for a tensor that is not given. See `flashmoe.moe`."""
 
     x: Any
     gate_up_proj: Any
@@ -72,96 +72,107 @@ class Tensors(NamedTuple):
 
     @property
     def of_layer(self) -> tuple[Any, ...]:
-        """Weights, their scales and biases, which stay the same from call to call."""
+        """Weights, their scales and biases. They stay the same from call to call."""
         return self[1:-5]
 
     @property
     def written(self) -> tuple[Any, Any]:
-        """What the call writes to: `load` and `router_logits`."""
+        """The tensors that the call writes to: `load` and `router_logits`."""
         return self[-2:]
 
 
 SCALES = (*SCALE_OF.values(), "x_scale")
-"""The scales among `Tensors`, in their order."""
+"""The names of all scales among `Tensors`, in their order."""
 
 WRITTEN = {"load": ("[E] int64", "int64"), "router_logits": ("[T, E] float32", "float32")}
-"""What `Tensors.written` are, in words, and their element types."""
+"""For each tensor of `Tensors.written`: its shape and type in words, and its element type."""
 
 
 class LayerOptions(TypedDict, total=False):
-    """What layers of published models differ in besides `Options`' first seven; see docs/models.md."""
+    """Options in which layers of published models differ, besides the first seven of `Options`; see docs/models.md."""
 
     score: str
-    """With a router: ``"softmax"`` (default) of the logits over all E, or ``"sigmoid"`` of each."""
+    """With a router: ``"softmax"`` (default) of the logits of all E experts, or ``"sigmoid"`` of each logit."""
     round_logits: bool
-    """With a router: whether its logits are first rounded to x's type, as the results of a linear layer are."""
+    """With a router: whether its logits are first rounded to x's type, as a linear layer rounds its results."""
     groups: int
-    """With a router: E / groups neighbouring experts are a group; default 1."""
+    """With a router: the number of groups that experts form. E / groups neighbouring experts are a group. Default 1."""
     top_groups: int
-    """Only experts of so many groups are chosen from: those whose two best scores have the largest sum (DeepSeek-V3,
-    section 2.1.2); default: all."""
+    """The number of groups from which experts are chosen. These are the groups whose two best scores have the largest
+    sum (DeepSeek-V3, section 2.1.2). Default: all groups."""
     routed_scale: float
-    """With a router: multiplies the weights, in the end; default 1."""
+    """With a router: a factor that multiplies the weights at the end; default 1."""
     limit: float
-    """Of ``clamped_swiglu``, ``g sigmoid(alpha g) (u + up_offset)`` with ``g = min(gate, limit)`` and u = up within
-    plus and minus `limit`; default: none."""
+    """For ``clamped_swiglu``, which is ``g sigmoid(alpha g) (u + up_offset)`` with ``g = min(gate, limit)`` and u = up,
+    clamped to plus and minus `limit`. Default: no limit."""
     alpha: float
-    """Of the same; default 1."""
+    """For ``clamped_swiglu``; default 1."""
     up_offset: float
-    """Of the same; default 0."""
+    """For ``clamped_swiglu``; default 0."""
     interleaved: bool
-    """With a gate: gate_up_proj's rows and gate_up_bias's elements are gate, up, gate, up, ..."""
+    """With a gate: the rows of gate_up_proj and the elements of gate_up_bias are in the order gate, up, gate, up, ...
+    """
     transposed: bool
     """gate_up_proj is [El, H, 2I or I] and down_proj [El, I, H]."""
     weights_on_input: bool
     """A token's weights scale its row before the experts, instead of the experts' results."""
     slices: int
-    """Into how many slices each expert is cut, which may be on different ranks (see `flashmoe.slices`); default 1. I is
-    a slice's, El counts slices, and a placement has an entry for each: those of expert 0, of expert 1, ... Returns are
-    ``"reduced"``. Of `down_bias` all rows must be 0 but those of first slices, since each slice adds its own."""
+    """The number of slices into which each expert is cut; default 1. The slices of an expert may be on different ranks
+    (see `flashmoe.slices`). I is the width of a slice, El counts slices, and a placement has an entry for each slice:
+    first those of expert 0, then those of expert 1, ... The return mode is ``"reduced"``. In `down_bias` all rows must
+    be 0 except those of first slices, since each slice adds its own row."""
 
 
 class CallOptions(LayerOptions, total=False):
-    """What `flashmoe.moe` takes besides: options of the layer; scales of what is in FP8, float32, or in MXFP4, uint8,
-    contiguous (docs/fp8.md, docs/mxfp4.md); and contiguous tensors, where x is, that the call writes to. On a GPU the
-    launch does that, also in a replayed graph; where PyTorch is given an operator, what comes behind it. What a call
-    that fails leaves in them is undefined."""
+    """What `flashmoe.moe` takes besides: options of the layer, scales, and tensors that the call writes to.
+
+    Scales belong to quantised tensors: float32 for FP8 (docs/fp8.md), uint8 for MXFP4 (docs/mxfp4.md), contiguous. The
+    tensors that the call writes to are contiguous and lie where x is. On a GPU the launch writes them, also in a
+    replayed graph. Where PyTorch is given an operator, an operation after this operator writes them. Their contents are
+    undefined after a call that fails.
+    """
 
     shared_up: Any
-    """[Is, H], of x's type. The shared expert's up, where that is a matrix of its own: shared_gate_up is then the gate
-    alone, [Is, H]. Both are read where they are, and each has its gradient. Refused, by `InvalidArgument`, with an
-    activation without a gate, with quantised weights, `interleaved` and `transposed`."""
+    """[Is, H], of x's type. The shared expert's up matrix, where it is a matrix of its own: shared_gate_up is then the
+    gate alone, [Is, H]. The call reads both matrices where they are, and each has its own gradient. Refused, by
+    `InvalidArgument`, with an activation without a gate, with quantised weights, with `interleaved` and with
+    `transposed`."""
     gate_up_scale: Any
-    """Of gate_up_proj in float8_e4m3fn, and so are the other matrices: what its elements are multiplied by. One for
-    each block of 128 rows and columns, [El, 2 ceil(I / 128), ceil(H / 128)], or ceil(I / 128) without a gate, as
-    ``_scale_inv`` of checkpoints; or for each row, [El, 2I or I, 1]; or each matrix, [El, 1, 1]. All of a layer are of
-    one kind. Of gate_up_proj in MXFP4, [El, 2I or I, H / 32, 16] uint8: e8m0, [El, 2I or I, H / 32]."""
+    """Scales of gate_up_proj in float8_e4m3fn: factors of its elements. The other matrices then have this type too.
+    There is one scale for each block of 128 rows and columns, [El, 2 ceil(I / 128), ceil(H / 128)] (without a gate
+    ceil(I / 128) instead of 2 ceil(I / 128)), as ``_scale_inv`` of checkpoints; or one for each row, [El, 2I or I, 1];
+    or one for each matrix, [El, 1, 1]. All scales of a layer are of one kind. With gate_up_proj in MXFP4, [El, 2I or I,
+    H / 32, 16] uint8, the scales are e8m0, [El, 2I or I, H / 32]."""
     down_scale: Any
-    """The same of down_proj: [El, ceil(H / 128), ceil(I / 128)], [El, H, 1] or [El, 1, 1]; [El, H, I / 32]."""
+    """Scales of down_proj, of the same kinds: [El, ceil(H / 128), ceil(I / 128)], [El, H, 1] or [El, 1, 1]; for MXFP4
+    [El, H, I / 32]."""
     shared_gate_up_scale: Any
-    """Of the shared expert's matrices: without El, of its width Is."""
+    """Scales of the shared expert's matrices: the same shapes without El, and with its width Is."""
     shared_down_scale: Any
     x_scale: Any
-    """[T, ceil(H / 128)]. Of x in float8_e4m3fn, with such weights and given routing; y is then bfloat16."""
+    """[T, ceil(H / 128)]. Scales of x in float8_e4m3fn. The weights then have this type too, and the routing is given;
+    y is bfloat16."""
     load: Any
-    """[E] int64. The call adds to it how many of this rank's (token, k) chose each expert, those that a capacity then
-    drops among them; a shared expert has no place in it. A group's load is the sum of its ranks'."""
+    """[E] int64. The call adds to each element how many of this rank's pairs (token, k) chose the expert, including
+    pairs that a capacity then drops. The shared expert has no element. A group's load is the sum of its ranks' loads.
+    """
     router_logits: Any
-    """[T, E] float32. With a router: the logits that scores are made of, with `router_bias`, rounded where
-    `round_logits` says so."""
+    """[T, E] float32. With a router: the logits from which scores are computed, with `router_bias`, and rounded if
+    `round_logits` is set."""
     redispatch: bool | None
-    """Several ranks: whether a call keeps for its gradients none of the rows of other ranks' tokens, and the backward
-    pass sends x once more (docs/training.md). Bits are the same. All ranks alike. Default: the context's; only one that
-    was made with `redispatch` has room for it."""
+    """Several ranks: whether a call that keeps what its gradients need leaves out the rows of other ranks' tokens, so
+    that the backward pass sends x once more (docs/training.md). Results have the same bits. All ranks pass the same
+    value. Default: the context's. Only a context that was made with `redispatch` has room for this."""
     strict: bool
-    """With a router: whether a token of this rank's whose logits are NaN or infinite raises `BadRow`, which names it,
-    when the call is over. Default: False; its y is NaN, and ``ctx.last_call.bad_rows`` counts it. Ranks may differ."""
+    """With a router: whether the call raises `BadRow` if the logits of one of this rank's tokens are NaN or infinite.
+    The error names the token, and is raised when the call is over. Default: False; the token's y is then NaN, and
+    ``ctx.last_call.bad_rows`` counts the token. Ranks may differ."""
 
 
 class Options(NamedTuple):
-    """What the caller says of the layer besides its tensors. See `flashmoe.moe`.
+    """What the caller says about the layer besides its tensors. See `flashmoe.moe`.
 
-    With the tensors and the context it decides on the `LayerSpec`.
+    Options, tensors and context together decide on the `LayerSpec`.
     """
 
     top_k: int | None = None
@@ -192,7 +203,7 @@ class Arguments:
     """A call's arguments as an engine takes them."""
 
     operands: dict[str, Any]
-    """The tensors that are given, by name, as the engine's operands."""
+    """The given tensors by name, as the engine's operands."""
     tokens: int
     """T."""
     layer: LayerSpec
@@ -200,7 +211,7 @@ class Arguments:
 
 
 def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options) -> Arguments:
-    """Everything that can be told without looking at a value."""
+    """Checks everything that can be checked without looking at a value."""
     options = checked_values(options)
     operands = _float_operands(as_operand, tensors, options.transposed)
     operands |= _given_routing(as_operand, tensors, y_type(operands["x"].dtype))
@@ -217,7 +228,7 @@ def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options)
 
 
 def resolved(room: Room, layer: LayerSpec, options: Options, placement: placements.Placement, tokens: int) -> LayerSpec:
-    """The layer with the return mode and the capacity factor that its calls have, once they are known to fit.
+    """The layer with the return mode and the capacity factor of its calls, after checking that they fit the context.
 
     Raises `InvalidArgument` and `LimitExceeded`.
     """
@@ -229,8 +240,8 @@ def resolved(room: Room, layer: LayerSpec, options: Options, placement: placemen
 
 
 def redispatches(room: Room, options: Options) -> bool:
-    """Whether a call that keeps what its gradients need leaves out the rows of other ranks' tokens, since its backward
-    pass sends x again. Raises `InvalidArgument` where the context has no room for that."""
+    """Whether a call that keeps what its gradients need leaves out the rows of other ranks' tokens, so that its
+    backward pass sends x again. Raises `InvalidArgument` if the context has no room for that."""
     has = bool(room.limits["redispatch"])
     if room.ranks == 1:
         return False
@@ -240,8 +251,8 @@ def redispatches(room: Room, options: Options) -> bool:
 
 
 def as_plain_values(options: Options) -> Options:
-    """`options` with values of the types that PyTorch's operator takes, and the placement as it does. Raises
-    `InvalidArgument`."""
+    """`options` with values of the types that PyTorch's operator takes; the placement too is in the operator's form.
+    Raises `InvalidArgument`."""
     options = checked_values(options)
     top_k, mode, factor, placement = options.top_k, options.return_mode, options.capacity_factor, options.placement
     if mode is not None:
@@ -254,7 +265,8 @@ def as_plain_values(options: Options) -> Options:
 
 
 def checked_values(options: Options) -> Options:
-    """`options` with those that stand for themselves checked, and of their own types. Raises `InvalidArgument`."""
+    """`options`, in which all values that can be checked alone are checked and have their own types. Raises
+    `InvalidArgument`."""
     activation = one_of("activation", options.activation, ACTIVATIONS)
     limit = math.inf if options.limit is None else positive("limit", options.limit)
     checked = options._replace(
@@ -287,17 +299,17 @@ def checked_values(options: Options) -> Options:
 
 
 def placement_of(room: Room, placement: placements.Placement | None, experts: int) -> placements.Placed:
-    """The call's placement of E experts, or of all their slices: the given one, else the context's where it fits, else
-    the default."""
+    """The call's placement of E experts, or of all their slices: the given one, else the context's if its length is
+    right, else the default."""
     if placement is None and experts == len(room.placement):
         return room.placement
     return placements.checked(placement, experts, room.ranks)
 
 
 def resolved_return_mode(room: Room, return_mode: str | None, top_k: int, slices: int = 1) -> str:
-    """Resolves the default and ``auto``: the context's mode, if it has one (that of the CUDA engine always has), else
-    the one that sends fewer rows. A token's rows number K with `direct`, and at most min(K, R) with `reduced`, which
-    costs one more pass over them."""
+    """The return mode of a call; without `return_mode`, the context's. For ``auto`` it is the context's mode, if that
+    is fixed (as always with the CUDA engine), else the mode that sends fewer rows. A token has K rows with `direct`,
+    and at most min(K, R) with `reduced`, which costs one more pass over the rows."""
     has = room.layer.return_mode
     mode = has if return_mode is None else return_mode
     one_of("return_mode", mode, RETURN_CHOICES)
@@ -315,8 +327,8 @@ def resolved_return_mode(room: Room, return_mode: str | None, top_k: int, slices
 
 
 def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.Placement, tokens: int) -> None:
-    """A call with that return mode against what the memory of the ranks' contexts was made for. Alike on all ranks but
-    for T, H to K."""
+    """Checks a call with this return mode against the memory for which the ranks' contexts were made. T and H to K are
+    this rank's own; all ranks decide the rest alike."""
     limits = room.limits
     for name, size in (
         ("max_tokens", tokens),
@@ -359,7 +371,7 @@ def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.
 
 
 def beyond_limit(name: str, most: int, got: int) -> LimitExceeded:
-    """Of the context's limit of that name, the error of a call that has more."""
+    """The error of a call that exceeds the context's limit of that name."""
     if name == "max_tokens":
         return LimitExceeded(f"x: expected at most max_tokens={most} tokens, the context's limit, got T={got}")
     return LimitExceeded(f"{name}: expected at most {most}, the context's limit, got {got}")
@@ -375,13 +387,14 @@ def checked_capacity(room: Room, factor: float | None, layer: LayerSpec, placeme
 
 
 def _check_rows(room: Room, factor: float, layer: LayerSpec, placement: placements.Placement) -> None:
-    """The rows that the call may keep against what the context has room for, on any rank.
+    """Checks the rows that the call may keep against the room that the context has for them, on any rank.
 
-    Of one rank's tokens an expert keeps at most C = ceil(f T K / E) rows, and a rank's El experts El C; the context has
-    room for the El C of its own f, T, K, E and El. A call's f, T and K are no larger than these. Nor is its C if it has
-    as many experts; with fewer, C grows as E shrinks, and El C with the largest share El / E of the experts that a rank
-    holds (and by rounding: C is a whole number). So the product decides, here: for the rank that holds most experts and
-    for as many tokens as any may have, since the rows come from all ranks; and all ranks decide alike.
+    An expert keeps at most C = ceil(f T K / E) rows of one rank's tokens, and the El experts of a rank keep El C. The
+    context has room for El C, computed from its own f, T, K, E and El. The call's f, T and K are no larger than the
+    context's. The call's C is no larger either, if it has as many experts. With fewer experts C grows as E shrinks, and
+    El C grows with the largest share El / E of the experts that a rank holds (and by rounding, since C is a whole
+    number). So this function compares the product El C, for the rank that holds most experts and for the most tokens
+    that any rank may have, since rows come from all ranks. All ranks therefore decide alike.
     """
     library, limits = _ffi.library(), room.limits
     experts, top_k = layer.experts, layer.top_k
@@ -397,17 +410,17 @@ def _check_rows(room: Room, factor: float, layer: LayerSpec, placement: placemen
 
 
 def y_type(x_type: str) -> str:
-    """The element type of y, and of all that is not quantised."""
+    """The element type of y, and of everything that is not quantised."""
     return "bfloat16" if x_type == FP8 else x_type
 
 
 def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -> dict[str, Described]:
-    """The float tensors that are given, checked to be of one element type: that of x. But for the choice's bias, which
-    is of scores, and these are float32; and for what is quantised."""
+    """The given float tensors, checked to have the element type of x. Two kinds have other types: `choice_bias` is
+    float32, as scores are, and quantised tensors."""
     known = (*DTYPES, FP8)
     operands: dict[str, Described] = {}
     scale_type = "float32"
-    for name, tensor in zip(Tensors._fields, tensors.floats, strict=False):  # they come first
+    for name, tensor in zip(Tensors._fields, tensors.floats, strict=False):  # floats are the first fields
         if tensor is None and name not in ("x", "gate_up_proj", "down_proj"):
             continue
         if name == "choice_bias":
@@ -447,7 +460,7 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
 
 
 def _numbers(name: str, each: Described) -> Described:
-    """What the operand's elements stand for: matrices whose elements are packed, as what they are of. Raises
+    """The operand as matrices of numbers. If its elements are packed, shape and type are those of the numbers. Raises
     `InvalidArgument`."""
     encoding = ENCODINGS.get(STORED_AS.get(each.dtype, ""))
     if encoding is None or not encoding.packed:
@@ -460,7 +473,8 @@ def _numbers(name: str, each: Described) -> Described:
 
 
 def _check_scales_given(operands: dict[str, Described]) -> None:
-    """What is quantised has scales, nothing else has any, and of x the router sees what it was before."""
+    """Checks that quantised tensors have scales, and that no other tensors have any. With x in FP8 the weights must be
+    in FP8 too, and there must be no router and no shared gate, which need x as it was before it was quantised."""
     for name, scale in ({"x": "x_scale"} | SCALE_OF).items():
         quantised = name in operands and operands[name].dtype in ENCODINGS
         if quantised and scale not in operands:
@@ -485,7 +499,7 @@ def _expect(name: str, each: Described, symbols: str, shape: tuple[int, ...]) ->
 
 
 def _given_routing(as_operand: AsOperand, tensors: Tensors, x_type: str) -> dict[str, Described]:
-    """Given ids and weights as operands; none with a router."""
+    """The given ids and weights as operands; none with a router."""
     given = {"topk_ids": tensors.topk_ids, "topk_weights": tensors.topk_weights}
     missing = [name for name, tensor in given.items() if tensor is None]
     if tensors.router is not None:
@@ -505,8 +519,8 @@ def _given_routing(as_operand: AsOperand, tensors: Tensors, x_type: str) -> dict
 
 
 def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Options) -> tuple[int, int]:
-    """E and K: of the router and the option, or of the given routing. With that, a rank alone holds all E; what several
-    hold in all, this one cannot see."""
+    """E and K: from the router and the option, or from the given routing. With given routing, a rank that is alone
+    holds all E experts. One of several ranks cannot see how many experts all ranks hold, so the placement gives E."""
     top_k = options.top_k
     if "router" in operands:
         experts = operands["router"].shape[0]
@@ -531,7 +545,7 @@ def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Opti
 
 
 def layer_of_operands(operands: Mapping[str, Described], options: Options, experts: int, top_k: int) -> LayerSpec:
-    """The layer that the operands and options are of, but for the return mode and the capacity factor."""
+    """The layer of these operands and options, without the return mode and the capacity factor."""
     x_type, weight_type = operands["x"].dtype, operands["gate_up_proj"].dtype
     inner = -2 if options.transposed else -1
     intermediate = operands["down_proj"].shape[inner]
@@ -550,7 +564,7 @@ def layer_of_operands(operands: Mapping[str, Described], options: Options, exper
 
 
 def check_quantised(layer: LayerSpec) -> None:
-    """Refuses what layers of quantised weights cannot be."""
+    """Refuses what a layer of quantised weights cannot have."""
     encoding, dtype = layer.encoding, layer.weight_type
     if encoding is None:
         return
@@ -566,7 +580,7 @@ def check_quantised(layer: LayerSpec) -> None:
 
 
 def _slices(operands: Mapping[str, Described], intermediate: int, inner: int) -> int:
-    """Into how many slices of width I the shared expert is cut."""
+    """The number of slices of width I into which the shared expert is cut; 0 if there is none."""
     given = [name for name in ("shared_gate_up", "shared_down", "shared_gate", "shared_up") if name in operands]
     if not given:
         return 0
@@ -580,8 +594,8 @@ def _slices(operands: Mapping[str, Described], intermediate: int, inner: int) ->
 
 
 def layer_of(options: Options, given: Container[str], **fields: Any) -> LayerSpec:
-    """The layer of checked options, sizes and element types (`fields`), and of the tensors whose names are in `given`;
-    but for the return mode and the capacity factor."""
+    """The layer of checked options, of sizes and element types (`fields`), and of the tensors whose names are in
+    `given`; without the return mode and the capacity factor."""
     _check_shared(given, options)
     same = ("activation", "alpha", "up_offset", "interleaved", "transposed", "weights_on_input", "exact", "renormalize")
     same += ("slices",)
@@ -598,7 +612,7 @@ def layer_of(options: Options, given: Container[str], **fields: Any) -> LayerSpe
 
 
 def _check_shared(given: Container[str], options: Options) -> None:
-    """Refuses what no published model with a shared expert has, and no engine computes."""
+    """Refuses combinations with a shared expert that no published model has and no engine computes."""
     if "shared_down" not in given:
         return
     for name in ("gate_up_bias", "down_bias"):
@@ -616,7 +630,7 @@ def _check_shared(given: Container[str], options: Options) -> None:
 
 
 def _router(given: Container[str], options: Options, experts: int, top_k: int) -> dict[str, Any]:
-    """The fields that say how experts are chosen."""
+    """The fields of the layer that say how experts are chosen."""
     by_default = Options()
     if "router" not in given:
         for name in ("score", "round_logits", "routed_scale", "groups", "top_groups"):
@@ -645,7 +659,7 @@ def _router(given: Container[str], options: Options, experts: int, top_k: int) -
 
 
 def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int, local: int) -> None:
-    """Every tensor against the layer's sizes."""
+    """Checks every tensor's shape against the layer's sizes."""
     hidden, inner, experts = layer.hidden, layer.intermediate, layer.experts
     _check_width(operands, layer)
     if hidden < 1 or inner < 1:
@@ -686,7 +700,7 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
 
 
 def _check_width(operands: dict[str, Described], layer: LayerSpec) -> None:
-    """Where experts' matrices agree on H, and x has another, it is x that is wrong."""
+    """If the experts' matrices agree on H and x has another, the error blames x."""
     x, first, down = (operands[name] for name in ("x", "gate_up_proj", "down_proj"))
     axes = (1, 2) if layer.transposed else (2, 1)
     widths = {each.shape[axis] for each, axis in zip((first, down), axes, strict=True)}
@@ -696,7 +710,7 @@ def _check_width(operands: dict[str, Described], layer: LayerSpec) -> None:
 
 
 def _weight_scales(operands: dict[str, Described], layer: LayerSpec) -> str:
-    """What shares a scale in all quantised matrices, of which the shapes are known to be the layer's."""
+    """What shares a scale, the same in all quantised matrices. Their shapes are known to be the layer's."""
     shapes = {
         name: (operands[name].shape, operands[scale].shape) for name, scale in SCALE_OF.items() if scale in operands
     }

@@ -1,7 +1,7 @@
-"""What a DLPack capsule says, looked at before anything follows its pointers.
+"""Checks what a DLPack capsule says, before anything follows its pointers.
 
-The library that takes the capsule believes all of it: as many sizes as the number of dimensions says, where there are
-none, and an address that is an offset from nowhere.
+The library that takes the capsule believes everything in it: it reads as many sizes as the number of dimensions says,
+even if there are none, and it takes an address that is only an offset from a null pointer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 MOST_DIMENSIONS = 64
-"""As NumPy has them. No operand has more than three."""
+"""NumPy's limit. No operand has more than four dimensions."""
 
 
 class DLTensor(ctypes.Structure):
@@ -33,9 +33,10 @@ class DLManagedTensor(ctypes.Structure):
 
 
 NAME = b"dltensor"
-"""Of a capsule that nobody has taken yet."""
+"""The name of a capsule that nobody has taken yet."""
 
-_python = ctypes.PyDLL(None)  # not ctypes.pythonapi, whose functions have the types that any module gave them last
+# Not ctypes.pythonapi: its functions have the types that some module gave them last.
+_python = ctypes.PyDLL(None)
 _is_valid = _python.PyCapsule_IsValid
 _is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _pointer = _python.PyCapsule_GetPointer
@@ -44,8 +45,8 @@ _pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def exported(tensor: Any) -> Any:
-    """The capsule that `tensor` exports, once it is known to be one of a tensor in memory. Raises `ValueError`, and
-    whatever the exporter does. That the memory is there is the exporter's word."""
+    """The capsule that `tensor` exports, checked to describe a tensor in memory. Raises `ValueError`, and whatever the
+    exporter raises. Only the exporter knows whether the memory exists; this is not checked."""
     capsule = tensor.__dlpack__()
     if not _is_valid(capsule, NAME):
         raise ValueError(f"expected a capsule named {NAME.decode()}")
@@ -57,7 +58,7 @@ def exported(tensor: Any) -> Any:
     shape = said.shape[: said.ndim] if said.ndim else []
     if any(size < 0 for size in shape):
         raise ValueError(f"expected sizes of 0 or more, got {shape}")
-    if said.lanes != 1:  # none and 65535 have the same name as one
+    if said.lanes != 1:  # types of 0 and of 65535 lanes have the same name as those of one
         raise ValueError(f"expected elements of one lane, got {said.lanes}")
     if 0 not in shape:
         _check_address(said.data or 0, said.byte_offset, math.prod(shape) * said.bits // 8, said.bits // 8)
@@ -65,7 +66,7 @@ def exported(tensor: Any) -> Any:
 
 
 def _check_address(data: int, offset: int, size: int, alignment: int) -> None:
-    """Raise unless `size` bytes can lie there."""
+    """Raise unless `size` bytes can lie at this address."""
     if not data:
         raise ValueError(f"expected a tensor in memory, got one at a null pointer with offset {offset}")
     if data + offset + size > 2**64:

@@ -29,31 +29,32 @@ from .tensors import refuse_unstored
 from .through_torch import is_recomputed
 from .trace import CallTrace
 
-MAX_SECONDS = 1e9  # nanoseconds in 63 bits
+MAX_SECONDS = 1e9  # their nanoseconds fit 63 bits
 
 contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""What lives of contexts, and of `flashmoe.growing.GrowingContext`, by number."""
+"""The contexts that are alive, by number, also each `flashmoe.growing.GrowingContext`."""
 _numbers = itertools.count(1)
 
 _GRADIENTS = {"y": "the gradient of y", "router_logits": "the gradient of router_logits"}
-"""What a backward pass is given by the names of results."""
+"""What error messages call the gradients that a backward pass is given, by the names of the results."""
 
 
 def next_number() -> int:
-    """A number that nothing in `contexts` has or had."""
+    """A number that no entry of `contexts` has or had."""
     return next(_numbers)
 
 
 def context_id(ctx: Context) -> int:
-    """The number that stands for `ctx` in calls of ``torch.ops.flashmoe.moe``: always the same, and never another's.
+    """The number that stands for `ctx` in calls of ``torch.ops.flashmoe.moe``. It never changes, and no other context
+    gets it.
 
-    It does not keep the context alive; calls with the number of a context that is gone raise `FlashMoEError`.
+    The number does not keep the context alive. Calls with the number of a freed context raise `FlashMoEError`.
     """
     return _checked(ctx)._number
 
 
 def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
-    """`flashmoe.moe`, where PyTorch has no part in it. Of what it raises its callers tell the group."""
+    """`flashmoe.moe`, where PyTorch has no part in it. Callers tell the group about the errors that this raises."""
     engine = _checked(ctx)._engine
     tensors, options = _as_called(ctx, tensors, options)
     with Call():
@@ -61,7 +62,7 @@ def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
 
 
 def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
-    """The same, and what its gradients need; see `flashmoe.engines.base.Engine`."""
+    """The result of `run`, and what the gradients need; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
     tensors, options = _as_called(ctx, tensors, options)
     with Call():
@@ -69,7 +70,7 @@ def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any,
 
 
 def run_backward(ctx: Context, kept: Any, counted: Any, options: Options, gradients: Gradients) -> None:
-    """The gradients of a call that left `kept` and `counted`; see `flashmoe.engines.base.Engine`."""
+    """Computes the gradients of a call that left `kept` and `counted`; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
     try:
         if options.placement is not None:
@@ -84,8 +85,8 @@ def run_backward(ctx: Context, kept: Any, counted: Any, options: Options, gradie
 
 
 def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
-    """With the load that the call counts for: its own, else the context's, but none for a call that is made again; and
-    the placement as engines have it."""
+    """`tensors` with the load that the call adds to: its own, else the context's, but none if the call is made again
+    for a recomputation. `options` with the placement as engines take it."""
     load = tensors.load
     if load is None and ctx._load is not None and _experts_of(ctx, tensors, options) == ctx.experts:
         load = ctx._load
@@ -99,7 +100,7 @@ def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensor
 
 
 def _experts_of(ctx: Context, tensors: Tensors, options: Options) -> int | None:
-    """E of a call that is as it must be."""
+    """E of a valid call; None where an invalid call has no E."""
     if tensors.router is not None:
         return next(iter(getattr(tensors.router, "shape", ())), None)
     try:
@@ -111,12 +112,12 @@ def _experts_of(ctx: Context, tensors: Tensors, options: Options) -> int | None:
 
 
 def room_of(ctx: Context) -> Room:
-    """What the context's calls may be. Raises `InvalidArgument` for what is no context."""
+    """What calls of the context may be. Raises `InvalidArgument` if `ctx` is no context."""
     return _checked(ctx)._engine.room
 
 
 def _zeros(experts: int, device: int | None) -> Any:
-    """Counters where the engine can write to them."""
+    """Counters in memory that the engine can write to."""
     if device is None:
         return np.zeros(experts, np.int64)
     import torch
@@ -131,8 +132,8 @@ def _checked(ctx: Any) -> Context:
 
 
 def _checked_name(name: Any, ranks: int) -> str | None:
-    """`name`, once it can be part of a file's name, or is that of a rank alone, which has no use for it; raises
-    `InvalidArgument`."""
+    """`name`, checked to be usable as part of a file's name. A rank that is alone may have any name, since it has no
+    use for one. Raises `InvalidArgument`."""
     if ranks == 1 and (name is None or isinstance(name, str)):
         return name
     try:
@@ -145,117 +146,123 @@ def _checked_name(name: Any, ranks: int) -> str | None:
 
 
 def _checked_timeout(timeout: Any) -> float:
-    """`timeout` in seconds, once it can be counted in nanoseconds; raises `InvalidArgument`."""
+    """`timeout` in seconds, checked to be countable in nanoseconds. Raises `InvalidArgument`."""
     if not isinstance(timeout, int | float) or not 0 <= timeout <= MAX_SECONDS:
         raise InvalidArgument(f"timeout: expected seconds in [0, {MAX_SECONDS:g}], got {timeout!r}")
     return float(timeout)
 
 
 class Context:
-    """One rank of a group, and its symmetric heap. The ranks of a group are processes of one machine, or with the CPU
-    engine of several (see `rendezvous`). With the CUDA
-    engine a rank is a GPU of compute capability 9.0 (H100, H200); several have each other's memory mapped, over NVLink
-    (else see `transport`), and their heaps are NVSHMEM's. All groups of several GPUs that a process joins must have the
-    same ranks.
+    """One rank of a group, and its symmetric heap.
+
+    The ranks of a group are processes of one machine, or with the CPU engine of several machines (see `rendezvous`).
+    With the CUDA engine a rank is a GPU of compute capability 9.0 (H100, H200). Several GPUs have each other's memory
+    mapped, over NVLink (otherwise see `transport`), and their heaps are NVSHMEM's. All groups of several GPUs that a
+    process joins must have the same ranks.
 
     The sizes are upper limits: calls may use any smaller T, H, I, E or K, and all layers of a model share one context.
     Threads that call with the same context are served one after the other.
 
-    What `flashmoe.moe` takes, and when its calls are over, is the engine's matter:
+    The engine decides what `flashmoe.moe` takes, and when its calls are over:
 
     - CPU engine: NumPy arrays or PyTorch tensors in host memory, contiguous. A call is over when it returns.
     - CUDA engine: PyTorch tensors of the context's device; H and I multiples of 8, E at most 1024, K at most 32, T at
-      most 65536. Rows of x, router and weights, and experts, may lie apart (strides of 16 bytes' multiples); the rest
-      is contiguous. A call launches one kernel on PyTorch's current stream and returns (one that keeps what
-      gradients need, among several ranks, makes three launches and waits for a count); the calls of a context must
-      follow one another on the device. It can be captured into a CUDA graph, once a call like it has been made before
-      the capture. The first call of a dtype and activation compiles its kernels (see ``flashmoe compile``).
+      most 65536. Rows of x, router and weights, and the matrices of experts, may lie apart (strides are multiples of 16
+      bytes); all other tensors are contiguous. A call launches one kernel on PyTorch's current stream and returns.
+      (Among several ranks, a call that keeps what gradients need makes three launches and waits for a count.) The calls
+      of a context must follow one another on the device. A call can be captured into a CUDA graph, once a call like it
+      has been made before the capture. The first call of a dtype and activation compiles its kernels (see
+      ``flashmoe compile``).
 
     Parameters
     ----------
     rank, ranks:
         This process's rank and the number of ranks R, at most 1024; CUDA engine: 32.
     name:
-        The group's name, the same on every rank and used by no other group of the machine at that time (or of the place
-        where they meet). Required if
-        ``ranks > 1``. All ranks are processes of one user: others are taken for no ranks (docs/security.md).
+        The group's name. It is the same on every rank, and no other group of the machine (or of the place where the
+        ranks meet) uses it at that time. Required if ``ranks > 1``. All ranks are processes of one user: a process of
+        another user is not taken for a rank (docs/security.md).
     max_tokens:
         Most tokens T of a rank in a call, at most 2**20 - 1; CUDA engine: 65536.
     hidden, intermediate, experts, top_k:
         Largest H, I, E and K: H and I at most 2**20, E at most 8192; CUDA engine: E at most 1024, K at most 32.
     shared_intermediate:
-        Largest Is of a shared expert; 0: none. It is computed as Is / I experts that every token chooses, so that with
-        the CUDA engine K + Is / I is at most 32.
+        Largest Is of a shared expert; 0: none. The shared expert is computed as Is / I experts that every token
+        chooses, so with the CUDA engine K + Is / I is at most 32.
     slices:
-        Into how many slices calls may cut each expert (see `flashmoe.slices`). I is then a slice's, and a placement has
-        an entry for each. CUDA engine: E times this at most 1024, and K times this at most 32.
+        The number of slices into which calls may cut each expert (see `flashmoe.slices`). I is then the width of a
+        slice, and a placement has an entry for each slice. CUDA engine: E times `slices` is at most 1024, K times
+        `slices` at most 32.
     dtype:
         Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
     weight_dtype:
-        Element type of the experts' weights in calls: `dtype`, the default; ``"float8_e4m3fn"``, with which rows go
-        to other ranks in that type, too (docs/fp8.md); or ``"mxfp4"``, with which they do not (docs/mxfp4.md; CUDA
-        engine: one rank and calls of few tokens). Memory is made for one of them.
+        Element type of the experts' weights in calls: `dtype`, the default; ``"float8_e4m3fn"``: rows go to other ranks
+        in this type too (docs/fp8.md); or ``"mxfp4"``: rows do not (docs/mxfp4.md; CUDA engine: one rank and calls of
+        few tokens). Memory is made for one of these types.
     placement:
-        Who holds expert 0, 1, ...: E entries, each a rank, or several that have a copy (see `flashmoe.placement`).
-        Default: contiguous shares, as even as possible.
+        Who holds expert 0, 1, ...: E entries, each of them a rank, or several ranks that have a copy (see
+        `flashmoe.placement`). Default: contiguous shares, as even as possible.
     return_mode:
         ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
-        travel (COMET, section 3.1). ``"auto"``: whichever sends fewer rows, per call; CUDA engine: the stored one (see
-        `profile`), else ``"reduced"`` where direct rows would take more than 1.5 times as long as the GEMMs, and fewer
-        than 0.8 times as many would come back, once for all calls. It bounds what calls may use.
+        travel (COMET, section 3.1). ``"auto"``: CPU engine: for each call, the mode that sends fewer rows. CUDA engine:
+        the stored mode (see `profile`), else ``"reduced"`` if direct rows would take more than 1.5 times as long as the
+        GEMMs and fewer than 0.8 times as many rows would come back, decided once for all calls. The mode bounds what
+        calls may use.
     processors:
         What executes tasks. CPU engine: threads; default: this rank's share of the cores. CUDA engine: thread blocks,
         an even number, each of which takes a whole multiprocessor; default: all of them.
     capacity_factor:
-        None: calls may be dropless. Else each must have a capacity factor, at most this one, and what holds the rows of
-        experts has room for those that such a call keeps: with 1.0, for one rank's number of (token, k) pairs instead
-        of all ranks'. A call of fewer experts must keep no more rows of one rank on another than one of all `experts`
-        may: it has fewer for more rows each.
+        None: calls may be dropless. Otherwise each call must have a capacity factor, at most this one, and the memory
+        for experts' rows has room only for the rows that such a call keeps: with 1.0, for one rank's number of pairs
+        (token, k) instead of all ranks'. A call with fewer than `experts` experts may have more rows for each of them.
+        It must still keep no more rows of one rank on another than a call with all `experts` may.
     timeout:
         Seconds without progress anywhere in the group after which a wait gives up, also while joining; 0: never. CPU
-        engine: a rank alone waits for nobody, and never gives up. CUDA engine: a kernel's wait until its own puts have
-        arrived, with `transport` ``"rdma"``, is NVSHMEM's, and is not bounded.
+        engine: a rank that is alone waits for nobody, and never gives up. CUDA engine with `transport` ``"rdma"``: a
+        kernel's wait until its own puts have arrived is NVSHMEM's, and has no limit.
     engine:
         ``"cpu"`` or ``"cuda"``. Default: ``"cuda"`` if a device is given, else ``"cpu"``.
     device:
         Ordinal of the CUDA device. Default with ``engine="cuda"``: PyTorch's current one.
     profile:
-        CUDA engine: the order of tasks, where it is to differ from the built-in one. ``gemm1_lag``: GEMM1 tasks are
-        held back until so many GEMM0 tasks are ahead of them, while there are any. ``raster``: tiles of a band of
-        tasks. ``window``: tasks published ahead. ``gemm1_lists``: 2, GEMM1 tasks with rows of
-        other ranks' tokens go first; 1, all of an expert's go side by side. ``own_first``: of so many of the rank's
-        experts one begins with its own rows, the others when those of another rank are here. ``senders``: thread
-        blocks that send rows to mapped memory before they compute, as far as there are any that form no tiles. It
-        changes no bit of a result, and may differ from rank to rank.
-        Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E and K, with the
-        number of tokens nearest to `max_tokens` (see ``flashmoe.tuning.profiles``); ``{}``: the built-in order,
-        whatever is stored.
+        CUDA engine: the order of tasks, where it is to differ from the built-in order. ``gemm1_lag``: GEMM1 tasks are
+        held back until this number of GEMM0 tasks are ahead of them, while there are GEMM0 tasks. ``raster``: the
+        number of tiles in a band of tasks. ``window``: the number of tasks published ahead. ``gemm1_lists``: 2: GEMM1
+        tasks with rows of other ranks' tokens go first; 1: all GEMM1 tasks of an expert go side by side. ``own_first``:
+        with n, one in n of the rank's experts begins with rows of the rank's own tokens; the others begin when the rows
+        of another rank are there. ``senders``: the number of thread blocks that send rows to mapped memory before they
+        compute, as far as there are blocks that form no tiles. The profile changes no bit of a result, and may differ
+        from rank to rank. Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E and
+        K, with the number of tokens nearest to `max_tokens` (see ``flashmoe.tuning.profiles``); ``{}``: the built-in
+        order, whatever is stored.
     count_load:
         Whether calls count for `load` which experts are chosen.
     transport:
-        CUDA engine, several ranks: how rows get to other GPUs. ``"auto"``: they are stored to mapped memory; where some
-        rank cannot map another's, all take what follows. ``"rdma"``: by NVSHMEM's puts, mapped or not; returns are then
-        ``"reduced"``, and `timeout` must be longer than ranks wait for one another, since whether another rank makes
-        progress cannot be seen. Puts to memory that is not mapped take a network that ``NVSHMEM_REMOTE_TRANSPORT``
-        names (``"none"`` unless it is set). No network has carried this path yet: tests force it over NVLink. It needs
-        NVSHMEM's headers, which its package has, of a release from 3.4 to 3.8.
+        CUDA engine, several ranks: how rows get to other GPUs. ``"auto"``: they are stored to mapped memory; if some
+        rank cannot map another's memory, all ranks use ``"rdma"``. ``"rdma"``: NVSHMEM's puts carry them, whether
+        memory is mapped or not. Returns are then ``"reduced"``. `timeout` must be longer than ranks wait for one
+        another, since a rank cannot see whether another rank makes progress. Puts to memory that is not mapped take a
+        network that ``NVSHMEM_REMOTE_TRANSPORT`` names (``"none"`` unless it is set). No network has carried this path
+        yet: tests force it over NVLink. It needs NVSHMEM's headers, which its package has, of a release from 3.4 to
+        3.8.
     redispatch:
-        Several ranks: whether a call keeps for its gradients none of the rows of other ranks' tokens, and its backward
-        pass sends x once more (docs/training.md). The heap is larger by as much as dispatched rows take. Calls may do
-        otherwise (`flashmoe.moe`). Of a rank alone it says nothing.
+        Several ranks: whether a call that keeps what its gradients need leaves out the rows of other ranks' tokens, so
+        that its backward pass sends x once more (docs/training.md). The heap is larger by the size of the dispatched
+        rows. A call may choose otherwise (`flashmoe.moe`). Without effect for a rank that is alone.
     rendezvous:
-        CPU engine, several ranks: where they meet, if they may be of several machines: ``"host:port"``, an address of
-        rank 0's host, at which it listens while they join. Every rank needs the same secret, `FLASHMOE_SECRET` in its
-        environment. Which ranks share a machine is found out: these have each other's memory mapped, others are reached
-        by TLS (docs/several_machines.md). Default: ``FLASHMOE_RENDEZVOUS`` in the environment; without that, ranks meet
-        in shared memory, all on one machine. Or a function that begins a meeting (`flashmoe.launcher.Meet`).
+        CPU engine, several ranks: where they meet, if they may be on several machines: ``"host:port"``, an address of
+        rank 0's host, at which rank 0 listens while the ranks join. Every rank needs the same secret, `FLASHMOE_SECRET`
+        in its environment. The ranks find out which of them share a machine: these have each other's memory mapped, and
+        reach the others by TLS (docs/several_machines.md). Default: ``FLASHMOE_RENDEZVOUS`` in the environment; without
+        that, ranks meet in shared memory, all on one machine. Or a function that begins a meeting
+        (`flashmoe.launcher.Meet`).
 
     Raises
     ------
     InvalidArgument
         A parameter is outside its domain.
     HeapError
-        The heap does not fit into shared memory, or into that of the GPU, or a limit of the process forbids it.
+        The heap does not fit into shared memory, or into the GPU's memory, or a limit of the process forbids it.
     FlashMoEError
         There is no CUDA driver.
     GroupError
@@ -326,13 +333,13 @@ class Context:
         who = Membership(
             self.rank,
             self.name if self.ranks > 1 else "",
-            math.ceil(self.timeout * 1e9),  # 0 is no limit
+            math.ceil(self.timeout * 1e9),  # 0: no limit
             self._meeting(rendezvous),
         )
         self.profile: dict[str, int] = {}
-        """In what the order of tasks differs from the built-in one."""
+        """The settings in which the order of tasks differs from the built-in order."""
         self.transport = "mapped"
-        """How rows get to other ranks: stored to memory that is ``"mapped"``, or put, ``"rdma"``."""
+        """How rows get to other ranks: ``"mapped"``, stored to mapped memory, or ``"rdma"``, by puts."""
         if engine == "cuda":
             with Call():
                 on_gpu = CudaEngine(asked, who, device, profile)
@@ -353,20 +360,21 @@ class Context:
         self.placement = room.placement
         self.return_mode = room.layer.return_mode
         self.capacity_factor = room.layer.capacity_factor or None
-        """The largest of a call; None: calls may be dropless."""
+        """The largest capacity factor of a call; None: calls may be dropless."""
         self.device = self._engine.device
         """Ordinal of the CUDA device; None with the CPU engine."""
         self.processors = self._engine.processors
         self.heap_bytes = self._engine.heap_bytes
         """Bytes of this rank's symmetric heap."""
         self.workspace_bytes = self._engine.workspace_bytes
-        """Bytes of this rank's private workspace; with the CPU engine, taken from the system as they are first used."""
+        """Bytes of this rank's private workspace. With the CPU engine, the system provides them only when they are
+        first used."""
         self._load = _zeros(self.experts, self.device) if truth("count_load", count_load) else None
         self._number = next_number()
         contexts[self._number] = self
 
     def _meeting(self, rendezvous: str | launcher.Meet | None) -> Callable[[], Meeting] | None:
-        """How the ranks meet, where not in shared memory."""
+        """How the ranks meet; None: in shared memory."""
         if rendezvous is None and self.ranks > 1 and self.engine == "cpu":
             rendezvous = os.environ.get(launcher.ADDRESS) or None
         if rendezvous is None or self.ranks == 1:
@@ -379,13 +387,13 @@ class Context:
 
     @classmethod
     def from_launcher(cls, name: str = "launched", **sizes: Any) -> Context:
-        """A context whose ranks are the processes that a launcher has started, on one machine or several: rank and
-        ranks are ``RANK`` and ``WORLD_SIZE``. They meet at ``FLASHMOE_RENDEZVOUS`` (host:port), else in the store that
-        ``torchrun`` keeps for them, else at ``MASTER_ADDR:MASTER_PORT`` (docs/several_machines.md). They need the same
-        `FLASHMOE_SECRET` in their environment, but ranks of one machine in ``torchrun``'s store; see there for what
-        ``FLASHMOE_TRUST_STORE=1`` does without it.
+        """A context whose ranks are the processes that a launcher has started, on one machine or several. The rank and
+        the number of ranks are ``RANK`` and ``WORLD_SIZE``. The ranks meet at ``FLASHMOE_RENDEZVOUS`` (host:port), else
+        in the store that ``torchrun`` keeps for them, else at ``MASTER_ADDR:MASTER_PORT`` (docs/several_machines.md).
+        They need the same `FLASHMOE_SECRET` in their environment, except ranks of one machine in ``torchrun``'s store.
+        That page also says what ``FLASHMOE_TRUST_STORE=1`` does without a secret.
 
-        `sizes` are the keyword arguments of `Context` but rank, ranks and rendezvous. CPU engine.
+        `sizes` are the keyword arguments of `Context` except rank, ranks and rendezvous. CPU engine only.
         """
         found = launcher.launched()
         if found is None:
@@ -401,10 +409,11 @@ class Context:
     def from_torch(cls, group: Any = None, **sizes: Any) -> Context:
         """A context whose ranks are those of a ``torch.distributed`` process group (default: all).
 
-        Collective over `group`, of which this process is a member. It serves only to agree on the group's name, and to
-        find out whether all ranks are of one machine. If not, they meet in the process group's store (CPU engine), for
-        which every rank needs the same `FLASHMOE_SECRET` in its environment, or ``FLASHMOE_TRUST_STORE=1``
-        (docs/several_machines.md). `sizes` are the keyword arguments of `Context` but rank, ranks and name.
+        Collective over `group`, of which this process is a member. The process group serves only to agree on the
+        group's name, and to find out whether all ranks are on one machine. If not, they meet in the process group's
+        store (CPU engine). For this every rank needs the same `FLASHMOE_SECRET` in its environment, or
+        ``FLASHMOE_TRUST_STORE=1`` (docs/several_machines.md). `sizes` are the keyword arguments of `Context` except
+        rank, ranks and name.
         """
         import secrets
 
@@ -418,35 +427,37 @@ class Context:
         machines: list[Any] = [None] * ranks
         dist.all_gather_object(machines, machine.identity(), group=group)
         if len(set(machines)) > 1 and "rendezvous" not in sizes:
-            store = dist.distributed_c10d._get_default_store()  # what all process groups are made of
+            store = dist.distributed_c10d._get_default_store()  # the store from which all process groups are made
             sizes["rendezvous"] = launcher.meet_in(store, names[0])
         return cls(rank=rank, ranks=ranks, name=names[0], **sizes)
 
     def local_experts(self, placement: placements.Placement | None = None) -> list[int]:
-        """Ids of the experts this rank holds, ascending: the order of its weights. Default: the context's placement.
+        """Ids of the experts that this rank holds, ascending: its weights have the same order. Default: the context's
+        placement.
 
-        Raises `InvalidArgument` for a placement that is none of ranks of the group.
+        Raises `InvalidArgument` for a placement that does not fit the group's ranks.
         """
         placed = self.placement if placement is None else placements.as_placed(placement)
         return placements.local_experts(placements.checked(placed, len(placed), self.ranks), self.rank)
 
     @property
     def last_call(self) -> CallReport | None:
-        """Report of the last call, None before the first, and on the CPU engine after one that failed.
+        """Report of the last call; None before the first call, and on the CPU engine after a call that failed.
 
-        With the CUDA engine, reading it waits for the call and raises what that ran into, so it cannot be read during
-        a capture. It has times of traced calls only. After the replay of a graph: of the last call that was made.
+        With the CUDA engine, reading the report waits for the call and raises the call's error, so it cannot be read
+        during a capture. It has times only for traced calls. After the replay of a graph it is the report of the last
+        call that Python made.
         """
         return self._engine.last_call()
 
     def trace(self, call: Callable[[], Any]) -> list[CallTrace]:
-        """Trace every call of this context that `call()` makes, forward and backward passes: a
+        """Trace every call of this context that `call()` makes, forward and backward passes: one
         `flashmoe.trace.CallTrace` for each, in their order. `flashmoe.account.accounts` says where the processors' time
         went, and `flashmoe.trace.write_traces` writes what Perfetto shows (docs/tracing.md).
 
         `call` takes no arguments; what it returns is dropped. Every rank of a group makes the same calls, traced or
-        not: tracing changes no bit of a result. With the CUDA engine kernels that trace are others, compiled when first
-        called; between two calls the host reads what the first has left, so that they do not follow one another
+        not: tracing changes no bit of a result. With the CUDA engine, kernels that trace are other kernels, compiled
+        when first called. Between two calls the host reads what the first has left, so calls do not follow one another
         closely, and nothing can be captured.
 
         Raises what `call` raises.
@@ -454,16 +465,16 @@ class Context:
         return self._engine.record(call)
 
     def load(self, *, clear: bool = False) -> Any:
-        """How often this rank's tokens have chosen each expert, [E] int64, in all calls of layers with as many experts
-        as the context; with `clear`, the next one begins at 0. A group's load is the sum of its ranks'; of that
-        `flashmoe.placement.balanced` makes a placement.
+        """How often this rank's tokens have chosen each expert, [E] int64, in all calls of layers that have as many
+        experts as the context. With `clear`, counting starts again at 0. A group's load is the sum of its ranks' loads;
+        `flashmoe.placement.balanced` makes a placement from it.
 
-        Calls count by themselves, also replays of a graph, but for those that are given a `load` of their own: the
-        layers of a model, which have one each, are told apart by that. What a call that fails has counted is undefined;
-        one that ``torch.utils.checkpoint`` makes again counts once.
+        Every call counts, also a replay of a graph, unless it is given a `load` of its own: layers of a model that have
+        one each can be told apart. The counts of a call that fails are undefined. A call that
+        ``torch.utils.checkpoint`` makes again counts once.
 
-        Returns a NumPy array, or with the CUDA engine a tensor of its device, which PyTorch's current stream copies
-        behind the calls that it has got: nobody waits. Raises `InvalidArgument` without `count_load`.
+        Returns a NumPy array, or with the CUDA engine a tensor on its device. PyTorch's current stream makes this copy
+        after the calls that it already has, so nobody waits. Raises `InvalidArgument` without `count_load`.
         """
         if self._load is None:
             raise InvalidArgument("count_load: expected a context made with count_load=True, got one without")
@@ -473,7 +484,8 @@ class Context:
         return load
 
     def synchronize(self) -> None:
-        """Waits until all calls are over, and raises what the last of them ran into. The CPU engine's have done so."""
+        """Waits until all calls are over, and raises the error of the last one. Calls of the CPU engine are over when
+        they return."""
         self._engine.synchronize()
 
     @property
@@ -493,7 +505,7 @@ class Context:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
-        """The context itself: copies of a layer share it."""
+        """The context itself, because copies of a layer share it."""
         return self
 
     def __reduce__(self) -> Any:

@@ -1,4 +1,4 @@
-"""The NVIDIA driver of this machine, as far as it can be asked without a GPU's being used."""
+"""What the NVIDIA driver of this machine says without use of a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LIBRARY = "libcuda.so.1"
 
 
 def cuda_release() -> tuple[int, int] | None:
-    """The newest CUDA that the driver is for; None where there is no driver, or none that works."""
+    """The newest CUDA version that the driver supports; None where there is no driver, or none that works."""
     version = ctypes.c_int()
     try:
         if ctypes.CDLL(LIBRARY).cuDriverGetVersion(ctypes.byref(version)) != 0:

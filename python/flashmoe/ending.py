@@ -1,7 +1,8 @@
 """How daemon threads that are in a call are stopped when Python ends.
 
-The interpreter ends a thread that asks for its lock when it is gone, by unwinding its stack. C++ frames that do not
-allow this abort the process. So calls are ended before, and their threads then wait for the end.
+After the interpreter has gone, a thread that asks for its lock is ended by unwinding the thread's stack. C++ frames
+that do not allow this abort the process. So calls are ended before that, and their threads then wait for the end of the
+process.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import weakref
 from . import _ffi
 
 _PATIENCE = 5.0
-"""Seconds for calls to end: they take one task, or one look of a wait."""
+"""Seconds for calls to end: a call ends after one task, or after one check of a wait."""
 
 _inside: set[int] = set()
-"""Threads that are in a call. (To add one takes the interpreter's lock and no other, which a fork might copy.)"""
+"""Threads that are in a call. To add a thread takes only the interpreter's lock: a fork might copy any other lock while
+held."""
 _ended_by: int | None = None
-"""The thread that ends Python, once it does. What it runs at the end may still call."""
+"""The thread that ends Python, once it does. What it runs at the end may still make calls."""
 
 os.register_at_fork(after_in_child=_inside.clear)
 
 
 class Call:
-    """What a thread does within ``with Call():`` is over, or goes no further, when Python ends."""
+    """The work of a thread within ``with Call():`` is over, or goes no further, when Python ends."""
 
     __slots__ = ()
 
@@ -48,7 +50,8 @@ def _wait_if_ended() -> None:
     lock.acquire()
 
 
-# The first of these registers what closes all contexts at the end: registered before, it runs behind what follows.
+# The first `weakref.finalize` of a process registers what closes all contexts at the end. It is made here, before the
+# function below is registered, because what is registered first runs last.
 weakref.finalize(Call, int)
 
 

@@ -10,18 +10,18 @@ class FlashMoEError(RuntimeError):
 class InvalidArgument(FlashMoEError, ValueError):
     """An argument is outside its documented domain: wrong shape, dtype, range, option or placement.
 
-    What a rank sees before it begins a call (shapes, types, options) leaves the context usable. The group is told: the
-    call is over on every rank, and those that have not refused it themselves raise `GroupError`. (Not with
-    ``transport="rdma"``, nor while a graph is captured: there the other ranks wait for the call that this one makes
-    next.) What only values show is a `BadRow`.
+    If a rank finds the error before it begins a call (shapes, types, options), its context stays usable. The rank tells
+    the group: the call is then over on every rank, and ranks that have not refused it themselves raise `GroupError`.
+    (Not with ``transport="rdma"``, nor while a graph is captured: there the other ranks wait for the next call that
+    this rank makes.) Errors that only values show are a `BadRow`.
     """
 
 
 class BadRow(InvalidArgument):
-    """What values alone show of a token: an expert's number in `topk_ids` that there is not, or twice; with `strict`,
-    router logits that are NaN or infinite. The token has no experts. Raised by the rank whose token it is when the
-    call, which it has made, is over: the context stays usable, and the other ranks know nothing of it.
-    """
+    """The values of a token are wrong: `topk_ids` names an expert that does not exist, or one expert twice; or, with
+    `strict`, router logits are NaN or infinite. The token then has no experts. The token's rank still makes the call,
+    and raises this error when the call is over. The context stays usable, and the other ranks learn nothing of the
+    error."""
 
 
 class CheckpointError(FlashMoEError):
@@ -33,19 +33,19 @@ class HeapError(FlashMoEError):
 
 
 class LimitExceeded(InvalidArgument, HeapError):
-    """An argument is more than the context was made for: an `InvalidArgument` of the call, for which the memory that
-    the context has is too small."""
+    """An argument is more than the context was made for. It is an `InvalidArgument` of the call, and a `HeapError`: the
+    context's memory is too small for the call."""
 
 
 class UnknownOption(InvalidArgument, TypeError):
-    """A keyword argument has a name that there is not."""
+    """A keyword argument has an unknown name."""
 
 
 class GroupError(FlashMoEError):
-    """The ranks of a group do not meet: one is missing, they disagree on what they are computing, or one has refused
-    the call. The last, "rank 1 refused call 17: ...", is the only one behind which the context may be used. With the
-    CUDA engine, whose calls do not wait, a later call raises it, which is made, or a wait for the device.
-    """
+    """The ranks do not act as a group: a rank is missing, ranks disagree on what they compute, or a rank has refused
+    the call. Only after a refused call, "rank 1 refused call 17: ...", may the context be used further. Calls of the
+    CUDA engine do not wait, so there a later call raises this error, although that call is made, or a wait for the
+    device raises it."""
 
 
 class PeerTimeout(GroupError):

@@ -1,7 +1,7 @@
 """Files that anybody may have made: opened, read and parsed within bounds, and shown in messages.
 
-Whatever is wrong with one is an `OSError`, a `ValueError` or a `MemoryError`: `REFUSALS`. Who reads it turns that into
-an error of the package's own, with the `reason` in it.
+Whatever is wrong with such a file is one of `REFUSALS`: an `OSError`, a `ValueError` or a `MemoryError`. The caller
+turns it into an error of this package that contains its `reason`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KINDS = {
 """What a file may be, by the type bits of its mode."""
 
 _MOST_SHOWN = 1000
-"""Characters of a part of a message."""
+"""The most characters of one part of a message."""
 
 _values = reprlib.Repr()
 _values.maxstring = _values.maxother = _values.maxlong = 200
@@ -40,8 +40,8 @@ _values.maxlevel = 3
 
 @contextmanager
 def opened(path: str | Path) -> Iterator[BinaryIO]:
-    """A regular file, open. A link is followed: folders of checkpoints are often made of them."""
-    # O_NONBLOCK: opening a pipe to read waits for its other end.
+    """A regular file, open. Links are followed, because folders of checkpoints often consist of links."""
+    # Without O_NONBLOCK, opening a pipe to read would wait for its other end.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -54,12 +54,12 @@ def opened(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def length(file: BinaryIO) -> int:
-    """Bytes of an open file, by what the file system says: of a sparse one far more than are stored."""
+    """Bytes of an open file, as the file system says. A sparse file stores far fewer."""
     return os.fstat(file.fileno()).st_size
 
 
 def read(path: str | Path, most: int) -> bytes:
-    """All of a regular file that has at most so many bytes."""
+    """The content of a regular file that has at most `most` bytes."""
     with opened(path) as file:
         has = length(file)
         if has > most:
@@ -68,9 +68,10 @@ def read(path: str | Path, most: int) -> bytes:
 
 
 def parsed(content: bytes) -> Any:
-    """JSON, in UTF-8. Without what JSON leaves open: an object that has a name twice is refused.
+    """The value of JSON text in UTF-8. JSON does not say what an object with a repeated name means: such an object is
+    refused.
 
-    Takes up to 50 times the bytes while it is parsed, where it consists of lists in lists.
+    Parsing takes up to 50 times as many bytes as `content` has, if it consists of lists in lists.
     """
     try:
         return json.loads(content.decode(), object_pairs_hook=_object)
@@ -88,18 +89,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_count(value: Any, most: int = 2**63 - 1) -> bool:
-    """Whether a parsed value is an integer in [0, most]; true and 1.0 are none."""
+    """Whether a parsed value is an integer in [0, most]; true and 1.0 are not."""
     return type(value) is int and 0 <= value <= most
 
 
 def shown(value: object) -> str:
-    """A parsed value, as a message has it: cut where it is long or deep."""
+    """A parsed value as messages show it: shortened if it is long or deep."""
     return _values.repr(value)
 
 
 def clipped(text: object, most: int = _MOST_SHOWN) -> str:
-    """Text, as a message has it: the middle of one of more than `most` characters left out, and escapes for what cannot
-    be printed, such as half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    """Text as messages show it. Text of more than `most` characters loses its middle. Characters that cannot be printed
+    become escapes: half of a surrogate pair, for example, which JSON can hold and UTF-8 cannot."""
     start = _without_middle(str(text), most)
     printable = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in start)
     return _without_middle(printable, most)
@@ -110,7 +111,7 @@ def _without_middle(text: str, most: int) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What one of `REFUSALS` says."""
+    """What an error of `REFUSALS` says."""
     if isinstance(error, FileNotFoundError):
         return "no such file"
     if isinstance(error, MemoryError):

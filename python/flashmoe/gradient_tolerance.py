@@ -1,47 +1,50 @@
 """How far an engine's gradients may be from the reference's, derived as `flashmoe.tolerance` derives it for y.
 
-The gradients are computed in float32 from what the forward pass has kept (pre-activations, weights) and dY, and rounded
-to their tensors' types in these places alone:
+The gradients are computed in float32 from what the forward pass has kept (pre-activations, weights) and from dY. They
+are rounded to their tensors' types in these places alone:
 
 1. the pre-activations, when they are kept;
 2. a row's part of a token's dX, ``dz @ gate_up``, before it travels home;
 3. ``reduced`` only: the sum of a token's rows on one rank, where it is the sum of at least two;
 4. every result, once;
-5. on a GPU besides: dz, ``w a`` and the gradients of logits, since tensor cores multiply by them; and what the experts
-   owe to dX, and the router, before they are added.
+5. on a GPU also: dz, ``w a`` and the gradients of logits, since tensor cores multiply by them; and the experts' part of
+   dX and the router's part, before they are added.
 
-**A row of an expert.** ``z = gate_up @ x + b`` has the forward pass's error and, unless it is in float32, that of place
-1, ``g = dY @ down`` that of a dot product over H. The gradient of z is made of both: of ``w g act'(z)`` the variance is
-the sum of what each factor's variance leads to, that of act' by the second derivative. Where act' jumps (relu at 0, the
-limits of a clamp) and z is within 8 standard deviations of that place, engine and reference may be on different sides:
-the jump is the deviation. The gradient of w is ``a . g + b . dY``, added up in float64.
+**A row of an expert.** ``z = gate_up @ x + b`` has the forward pass's error and, unless it is in float32, the error of
+place 1. ``g = dY @ down`` has the error of a dot product over H. The gradient of z is made of both. Its variance, that
+of ``w g act'(z)``, is the sum of what the variance of each factor leads to; for act' this is found with the second
+derivative. Where act' jumps (relu at 0, the limits of a clamp) and z is within 8 standard deviations of the jump,
+engine and
+reference may be on different sides: the deviation is then the jump. The gradient of w is ``a . g + b . dY``, added up
+in float64.
 
 **The router.** The gradients of logits are computed in float64 from the logits and the gradients of weights, and
-rounded to float32, or as place 5 says. What they owe to the errors of either is carried by the Jacobian and its
-derivatives, by differences.
+rounded to float32, or as place 5 says. The errors of logits and of the gradients of weights are carried to them by the
+Jacobian and its derivatives, which are taken by differences.
 
 **Gradients of weights** are sums over rows, added up in float32, of the outer product of two rows, each with its
-variance. What one row has wrong is wrong in a whole matrix, but rows err independently of one another: so the tail
-bound takes a row for what a token is in the bound of y, and besides each element of the sum, for the roundings of the
-sum itself. Biases are added up in float64.
+variance. An error in one row is an error in a whole matrix, but the errors of different rows are independent. So the
+tail bound treats a row as the bound of y treats a token. In addition it treats each element of the sum so, for the
+roundings of the sum itself. Biases are added up in float64.
 
-**float32 on a GPU.** The tensor cores take TF32: they ignore the 13 low bits of an operand's 23, always towards zero,
-so that all products shrink, which does not average out. What that does to tensors of the call is known. So everything
-is computed a second time, with truncated operands wherever tensor cores multiply: what is derived above holds of these
-numbers, and by how much each gradient of theirs differs from the true one, as a norm, widens its bound. dz, ``w a`` and
-the gradients of logits are truncated, too; their low bits depend on roundings before. There the mean, half a step of
-2^-10 of the binade towards zero, goes into the second computation, and step^2 / 12 among the variances. (Operands
-rounded to nearest would stay below half of it.) The pre-activations are those of such a forward pass.
+**float32 on a GPU.** The tensor cores take TF32: they ignore the 13 low bits of an operand's 23, always towards zero.
+So all products shrink, and this does not average out. Its effect on tensors of the call is known. So everything is
+computed a second time, with truncated operands wherever tensor cores multiply. The derivation above holds for these
+numbers, and the norm of the difference between each gradient and the true one is added to its bound. dz, ``w a`` and
+the gradients of logits are truncated, too, but their low bits depend on earlier roundings. For them the mean, half a
+step of 2^-10 of the binade towards zero, goes into the second computation, and step^2 / 12 is added to the variances.
+(Operands rounded to nearest would stay below half of this bound.)
 
-Tensor cores align the products of an instruction, and the sum so far, to the largest and cut off below 2^-23 of it,
-towards zero. mma.sync adds at least 4 products at a time: of n products n/4 such errors, half of one in the mean, are
-(n/8) 2^-23 of partial sums, taken as in tests/gpu/bounds.py for a variance of its square. exp and the reciprocal are
-within 2^-20 of themselves, which is worth 28 roundings; the polynomial for gelu's tail beside TF32 is within 5.4e-6, of
-which at most half counts: 80.
+Tensor cores align the products of an instruction, and the sum so far, to the largest of them, and cut off below 2^-23
+of it, towards zero. mma.sync adds at least 4 products at a time. So a sum of n products has n/4 such errors, each half
+of the largest in the mean: together (n/8) 2^-23 of partial sums. As in tests/gpu/bounds.py, the square of this is taken
+as a variance. exp and the reciprocal are within 2^-20 of their values, which is worth 28 roundings. The polynomial for
+gelu's tail beside TF32 is within 5.4e-6, of which at most half counts: 80 roundings.
 
-`exact` calls have neither: products are fused multiply-adds one by one, gelu's tail is within 1.5e-7, and 28 cover it.
+`exact` calls have neither error: products are fused multiply-adds one by one, gelu's tail is within 1.5e-7, and 28
+roundings cover it.
 
-Domain: as there; nothing may overflow or be subnormal.
+Domain: as in `flashmoe.tolerance`; nothing may overflow or be subnormal.
 """
 
 from __future__ import annotations
@@ -70,29 +73,29 @@ from .tolerance import (
 
 _FLOAT64 = 16.0 * 2.0**-53  # a few roundings of float64
 _TF32_STEP = 2.0**-10  # of an operand, relative to its binade
-_OF_EXP, _OF_TAIL = 28.0, 80.0  # roundings that a GPU's functions of float32 are worth, see above
+_OF_EXP, _OF_TAIL = 28.0, 80.0  # roundings that float32 functions of a GPU are worth, see above
 
 
 @dataclass(frozen=True, eq=False)
 class RankCall:
-    """One rank's part of a call, in the reference's numbers."""
+    """One rank's part of a call, as the reference's numbers."""
 
     x: np.ndarray
     """[T, H], of the layer's type."""
     grad: np.ndarray
     """[T, H]: dY."""
     ids: np.ndarray
-    """[T, K]: the experts chosen, dropped ones too."""
+    """[T, K]: the experts chosen, dropped ones included."""
     computed: np.ndarray
-    """[T, K]: the same, -1 where dropped."""
+    """[T, K]: the experts chosen, -1 where dropped."""
     weights: np.ndarray
     """[T, K]."""
     owners: Sequence[int]
     """For each expert the rank that computes it for these tokens."""
     weight_variance: np.ndarray | float = 0.0
-    """[T, K]: that of weights which the engine computes (`flashmoe.tolerance.router_error`)."""
+    """[T, K]: the variance of weights which the engine computes (`flashmoe.tolerance.router_error`)."""
     logits: np.ndarray | None = None
-    """[T, E], of a router."""
+    """[T, E], if there is a router."""
     rank: int = 0
 
 
@@ -104,14 +107,16 @@ class _Found:
     error: CallError
 
     def widened(self, true: _Found) -> CallError:
-        """The error beside `true`, where all else was computed of truncated operands."""
+        """The error relative to `true`. The values here were computed from truncated operands, so the difference is
+        added."""
         shift = float(np.linalg.norm(self.values - true.values))
         return CallError(self.error.rms + shift, self.error.bound + shift)
 
 
 @dataclass
 class _Sum:
-    """What is known of a gradient that is a sum over rows: its terms' sums, and each row's variance."""
+    """What is known of a gradient that is a sum over rows: the sums of its terms and of their squares, and each row's
+    variance."""
 
     total: np.ndarray
     squares: np.ndarray
@@ -123,7 +128,7 @@ class _Sum:
         return cls(np.zeros(shape), np.zeros(shape))
 
     def add(self, left: np.ndarray, left_variance: np.ndarray, right: np.ndarray, right_variance: np.ndarray) -> None:
-        """The outer products of rows [n, a] and [n, b], of these variances."""
+        """Adds the outer products of rows [n, a] and [n, b], which have these variances."""
         self.total += left.T @ right
         self.squares += (left**2).T @ right**2
         of_left, of_right = (np.square(each).sum(axis=1) for each in (left, right))
@@ -134,11 +139,11 @@ class _Sum:
         return _Found(self.total, _tail_bound(self.variances(layer, in_float32)))
 
     def variances(self, layer: _Layer, in_float32: bool = True) -> np.ndarray:
-        """Of what is independent of one another."""
+        """The variances of errors that are independent of one another."""
         own = _rounding(self.total, layer.dtype)
         if in_float32 and layer.tf32:
             own = own + _cut_off(self.count) * (self.squares + self.total**2)
-        if in_float32:  # of the running sum; what is added is exact in a fused multiply-add, else rounded
+        if in_float32:  # of the running sum; a term is exact in a fused multiply-add, otherwise rounded
             own = own + _VARIANCE32 * ((self.count + 2) * (self.squares / 6.0 + self.total**2 / 3.0) + self.squares)
         return np.concatenate([*self.rows, own.ravel()])
 
@@ -165,12 +170,13 @@ def gradient_errors(
     slices: int = 1,
     **shape: Any,
 ) -> dict[str, Any]:
-    """The error of each gradient of a call of several ranks, by the names of `flashmoe.moe`: of the experts' tensors,
-    all E of them, one `CallError`, of what each rank has for itself (x, topk_weights, the router's and the shared
-    expert's tensors) a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `exact`: as the call's. `rule`: `renormalize`,
-    `score` and `routed_scale`. `slices`: the experts, and with them ids, weights and owners of the calls, are of
-    slices; the router and the gradients of weights are of whole experts. The rest as in
-    `flashmoe.tolerance.call_error`.
+    """The error of each gradient of a call of several ranks, by the names of `flashmoe.moe`.
+
+    The tensors of all E experts have one `CallError` each. What each rank has for itself (x, topk_weights, the tensors
+    of the router and of the shared expert) has a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `exact`: the call's.
+    `rule`: `renormalize`, `score` and `routed_scale`. `slices`: with slices, the experts, and the ids, weights and
+    owners of the calls, are those of slices; the router and the gradients of weights are those of whole experts. All
+    else is as in `flashmoe.tolerance.call_error`.
     """
     given = {"return_mode": return_mode, "router": router, "router_bias": router_bias, "rule": rule or {}}
     given |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "transposed": transposed}
@@ -187,7 +193,7 @@ def gradient_errors(
 
 
 def _each(fn: Callable[..., CallError], *found: Any) -> Any:
-    """Of one, or of each in a list."""
+    """`fn` of one, or of each in a list."""
     return [fn(*each) for each in zip(*found, strict=True)] if isinstance(found[0], list) else fn(*found)
 
 
@@ -209,7 +215,7 @@ def _found(
     shared_gate: np.ndarray | None,
     slices: int,
 ) -> dict[str, Any]:
-    """As `gradient_errors`: `_Found` each, and lists of these."""
+    """As `gradient_errors`, with a `_Found` for each `CallError`."""
     matrices = [None if m is None else np.asarray(m, np.float64) for m in (gate_up_proj, down_proj)]
     up, down = (each.swapaxes(1, 2) if transposed else each for each in matrices)
     found: dict[str, Any] = {name: [] for name in ("x", "topk_weights", "router", "router_bias", "shared_gate_up")}
@@ -250,7 +256,7 @@ def _found(
 
 @dataclass
 class _Sums:
-    """Those of an expert's tensors."""
+    """The sums of an expert's tensors."""
 
     NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
     of_up: _Sum
@@ -277,23 +283,23 @@ class _Layer:
     weights_on_input: bool
     on_gpu: bool = False
     tf32: bool = False
-    """Its operands are truncated."""
+    """Whether operands are truncated."""
 
     @property
     def roundings(self) -> float:
-        """That a function is worth."""
+        """How many roundings a function is worth."""
         if not self.on_gpu or self.dtype != "float32":
             return _FUNCTION_ROUNDINGS
         return _OF_TAIL if PLAIN[self.activation] == "gelu" and self.tf32 else _OF_EXP
 
     def operand(self, v: np.ndarray) -> np.ndarray:
-        """A tensor of the call as its products have it."""
+        """A tensor of the call, as its products read it."""
         if not self.tf32:
             return v
         return (v.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
     def inner(self, v: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same of what was computed before: the mean, and the variance."""
+        """A tensor that was computed before, as products read it: its mean, and its variance."""
         if not self.tf32:
             return v, variance
         step = _TF32_STEP * np.exp2(np.frexp(v)[1] - 1.0)
@@ -302,7 +308,7 @@ class _Layer:
     def linear(
         self, x: np.ndarray, variance: np.ndarray | float, matrix: np.ndarray, bias: np.ndarray | float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `_linear`, of operands as they are."""
+        """As the function `_linear`, of operands that are truncated already."""
         values, of_values = _linear(x, variance, matrix, bias)
         if self.tf32:
             of_values = of_values + _cut_off(x.shape[1]) * (x**2 @ (matrix**2).T + values**2)
@@ -310,13 +316,13 @@ class _Layer:
 
 
 def _cut_off(products: int) -> float:
-    """What tensor cores cut off of a sum of so many, see above: a variance, relative to the sum's square."""
+    """What tensor cores cut off from a sum of so many products, see above: a variance, relative to the sum's square."""
     return (products / 8.0 * 2.0**-23) ** 2
 
 
 @dataclass
 class _Expert:
-    """The rows of one expert, or of the shared one."""
+    """The rows of one expert, or of the shared expert."""
 
     layer: _Layer
     up: np.ndarray
@@ -327,14 +333,15 @@ class _Expert:
     def rows(
         self, home: _Home, t: np.ndarray, w: np.ndarray, w_variance: np.ndarray, owner: int, sums: _Sums
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Adds to the sums and to the tokens' dX what rows of tokens t have; the gradients of w [n], and variances."""
+        """Adds what the rows of tokens t contribute to the sums and to the tokens' dX. Returns the gradients of w [n],
+        and their variances."""
         layer, x, dy = self.layer, home.x[t], home.grad[t]
         exact = np.zeros_like
         on_input, bias = layer.weights_on_input, 0.0 if self.up_bias is None else self.up_bias
         up, down = layer.operand(self.up), layer.operand(self.down)
         of_x, of_dy = layer.operand(x), layer.operand(dy)
         on_gpu_input = on_input and layer.on_gpu
-        if on_gpu_input:  # which keeps what weights scale
+        if on_gpu_input:  # a GPU keeps u, which the weight scales
             u, u_variance = layer.linear(of_x, 0.0, up, 0.0)
             if layer.dtype != "float32":
                 u_variance = u_variance + _rounding(u, layer.dtype)
@@ -356,7 +363,7 @@ class _Expert:
         dz, dz_variance = _backward(layer, z, z_variance, g, g_variance, weight, weight_variance)
         plain, plain_variance = of_plain, of_plain_variance = dz, dz_variance
         if layer.on_gpu:
-            if on_input:  # what is multiplied has the weight, what biases get has not
+            if on_input:  # dz has the weight in products, and has not in the gradients of biases
                 rows = of_x, exact(x)
                 dz, dz_variance = w * dz, w**2 * dz_variance + w_variance * dz**2 + _VARIANCE32 * (w * dz) ** 2
             plain_variance = plain_variance + _rounding(plain, layer.dtype)
@@ -376,7 +383,7 @@ class _Expert:
         dx, dx_variance = layer.linear(factor, factor_variance, up.T, 0.0)
         if on_gpu_input:
             of_weight = (of_plain * u).sum(axis=1)
-            # An error of u is one of its gradient, too: both add up.
+            # An error of u is an error of z and so of its gradient, too: both add up.
             variance = 2.0 * (of_plain_variance * u**2 + of_plain**2 * u_variance).sum(axis=1) + _of_sum(of_plain * u)
         elif on_input:
             of_weight, variance = (dx * x).sum(axis=1), (dx_variance * x**2).sum(axis=1)
@@ -391,7 +398,7 @@ class _Expert:
 
 
 def _of_sum(terms: np.ndarray) -> np.ndarray:
-    """The variance of adding up rows of terms in float32."""
+    """The variance of adding up each row of terms in float32."""
     squares = (terms**2).sum(axis=1) / 6.0 + terms.sum(axis=1) ** 2 / 3.0
     return _VARIANCE32 * (terms.shape[1] + 2) * squares
 
@@ -407,11 +414,11 @@ def _backward(
 ) -> tuple[np.ndarray, np.ndarray]:
     """``w g act'(z)`` and its variance."""
     how = {"activation": layer.activation, **layer.shape}
-    slope = activate_backward(z, np.ones_like(g), **how)  # of the sum of all activated columns
+    slope = activate_backward(z, np.ones_like(g), **how)  # the slope of the sum of all activated columns
     pairs = _pairs(g, layer)
     dz = w * pairs * slope
     of_slope = np.zeros(z.shape)
-    for part in _parts(z, layer):  # in each of the two pre-activations that a column has
+    for part in _parts(z, layer):  # for each of the two pre-activations of a column
         step = np.where(part, 1e-6 * (1.0 + np.abs(z)), 0.0)
         width = 8.0 * np.sqrt(np.where(part, z_variance, 0.0))
         near, far = (
@@ -422,7 +429,7 @@ def _backward(
         smooth = per_unit**2 * _pair_sum(np.where(part, z_variance, 0.0), layer)
         jump = np.maximum(np.abs(far[0] - far[1]) - 2.0 * 8.0 * np.sqrt(smooth), 0.0)
         of_slope += smooth + jump**2
-    # What makes up a slope may cancel in it; its parts are at most about this.
+    # The parts of a slope may cancel in it; they are at most about this.
     size = np.abs(slope) + _parts_of_slope(z, layer)
     of_slope += _VARIANCE32 * (layer.roundings * size) ** 2
     of_g = _pairs(g_variance, layer)
@@ -431,14 +438,14 @@ def _backward(
 
 
 def _pairs(each: np.ndarray, layer: _Layer) -> np.ndarray:
-    """A number of each column as that of each of its pre-activations."""
+    """A number of each column, repeated for each of the column's pre-activations."""
     if layer.activation not in GATED:
         return each
     return np.repeat(each, 2, axis=1) if layer.shape.get("interleaved") else np.concatenate([each, each], axis=1)
 
 
 def _pair_sum(each: np.ndarray, layer: _Layer) -> np.ndarray:
-    """In place of a number of each pre-activation, the sum of the column's two."""
+    """For each pre-activation, the sum of the numbers of both pre-activations of its column."""
     if layer.activation not in GATED:
         return each
     if layer.shape.get("interleaved"):
@@ -447,7 +454,7 @@ def _pair_sum(each: np.ndarray, layer: _Layer) -> np.ndarray:
 
 
 def _parts(z: np.ndarray, layer: _Layer) -> list[np.ndarray]:
-    """Which pre-activations are gates, and which ups; or all, without a gate."""
+    """Which pre-activations are gates, and which are ups; or all of them, without a gate."""
     if layer.activation not in GATED:
         return [np.ones(z.shape, bool)]
     columns = np.zeros(z.shape, bool)
@@ -459,7 +466,8 @@ def _parts(z: np.ndarray, layer: _Layer) -> list[np.ndarray]:
 
 
 def _parts_of_slope(z: np.ndarray, layer: _Layer) -> np.ndarray:
-    """What is added up and may cancel in a slope of silu or a gelu: z times the slope of the sigmoid, or of Phi."""
+    """The size of what is added up, and may cancel, in a slope of silu or of a gelu: z times the slope of the sigmoid,
+    or of Phi."""
     plain = PLAIN[layer.activation]
     if plain in ("relu", "relu2"):
         return np.zeros(z.shape)
@@ -480,7 +488,7 @@ def _parts_of_slope(z: np.ndarray, layer: _Layer) -> np.ndarray:
 
 
 class _Home:
-    """A rank's tokens: what their dX is made of."""
+    """A rank's tokens, and the parts of their dX."""
 
     def __init__(self, call: RankCall, return_mode: str, ranks: int, layer: _Layer) -> None:
         self.call, self.reduced, self.layer = call, return_mode == "reduced", layer
@@ -498,7 +506,7 @@ class _Home:
         self.variance[t] += variance
 
     def add_term(self, values: np.ndarray, variance: np.ndarray) -> None:
-        """One that does not travel."""
+        """Adds a term that does not travel."""
         if self.layer.on_gpu:
             for each in (self.by_rank[self.call.rank], values):
                 self.variance += _rounding(each, self.call.x.dtype.name)
@@ -525,12 +533,12 @@ class _Home:
     def of_router(
         self, router: np.ndarray, bias: np.ndarray | None, rule: Mapping[str, Any], slices: int
     ) -> dict[str, _Found]:
-        """What leads to x through the router is added; the errors of the router's own gradients."""
+        """Adds the router's part to dX. Returns the router's own gradients and their errors."""
         logits, ids = self.call.logits, self.call.ids[:, ::slices] // slices
         of_weights, of_weights_variance = self.whole_weights(slices)
         _, variance = _linear(self.x, 0.0, router, 0.0 if bias is None else np.asarray(bias, np.float64))
         grad = of_logits(logits, ids, of_weights, **rule)
-        # The reference, too, computes in float64: where all cancels, that is what is left.
+        # The reference, too, computes in float64: if everything cancels, its error is what is left.
         largest = np.abs(of_weights).sum(axis=1, keepdims=True)
         total = _VARIANCE32 * grad**2 + (_FLOAT64 * abs(rule.get("routed_scale", 1.0)) * largest) ** 2
         for k in range(ids.shape[1]):

@@ -16,11 +16,11 @@ from .spec import MAX_CUDA_TOKENS, MAX_TOKENS
 
 Result = TypeVar("Result")
 
-_FEWEST_TOKENS = 64  # what a first call that decodes leaves room for; the memory is small beside any weights
+_FEWEST_TOKENS = 64  # room for a first call that decodes; this memory is small beside any weights
 
 
 class Shape(NamedTuple):
-    """What a context is made for but for T, by the names of its arguments."""
+    """What a context is made for except T, by the names of the context's arguments."""
 
     device: int | None
     """Ordinal of the CUDA device; None: the CPU engine."""
@@ -34,25 +34,26 @@ class Shape(NamedTuple):
 
 
 def rounded_tokens(tokens: int, device: int | None) -> int:
-    """T of a context that is made for a call of T tokens on that device, so that it lasts for some larger ones."""
+    """The `max_tokens` of a context that is made for a call of `tokens` tokens on that device. It is rounded up, so
+    that the context also serves somewhat larger calls."""
     most = MAX_TOKENS if device is None else MAX_CUDA_TOKENS
     if tokens > most:
-        return tokens  # the context says so
+        return tokens  # the context raises the error
     return min(most, max(_FEWEST_TOKENS, 1 << (tokens - 1).bit_length()))
 
 
 class GrowingContext:
-    """One rank alone, with memory for as many tokens as any call has had so far.
+    """One rank alone, with memory for the most tokens that any call has had so far.
 
-    Its number (see `flashmoe.context.context_id`) is the shape's: the same while contexts come and go, and in every
-    process, so that compiled code may hold it, also on disk. T is rounded up to a power of two: a prompt that gets
-    longer call by call grows it a few times.
+    Its number (see `flashmoe.context.context_id`) depends on the shape alone. The number stays the same while contexts
+    come and go, and in every process, so compiled code may hold it, also on disk. T is rounded up to a power of two, so
+    a prompt that gets longer call by call makes the memory grow only a few times.
 
-    Contexts are not closed but let go of: another thread may be within a call of the one that is replaced. One that a
-    CUDA graph has captured is kept, because its replays write to that context's memory.
+    A context that is replaced is not closed but released: another thread may be within one of its calls. A context that
+    a CUDA graph has captured is kept, because replays of the graph write to its memory.
 
-    A call that fails breaks its context. Who made that call is told; the next one has another context, as a rank alone
-    has nobody to agree with on one.
+    A call that fails breaks its context. The caller of that call gets the error. The next call gets a new context,
+    since a rank that is alone has to agree with nobody.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -64,8 +65,8 @@ class GrowingContext:
         contexts[self.number] = self
 
     def with_room_for(self, tokens: int) -> Context:
-        """The context for a call of T tokens. Raises what `Context` does, and `FlashMoEError` if there is none yet
-        while a CUDA graph is captured."""
+        """The context for a call of T tokens. Raises what `Context` raises. Raises `FlashMoEError` if a CUDA graph is
+        being captured and there is no such context yet."""
         capturing = self.shape.device is not None and torch.cuda.is_current_stream_capturing()
         with self._lock:
             if self._context is None or tokens > self._context.limits["max_tokens"]:
@@ -74,7 +75,7 @@ class GrowingContext:
                         f"context: expected a call of at least T={tokens} tokens before one is captured, got none; "
                         "memory cannot be taken during a capture"
                     )
-                self._context = None  # first, so that both need not fit into memory
+                self._context = None  # before the new one is made: memory may not hold both
                 room = rounded_tokens(tokens, self.shape.device)
                 self._context = Context(max_tokens=room, **self.shape._asdict())
             if capturing and self._context not in self._captured:
@@ -82,13 +83,14 @@ class GrowingContext:
             return self._context
 
     def use(self, tokens: int, call: Callable[[Context], Result]) -> Result:
-        """What `call` returns for the context for its T tokens; made once more where that context was broken before, by
-        a call that has failed meanwhile in this thread or another. Raises what `call` and `with_room_for` do."""
+        """What `call` returns for a context with room for T tokens. If that context was already broken, by a call that
+        has failed meanwhile in this thread or another, `call` is made once more with a new context. Raises what `call`
+        and `with_room_for` raise."""
         context = self.with_room_for(tokens)
         try:
             return call(context)
         except GroupError as error:
-            if type(error) is not GroupError:  # a timeout: it was this call's, or nobody has heard of it yet
+            if type(error) is not GroupError:  # a timeout: this call's own, or nobody was told of it yet
                 raise
             with self._lock:
                 if self._context is context:
@@ -96,7 +98,7 @@ class GrowingContext:
         return call(self.with_room_for(tokens))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowingContext:
-        """The same: copies of a model share it."""
+        """The same object, because copies of a model share it."""
         return self
 
     def __reduce__(self) -> Any:
@@ -104,7 +106,7 @@ class GrowingContext:
 
 
 def _number_of(shape: Shape) -> int:
-    """From 2^62 to 2^63: those of contexts, which are counted from 1, are never as large."""
+    """A number from 2^62 to 2^63. The numbers of contexts count from 1, so they are never as large."""
     digest = hashlib.sha256(repr(tuple(shape)).encode()).digest()
     return 1 << 62 | int.from_bytes(digest[:8]) >> 2
 
@@ -114,7 +116,7 @@ _sharing = threading.Lock()
 
 
 def growing_context(shape: Shape) -> GrowingContext:
-    """The one of that shape, for as long as somebody holds it; else a new one."""
+    """The growing context of that shape, as long as somebody holds it; otherwise a new one."""
     with _sharing:
         found = _shared.get(shape)
         if found is None:

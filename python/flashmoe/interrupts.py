@@ -1,5 +1,5 @@
-"""Ctrl-C while modules are imported. What it interrupts there stays half done: neither NumPy nor PyTorch can then be
-imported again in that process."""
+"""Holds Ctrl-C back while modules are imported. An import that Ctrl-C interrupts stays half done: neither NumPy nor
+PyTorch can then be imported again in that process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Python's handler of SIGINT runs behind the block rather than within. Nothing changes where it would not run in
-    this thread."""
+    """Python's handler of SIGINT runs after the block instead of within it. In a thread that does not run the handler,
+    nothing changes."""
     before, heard = signal.getsignal(signal.SIGINT), []
     try:
-        if callable(before):  # else the process ignores it or ends by it, or another program's code has it
+        if callable(before):  # otherwise the process ignores SIGINT or ends by it, or code outside Python handles it
             signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    except ValueError:  # in another thread than the main one, which runs handlers
+    except ValueError:  # raised in any thread but the main one, which runs handlers
         before = None
     try:
         yield

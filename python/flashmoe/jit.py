@@ -1,15 +1,15 @@
 """The CUDA kernels, compiled once per machine, dtype and activation, and kept in a cache folder.
 
-Their sources travel with the package. What they, the compiler and the options make has one name, so that a
-cached start reads a few small files and runs nothing. Any number of processes may ask at once: one of them compiles,
-under a lock that ends with its process, and moves the whole result into place.
+The kernels' sources are part of the package. A kernel's name is made from sources, compiler and options, so a start
+with a filled cache reads a few small files and runs nothing. Any number of processes may ask for a kernel at once: one
+of them compiles it, under a lock that ends with its process, and moves the whole result into place.
 
-A released package carries common kernels, compiled from the sources beside them. They are found by a name of the same
-kind, but for the compiler, so that none is needed; what else is asked for is compiled, and so is all of it for a driver
-that is too old for them.
+A released package carries common kernels, compiled from the sources beside them. Their names are made in the same way
+but without the compiler, so no compiler is needed to find them. All other kernels are compiled. If the driver is too
+old for the carried kernels, all kernels are compiled.
 
-The name ends with a digest of the content, by which a file that was cut short or renamed is known, and compiled again.
-That no other user has put it there, `storage` sees to.
+A name ends with a digest of the content. A file that was cut short or renamed does not match its digest, and is
+compiled again. `storage` makes sure that no other user has put the file there.
 """
 
 from __future__ import annotations
@@ -36,50 +36,52 @@ from .storage import Folder
 
 FLAGS = ("-cubin", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3")
 
-# All of one release: left to itself, pip pairs nvcc with the newest front end, whose PTX its ptxas rejects.
+# All packages are of one release: left to itself, pip pairs nvcc with the newest front end, whose PTX its ptxas
+# rejects.
 _PACKAGES = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
 INSTALL = "pip install " + " ".join(f"'{package}==13.0.*'" for package in _PACKAGES)
 _TELLS = ("-Xptxas", "-v")
-"""What has ptxas say of each function what it spills. It changes no code, so that it is no part of a kernel's name."""
+"""Options that make ptxas print what each function spills. They change no code, so they are not part of a kernel's
+name."""
 _SPILLS = re.compile(r"([0-9]+) bytes spill stores, ([0-9]+) bytes spill loads")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
-_LOG_LINES = 15  # of a failed compilation, in the error
+_LOG_LINES = 15  # lines of a failed compilation's output in the error
 
 TRANSPOSED = ("bfloat16", "float16")
-"""The types of weights that kernels read transposed: the tensor cores take such operands of 16 bits alone."""
+"""The types of weights that kernels read transposed. Tensor cores take transposed operands only of 16 bits."""
 
 TRAINED = ("bfloat16", "float16", "float32")
-"""The types of layers whose gradients there are kernels of."""
+"""The types of layers whose gradients have kernels."""
 
 BESIDE_QUANTISED = ("bfloat16", "float16")
-"""The types of y beside experts in FP8 or MXFP4 that there are kernels of."""
+"""The types of y that have kernels, where experts are in FP8 or MXFP4."""
 
 NVCC_SECONDS = 900.0
 """How long a compilation may take. One to four minutes are usual."""
 LOCK_SECONDS = NVCC_SECONDS + 60.0
-"""How long to wait for another process that compiles the same."""
+"""How long to wait for another process that compiles the same kernel."""
 _VERSION_SECONDS = 60.0
 _REMEDY = "set FLASHMOE_CACHE to a folder of your own"
 
 
 _FIRST, _BETWEEN, _LAST = range(3)
-"""Where a word of a kernel's title is: before its type and activation, behind them, or at the end."""
+"""Where a word stands in a kernel's title: before its type and activation, after them, or at the end."""
 
 
 def _told(word: str, place: int = _BETWEEN) -> Any:
-    """An option of the kernel's build, whose macro is the field's name; and its word in the title."""
+    """An option of the kernel's build. The field's name gives its macro; `word` stands in the kernel's title."""
     return field(default=False, metadata={"word": word, "place": place})
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is fixed when the kernel is compiled: its source, and what this is told, which
+    """What is fixed when the kernel is compiled: its source, and the macros defined for it, which
     include/flashmoe/spec/build.h reads."""
 
     dtype: str = "bfloat16"
     activation: str = "swiglu"
     trace: bool = _told("traced", _LAST)
-    """Whether it records what it does when."""
+    """The kernel records when it does what."""
     exact: bool = _told("exact", _FIRST)
     """float32 products in float32, without the tensor cores."""
     rdma: bool = _told("RDMA", _LAST)
@@ -89,21 +91,22 @@ class Variant:
     quantised: bool = _told("FP8", _FIRST)
     """The experts' matrices, and the rows that they multiply, are in e4m3."""
     mxfp4: bool = _told("MXFP4", _FIRST)
-    """The experts' matrices are in mxfp4; of a few tokens alone."""
+    """The experts' matrices are in mxfp4; only for a few tokens."""
     keeps: bool = _told("keeping")
-    """It keeps what the layer's gradients need."""
+    """The kernel keeps what the layer's gradients need."""
     backward: bool = _told("backward")
-    """It computes these."""
+    """The kernel computes the layer's gradients."""
     group: bool = _told("group")
-    """Either of the two, or that for a few tokens, among several ranks."""
+    """For several ranks: a kernel with `keeps` or `backward`, or one for a few tokens."""
     on_input: bool = _told("weights on the input")
-    """Either of the two of a layer with `weights_on_input`. (Other kernels are the same with and without.)"""
+    """A kernel with `keeps` or `backward`, of a layer with `weights_on_input`. (Other kernels are the same with and
+    without.)"""
     sliced: bool = _told("sliced")
-    """Likewise, of a layer with a shared expert, or with experts in slices."""
+    """A kernel with `keeps` or `backward`, of a layer with a shared expert or with experts in slices."""
     machines: bool = _told("machines", _LAST)
-    """For ranks of several machines, of which each row crosses to one once."""
+    """For ranks on several machines: each row crosses to each machine only once."""
     few: bool = _told("few tokens")
-    """For a few tokens; else for any number."""
+    """For a few tokens; otherwise for any number."""
 
     def __post_init__(self) -> None:
         if self.mxfp4 and not self.few:
@@ -113,7 +116,7 @@ class Variant:
 
     @property
     def entry(self) -> str:
-        """The stem of its source in csrc/cuda/entry/."""
+        """The name of the kernel's source in csrc/cuda/entry/, without its suffix."""
         if self.few:
             return "decode" + "_fp8" * self.quantised + "_mxfp4" * self.mxfp4 + "_group" * self.group
         if self.rdma:
@@ -124,7 +127,7 @@ class Variant:
 
     @property
     def title(self) -> str:
-        """For messages, such as ``bf16 SwiGLU``."""
+        """The kernel's name in messages, such as ``bf16 SwiGLU``."""
         dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         words = [*self._words(_FIRST), dtype, TITLES[self.activation], *self._words(_BETWEEN)]
         title = " ".join(words + self._words(_LAST))
@@ -136,7 +139,7 @@ class Variant:
 
     @property
     def flags(self) -> list[str]:
-        """nvcc's options, but for the folders."""
+        """nvcc's options, without the folders."""
         return [
             *FLAGS,
             f"-DFLASHMOE_DTYPE={DTYPES.index(self.dtype)}",
@@ -146,15 +149,15 @@ class Variant:
 
 
 OPTIONS = {each.name: f"FLASHMOE_{each.name.upper()}" for each in fields(Variant) if each.metadata}
-"""The macro that a build defines, by the field of `Variant` that it is defined for."""
+"""The macro that a build defines, by the name of its field in `Variant`."""
 
 _NOT_FEW = ("rdma", "transposed", "keeps", "backward", "on_input", "sliced", "machines")
-"""Of what there is no kernel for a few tokens."""
+"""Fields of `Variant` that no kernel for a few tokens has."""
 
 
 def variants_alone(dtype: str = "bfloat16", activation: str = "swiglu", **options: bool) -> list[Variant]:
-    """The kernels of layers of a rank alone, but for gradients: that for any number of tokens, and that for a few, as
-    far as there are both."""
+    """The kernels for layers of a rank that is alone, without gradients: the kernel for any number of tokens, and the
+    kernel for a few, as far as both exist."""
     general = [] if options.get("mxfp4") else [Variant(dtype, activation, **options)]
     few = [] if options.get("transposed") else [Variant(dtype, activation, **options, few=True)]
     return general + few
@@ -170,15 +173,16 @@ COMMON = (
     *(Variant(**{which: True}, group=group) for which in ("keeps", "backward") for group in (False, True)),
     *variants_alone(trace=True),
 )
-"""What a release carries: the layers of nearly all published models (docs/models.md), those of Llama 4 and gpt-oss as
-they are stored, checkpoints in FP8 and gpt-oss's in MXFP4; training with SwiGLU in bfloat16; and what ``flashmoe run``
-traces. Of plain calls there are two kernels, and ranks of a group have one more for few tokens. Published weights are
-in bfloat16, or quantised from it, so that float16 has these alone. Models of other activations are few, and each kernel
-for any number of tokens is some 800 KB, a fifth of a megabyte in the wheel."""
+"""The kernels that a release carries: those for the layers of nearly all published models (docs/models.md), for layers
+of Llama 4 and gpt-oss as they are stored, for checkpoints in FP8 and for gpt-oss's in MXFP4; those for training with
+SwiGLU in bfloat16; and those that ``flashmoe run`` traces. Plain calls have two kernels, and ranks of a group have one
+more for few tokens. Published weights are in bfloat16, or quantised from it, so there are no further kernels for
+float16. Few models have other activations, and each kernel for any number of tokens takes some 800 KB, a fifth of a
+megabyte in the wheel."""
 
 RELEASED_CUDA = (13, 0)
-"""The CUDA release whose nvcc compiles what a release carries: the one that kernels are measured with. Drivers of an
-older major release take no such cubins (NVIDIA's minor version compatibility)."""
+"""The CUDA release whose nvcc compiles what a release carries; kernels are measured with this nvcc. Drivers of an older
+major release cannot load these cubins (NVIDIA's minor version compatibility)."""
 
 
 @dataclass(frozen=True)
@@ -187,17 +191,17 @@ class Compiled:
 
     path: Path
     seconds: float | None
-    """What it took to compile; None: it was there."""
+    """Seconds that the compilation took; None: the kernel was already there."""
 
 
-_known: dict[Variant, int] = {}  # of this process: the files that were checked, open
+_known: dict[Variant, int] = {}  # the files that this process has checked, open
 
 
 def kernel(variant: Variant) -> Path:
     """The cubin of `variant`, compiled if it is not in the cache; see `compile_kernel`.
 
-    The path leads to the very file that was checked, which this process keeps open: whatever is put in the place of the
-    file, or of a folder above it, is not read.
+    The path leads to the very file that was checked, because this process keeps that file open. A file or folder that
+    is put in its place later is not read.
     """
     if variant not in _known:
         _, descriptor = _obtain(variant)
@@ -207,7 +211,8 @@ def kernel(variant: Variant) -> Path:
 
 
 def kernels(variants: Sequence[Variant]) -> list[Path]:
-    """The same of each. Those that this process has not asked for are looked for, and compiled, at the same time."""
+    """The cubins of all `variants`. Those that this process has not asked for before are looked up, or compiled, in
+    parallel."""
     new = [each for each in variants if each not in _known]
     if len(new) < 2:
         return [kernel(each) for each in variants]
@@ -219,7 +224,7 @@ def compile_kernel(variant: Variant) -> Compiled:
     """Find `variant` in the package or in the cache, or compile it.
 
     Raises `FlashMoEError` if there is no compiler, if it fails, if the cache cannot be written or others can write to
-    it, or if another process takes too long to compile the same.
+    it, or if another process takes too long to compile the same kernel.
     """
     compiled, descriptor = _obtain(variant)
     os.close(descriptor)
@@ -227,7 +232,7 @@ def compile_kernel(variant: Variant) -> Compiled:
 
 
 def compiled_kernels() -> tuple[Path, int]:
-    """The cache folder and how many kernels it has. Raises `FlashMoEError` as `compile_kernel` does."""
+    """The cache folder, and how many whole kernels it has. Raises `FlashMoEError` as `compile_kernel` does."""
     with _cache() as cache:
         whole = 0
         for name in cache.names():
@@ -238,12 +243,14 @@ def compiled_kernels() -> tuple[Path, int]:
 
 
 def shipped_kernels() -> list[Path]:
-    """Those that the package carries and this machine's driver loads; none unless the package is a release's."""
+    """The kernels that the package carries, if this machine's driver loads them; none unless the package is a
+    release's."""
     return [] if refused_by_driver() else _carried()
 
 
 def refused_by_driver() -> str:
-    """Why this machine's driver cannot load what the package carries; empty where nothing keeps it from that."""
+    """Why this machine's driver cannot load the kernels that the package carries; empty if it can, or if there are
+    none."""
     here = _older_driver()
     if not here or not _carried():
         return ""
@@ -251,7 +258,8 @@ def refused_by_driver() -> str:
 
 
 def _older_driver() -> str:
-    """The CUDA that this machine's driver is for, as "12.4", if it loads nothing that a release's nvcc compiles."""
+    """The CUDA release of this machine's driver, such as "12.4", if it loads nothing that a release's nvcc compiles;
+    else empty."""
     release = driver.cuda_release()
     return "" if release is None or release[0] >= RELEASED_CUDA[0] else ".".join(map(str, release))
 
@@ -270,7 +278,7 @@ def ship(variant: Variant, folder: Path) -> Path:
 
 
 def _shipped(variant: Variant) -> tuple[Compiled, int] | None:
-    """The kernel that the package carries, and its file, open. It is trusted as the package's Python is."""
+    """The kernel that the package carries, and its open file. The file is trusted as the package's Python code is."""
     if variant not in COMMON or not (carried := shipped_kernels()):
         return None
     stem = _stem(source_root(), variant)
@@ -284,7 +292,7 @@ def _shipped(variant: Variant) -> tuple[Compiled, int] | None:
 
 
 def _obtain(variant: Variant) -> tuple[Compiled, int]:
-    """As `compile_kernel`, and the file that was checked, open."""
+    """As `compile_kernel`, but also returns the file that was checked, open."""
     if (found := _shipped(variant)) is not None:
         return found
     root, nvcc = source_root(), find_nvcc(variant)
@@ -309,7 +317,7 @@ def _obtain(variant: Variant) -> tuple[Compiled, int]:
 
 
 def _find(cache: Folder, stem: str) -> tuple[Compiled, int] | None:
-    """The whole kernel with that name, and its file, open."""
+    """The whole kernel with that name, and its open file."""
     for name in _candidate_names(cache, stem):
         if (descriptor := _open(cache, name)) is not None:
             return Compiled(cache.path / name, None), descriptor
@@ -321,7 +329,8 @@ def _candidate_names(cache: Folder, stem: str) -> list[str]:
 
 
 def _open(cache: Folder, name: str) -> int | None:
-    """A cubin that is what was compiled, open; None for one that is not, or that others may have written."""
+    """The open file of a cubin with the right content; None if its content is wrong, or if others may have written
+    it."""
     try:
         descriptor = cache.open(name)
     except (FileNotFoundError, FlashMoEError):
@@ -333,26 +342,26 @@ def _open(cache: Folder, name: str) -> int | None:
 
 
 def _is_whole(descriptor: int, name: str) -> bool:
-    """Whether a file has in it what its name says."""
+    """Whether a file's content matches the digest in the file's name."""
     stem, _, digest = name.removesuffix(".cubin").rpartition("-")
     with open(descriptor, "rb", closefd=False) as file:
         return _digest(stem, file.read()) == digest
 
 
 def _remove_damaged(cache: Folder, stem: str) -> None:
-    """For who holds the lock, and has found none that is whole."""
+    """Removes damaged kernels. Its caller holds the lock, and has found no whole kernel."""
     for name in _candidate_names(cache, stem):
         _say(f"{cache.path / name} is not what was compiled")
         cache.remove(name)
 
 
 def _digest(stem: str, content: bytes) -> str:
-    """Of a kernel's content, and of what it was compiled from, which its name begins with."""
+    """A digest of a kernel's content and of the stem of its name, which stands for what it was compiled from."""
     return hashlib.sha256(f"{stem}\n".encode() + content).hexdigest()[:32]
 
 
 def source_root() -> Path:
-    """The folder with include/ and csrc/: the package's own, or that of a development tree."""
+    """The folder with include/ and csrc/: the package's own folder, or the one of a development tree."""
     here = Path(__file__).resolve()
     for root in (here.parent / "cuda", here.parents[2]):
         if entry_of(root, Variant()).exists():
@@ -361,7 +370,7 @@ def source_root() -> Path:
 
 
 def entry_of(root: Path, variant: Variant) -> Path:
-    """What nvcc is given of the sources in that folder."""
+    """The source in that folder that nvcc compiles."""
     return root / "csrc" / "cuda" / "entry" / f"{variant.entry}.cu"
 
 
@@ -380,7 +389,7 @@ def _cache() -> contextlib.AbstractContextManager[Folder]:
 
 
 def find_nvcc(variant: Variant | None = None) -> Path:
-    """The CUDA compiler. Raises `FlashMoEError` if there is none, which names the kernel that it is wanted for."""
+    """The CUDA compiler. Raises `FlashMoEError` if there is none; the message names the kernel that needs it."""
     if given := os.environ.get("FLASHMOE_NVCC"):
         if not _is_program(Path(given)):
             raise FlashMoEError(f"FLASHMOE_NVCC: expected the path of nvcc, got {given!r}")
@@ -395,7 +404,8 @@ def find_nvcc(variant: Variant | None = None) -> Path:
 
 
 def remedy() -> str:
-    """What is to be installed where there is no nvcc: for an older driver not the newest, whose kernels it refuses."""
+    """What to install where there is no nvcc. For an older driver this is not the newest nvcc, whose kernels the driver
+    refuses."""
     if not (here := _older_driver()):
         return INSTALL
     also = ", which also loads the kernels that the package carries" if _carried() else ""
@@ -408,7 +418,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(home) / "bin" / "nvcc"
     if found := shutil.which("nvcc"):
         yield Path(found)
-    # By version, newest first; the link that names none points to one of them.
+    # By version, newest first. The folder without a version is a link to one of them.
     installed = Path("/usr/local").glob("cuda*/bin/nvcc")
     yield from sorted(installed, key=lambda path: [int(n) for n in _digits(path.parts[3])], reverse=True)
     packages = importlib.util.find_spec("nvidia")
@@ -425,7 +435,8 @@ def _is_program(path: Path) -> bool:
 
 
 def _stem(root: Path, variant: Variant, compiler: str | None = None) -> str:
-    """Names the result: what it is, and a digest of all that it depends on. `compiler`: what nvcc says of itself."""
+    """A kernel's name up to the digest of its content: its title, and a digest of all that its content depends on.
+    `compiler`: what ``nvcc --version`` prints."""
     digest = hashlib.sha256()
     parts = [(str(path.relative_to(root)), content) for path, content in sources_of(root, variant).items()]
     parts.append(("flags", " ".join(variant.flags).encode()))
@@ -439,9 +450,9 @@ def _stem(root: Path, variant: Variant, compiler: str | None = None) -> str:
 
 
 def sources_of(root: Path, variant: Variant) -> dict[Path, bytes]:
-    """What `variant` is compiled from: its source and all of ours that it includes, sorted, each with its content. No
-    header of ours includes another by a condition (tests/test_build_options.py), so that these are what ``nvcc -M``
-    finds."""
+    """The files from which `variant` is compiled, sorted, each with its content: its source, and all headers of this
+    project that it includes. No such header includes another by a condition (tests/test_build_options.py), so these are
+    the files that ``nvcc -M`` finds."""
     found: dict[Path, bytes] = {}
     todo = [entry_of(root, variant)]
     while todo:
@@ -450,12 +461,12 @@ def sources_of(root: Path, variant: Variant) -> dict[Path, bytes]:
         found[path] = path.read_bytes()
         for name in _INCLUDE.findall(found[path].decode()):
             candidates = (path.parent / name, root / "include" / name)
-            todo += [each for each in candidates if each.is_file()]  # NVSHMEM's are not ours
+            todo += [each for each in candidates if each.is_file()]  # NVSHMEM's headers are in neither folder
     return dict(sorted(found.items()))
 
 
 def _version(nvcc: Path, cache: Folder) -> str:
-    """What ``nvcc --version`` prints, remembered until the file changes."""
+    """What ``nvcc --version`` prints. The cache keeps it until nvcc's file changes."""
     status = nvcc.stat()
     stamp = f"{nvcc} {status.st_size} {status.st_mtime_ns}"
     memory = f"nvcc-{hashlib.sha256(stamp.encode()).hexdigest()[:24]}.txt"
@@ -467,14 +478,14 @@ def _version(nvcc: Path, cache: Folder) -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise FlashMoEError(f"nvcc: {nvcc} --version failed: {error}") from error
-    with contextlib.suppress(FlashMoEError):  # then it is asked for again
+    with contextlib.suppress(FlashMoEError):  # without it, the next process asks nvcc again
         cache.replace(memory, done.stdout.encode())
     return done.stdout
 
 
 def _run_nvcc(nvcc: Path, root: Path, variant: Variant, cache: Folder, stem: str) -> bytes:
-    """The cubin that nvcc makes. Raises `FlashMoEError` if it makes none, and for a kernel that spills registers, but
-    for those that trace, which do by design. What it says then is kept in the cache."""
+    """The cubin that nvcc makes. Raises `FlashMoEError` if nvcc makes none, and for a kernel that spills registers.
+    (Kernels that trace may spill: they do so by design.) nvcc's output is then kept in the cache."""
     folders = ["-I", root / "include"]
     if variant.rdma:
         folders += ["-isystem", nvshmem.headers()]

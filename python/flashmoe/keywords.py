@@ -1,4 +1,4 @@
-"""Keyword arguments that there are not: refused with the one that is most alike."""
+"""Refuses unknown keyword arguments, and names the known one that is most alike."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .errors import UnknownOption
 
 
 def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises `UnknownOption` for the first keyword of `given` that is none of `known`, with the one that is most alike,
-    also where it is written in one word or with other capitals."""
+    """Raises `UnknownOption` for the first keyword of `given` that is not in `known`. The message names the known one
+    that is most alike; underscores and capitals do not count."""
     for name in given:
         if name in known:
             continue
@@ -24,8 +24,8 @@ def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) 
 
 
 def with_known_options(*more: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function whose unknown keyword arguments are refused by `refuse_unknown`. `more`: typed dictionaries of those
-    that it takes besides the named ones."""
+    """A function whose unknown keyword arguments `refuse_unknown` refuses. `more`: typed dictionaries of the keyword
+    arguments that the function takes besides its named ones."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         kinds = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL

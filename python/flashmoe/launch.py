@@ -1,7 +1,7 @@
 """Ranks as processes of this machine: start them, give them work, collect the results, leave none behind.
 
-A rank's exception comes back as itself, with the rank's own traceback as its cause. A rank that dies without
-answering (a signal, an exit) is reported as that, also if a process that it has forked lives on. A time limit covers
+A rank's exception is raised here unchanged, with the rank's own traceback as its cause. A rank that dies without
+answering (a signal, an exit) is reported as dead, also if a process that it has forked lives on. A time limit covers
 all of a call: a rank may stop or hang before it takes its arguments, while it computes, or in the middle of its answer.
 Workers end with their pool, and with their parent.
 """
@@ -33,15 +33,16 @@ from .errors import FlashMoEError, InvalidArgument
 from .spec import MAX_RANKS, bounded
 
 GRACE_SECONDS = 60.0
-"""How long the other ranks may take to end once one has failed: above the engine's default time limit of
-30 s, so that they can report what they waited for."""
+"""How long the other ranks may take to end once one has failed. This is more than the engine's default time limit of 30
+s, so that they can report what they waited for."""
 
 _LOOK_SECONDS = 0.05
-"""How often a call looks whether its ranks live: the end of a connection does not tell, as long as a process that a
-rank has forked holds it."""
+"""How often a call checks that its ranks live. The end of a connection does not show this while a process that a rank
+has forked holds the connection."""
 
 _REAP_SECONDS = 10.0
-"""How long a killed process may take to be gone. One that the kernel holds (a driver that hangs) may never be."""
+"""How long a killed process may take to be gone. A process that the kernel holds (by a driver that hangs) may never be
+gone."""
 
 # Every rank has processors of its own: a BLAS that starts a thread per core in each only adds contention.
 _CHILD_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -128,9 +129,8 @@ class RankPool:
     ) -> list[Any]:
         """Call ``fn(rank, ranks, name, *per_rank_args[rank])`` in the first `ranks` processes (default: all).
 
-        Waits for every rank, at most `timeout` seconds in all, and at most `GRACE_SECONDS` after the first
-        failure; who has not answered by then is killed. Returns the results in rank order, or raises
-        `RankFailed`.
+        Waits for every rank, at most `timeout` seconds in all, and at most `GRACE_SECONDS` after the first failure;
+        ranks that have not answered by then are killed. Returns the results in rank order, or raises `RankFailed`.
         """
         return self._run(_Call.checked(self.ranks if ranks is None else ranks, self.ranks, fn, per_rank_args, timeout))
 
@@ -140,7 +140,7 @@ class RankPool:
         workers = self._workers[: len(call.messages)]
         try:
             results, errors = _collect(workers, call)
-        except BaseException:  # an interrupt: their answers would be taken for those of the next call
+        except BaseException:  # an interrupt: late answers would be taken for those of the next call
             _kill(workers)
             _remove_segments(call.name)
             raise
@@ -169,22 +169,23 @@ class RankPool:
 
 @dataclass(frozen=True)
 class _Call:
-    """What ranks are asked to do, checked."""
+    """A checked order to all ranks."""
 
     name: str
-    """Of the group."""
+    """The group's name."""
     what: str
-    """The function, for messages."""
+    """The function's name, for messages."""
     messages: list[bytes]
-    """By rank. All are made before the first is sent: an argument that cannot be pickled starts no rank."""
+    """One for each rank. All are made before the first is sent, so that an argument that cannot be pickled starts no
+    rank."""
     deadline: float
-    """By the monotonic clock."""
+    """A time of the monotonic clock."""
 
     @classmethod
     def checked(
         cls, ranks: int, most: int, fn: Callable[..., Any], per_rank_args: Sequence[tuple], timeout: float | None
     ) -> _Call:
-        """Raises `InvalidArgument`."""
+        """Checks the arguments. Raises `InvalidArgument`."""
         ranks = bounded("ranks", ranks, 1, most)
         if not callable(fn):
             raise InvalidArgument(f"fn: expected a function, got {type(fn).__name__}")
@@ -199,8 +200,8 @@ class _Call:
 
 
 def _pickled(fn: Callable[..., Any], place: tuple[int, int, str], args: Any) -> bytes:
-    """What a rank is sent, of `place` its number, how many there are, and the group's name. Raises `InvalidArgument`,
-    by the argument's name."""
+    """The message for a rank. `place`: the rank's number, the number of ranks, and the group's name. Raises
+    `InvalidArgument`, which names the argument."""
     argument = f"per_rank_args[{place[0]}]"
     if not isinstance(args, tuple | list):
         raise InvalidArgument(f"{argument}: expected a tuple of arguments, got {type(args).__name__}")
@@ -248,7 +249,7 @@ class _Worker:
             return _describe_exit(status)
         try:
             os.kill(self.process.pid, 0)
-        except ProcessLookupError:  # reaped by a handler of SIGCHLD that takes every child
+        except ProcessLookupError:  # a handler of SIGCHLD that takes every child has reaped it
             return "its process ended before it answered"
         return None
 
@@ -260,7 +261,7 @@ class _Worker:
             return False
 
     def close(self) -> None:
-        """Free what the parent has of a process that was killed."""
+        """Free what the parent holds of a process that was killed."""
         self.link.close()
         self._theirs.close()
         with suppress(ValueError):  # it was not reaped, or never started
@@ -268,14 +269,15 @@ class _Worker:
 
 
 def _kill(workers: Sequence[_Worker]) -> None:
-    """Kill what lives of them, stopped or not, and reap it. What they have sent is no answer to a later call."""
+    """Kill and reap the processes that live, stopped or not. Their links are closed: nothing that they have sent is
+    taken for an answer to a later call."""
     started = [worker for worker in workers if worker.process.pid is not None]
     for worker in started:
-        worker.process.kill()  # all at once first: none sees another go and starts to complain
+        worker.process.kill()  # all before waiting: otherwise ranks see others go, and complain
     deadline = time.monotonic() + _REAP_SECONDS
     for worker in started:
         worker.link.close()
-        while worker.ending() is None:  # not join(): it waits for the end of a pipe, which others may hold
+        while worker.ending() is None:  # not join(), which waits for the end of a pipe that others may hold
             if time.monotonic() > deadline:
                 _log.warning("rank %d: process %d was killed, but does not end", worker.rank, worker.process.pid)
                 break
@@ -283,7 +285,7 @@ def _kill(workers: Sequence[_Worker]) -> None:
 
 
 def _collect(workers: Sequence[_Worker], call: _Call) -> tuple[dict[int, Any], dict[int, BaseException]]:
-    """Hand over the messages and await an answer of each worker: (results, errors), both by rank. Kills who is
+    """Send the messages and wait for each worker's answer: (results, errors), both by rank. Kills workers that are
     overdue."""
     started, deadline = time.monotonic(), call.deadline
     results: dict[int, Any] = {}
@@ -293,7 +295,7 @@ def _collect(workers: Sequence[_Worker], call: _Call) -> tuple[dict[int, Any], d
     }
     while waiting:
         for worker, exchange in list(waiting.items()):
-            ending = worker.ending()  # before the link is looked at: then that has all it will ever have
+            ending = worker.ending()  # before the link is read: it then holds all that an ended process sent
             if ending is None:
                 exchange.advance()
             else:
@@ -328,20 +330,21 @@ def _serve(to_parent: socket.socket) -> None:
     """A worker's life: take a call, answer it, until the link closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C goes to the whole group; the parent ends us
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _interrupts_held
-    to_parent.set_inheritable(False)  # no program that a rank runs holds it
-    groups: list[str] = []  # of the call that is under way
+    to_parent.set_inheritable(False)  # no program that a rank starts inherits it
+    groups: list[str] = []  # the group name of the call that is under way
     threading.Thread(target=_follow_parent, args=(groups,), daemon=True).start()
     while (message := link.receive(to_parent)) is not None:
         link.answer(to_parent, _answer(message, groups))
 
 
 def _answer(message: bytes, groups: list[str]) -> bytes:
-    """Run one pickled (fn, args), its group's name in `groups`; the pickled (result, error, traceback text)."""
+    """Run one pickled (fn, args), and put its group's name into `groups`. Returns the pickled (result, error, traceback
+    text)."""
     try:
         fn, args = pickle.loads(message)
         groups[:] = [args[2]]
         return pickle.dumps((fn(*args), None, ""))
-    except BaseException as error:  # SystemExit too: the parent is owed an answer
+    except BaseException as error:  # SystemExit too: the parent waits for an answer
         text = traceback.format_exc()
         return pickle.dumps((None, _portable(error), text))
 
@@ -371,7 +374,7 @@ def _follow_parent(groups: list[str]) -> None:
 
 def _remove_segments(name: str) -> None:
     """Free what ranks that died while they made the group `name` left in shared memory."""
-    for pattern in (f"flashmoe-{name}-*", f".flashmoe-{name}-*"):  # named, and not yet (csrc/host/segment.cpp)
+    for pattern in (f"flashmoe-{name}-*", f".flashmoe-{name}-*"):  # final and earlier names (csrc/host/segment.cpp)
         for segment in Path("/dev/shm").glob(pattern):
             with suppress(FileNotFoundError):
                 if segment.lstat().st_uid == os.geteuid():  # every user may make files there
@@ -380,9 +383,10 @@ def _remove_segments(name: str) -> None:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold SIGINT back from this thread and the process started within, which inherits that and ignores it when it is
-    ready: ctrl-C goes to the whole group, and a rank that is still importing would print a traceback."""
-    resource_tracker.ensure_running()  # else that is started within, and lets SIGINT through afterwards
+    """Hold SIGINT back from this thread, and from a process that is started within the block. That process inherits the
+    mask, and ignores SIGINT once it is ready. Ctrl-C goes to the whole process group, and a rank that is still
+    importing would print a traceback."""
+    resource_tracker.ensure_running()  # otherwise the block starts it, which unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -392,7 +396,8 @@ def _interrupts_held() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes started within: a BLAS reads them when it is loaded."""
+    """Set environment variables for processes that are started within the block: a BLAS reads them when it is
+    loaded."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:

@@ -1,4 +1,4 @@
-"""What a launcher says to the processes that it starts on one machine or several: who they are, and where they meet."""
+"""What a launcher tells the processes that it starts, on one machine or several: who they are, and where they meet."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .meeting import MOST_OF_A_NAME, SECRET, Meeting, StoreMeeting, secret_of_la
 from .rendezvous import AddressMeeting, parsed
 
 ADDRESS = "FLASHMOE_RENDEZVOUS"
-"""The environment variable that names the address where ranks meet: host:port, of rank 0's host."""
+"""The environment variable that names the address where ranks meet: host:port on rank 0's host."""
 
 Meet = Callable[[str, int, int, float], Meeting]
-"""Of a group's name, rank, ranks, and timeout in seconds (0: none)."""
+"""(the group's name, rank, ranks, timeout in seconds or 0 for none) -> the meeting."""
 
 _joined: dict[str, itertools.count[int]] = {}
-"""How often this process has met others under a name: a store keeps what an earlier meeting has left there."""
+"""How often this process has met others under each name. A store keeps what an earlier meeting has left there."""
 
 
 class Launched(NamedTuple):
@@ -30,7 +30,8 @@ class Launched(NamedTuple):
 
 
 def launched() -> Launched | None:
-    """This process's place, as ``torchrun`` and others say it (``RANK``, ``WORLD_SIZE``); None where nobody has."""
+    """This process's place, as ``torchrun`` and other launchers give it (``RANK``, ``WORLD_SIZE``); None if they are
+    not set. Raises `InvalidArgument`."""
     rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or ranks is None:
         return None
@@ -42,7 +43,7 @@ def launched() -> Launched | None:
 
 
 def meet_of(address: str) -> Meet:
-    """Ranks meet at that address. Raises `InvalidArgument` for what is none, and without a secret."""
+    """A meeting at that address. Raises `InvalidArgument` if it is no address, or if the environment has no secret."""
     where = parsed(address, "rendezvous")
     secret = secret_of_launcher()
     if secret is None:
@@ -54,9 +55,9 @@ def meet_of(address: str) -> Meet:
 
 
 def meet_in(store: Any, prefix: str | None = None) -> Meet:
-    """Ranks meet in a store of torch.distributed's, under `prefix` or one made of the group's name. Without a secret, a
-    meeting there has none, and its ranks must be of one machine, unless the environment says that the store is trusted
-    (`flashmoe.meeting.TRUST_STORE`)."""
+    """A meeting in a store of torch.distributed, under `prefix`, or under a prefix made of the group's name. If the
+    environment has no secret, the meeting has none. Its ranks must then be on one machine, unless the environment says
+    that the store is trusted (`flashmoe.meeting.TRUST_STORE`)."""
 
     def meet(name: str, rank: int, ranks: int, timeout: float) -> Meeting:
         number = next(_joined.setdefault(name, itertools.count()))
@@ -69,8 +70,9 @@ def meet_in(store: Any, prefix: str | None = None) -> Meet:
 
 
 def meet_of_environment() -> Meet | None:
-    """Where the environment says that ranks meet: at ``FLASHMOE_RENDEZVOUS``; in the store that ``torchrun`` keeps for
-    its processes; at ``MASTER_ADDR:MASTER_PORT``, where rank 0 then listens itself. None where it says nothing."""
+    """The meeting that the environment names: at ``FLASHMOE_RENDEZVOUS``; else in the store that ``torchrun`` keeps for
+    its processes; else at ``MASTER_ADDR:MASTER_PORT``, where rank 0 then listens itself. None if the environment names
+    none."""
     if address := os.environ.get(ADDRESS):
         return meet_of(address)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -94,5 +96,5 @@ def _agent_store(where: tuple[str, int], timeout: float) -> Any:
 
     try:
         return TCPStore(*where, is_master=False, timeout=timedelta(seconds=timeout or 1e6), wait_for_workers=False)
-    except Exception as error:  # torch's own, which are several
+    except Exception as error:  # torch has several types of error for this
         raise FlashMoEError(f"rendezvous: cannot reach torchrun's store at {where[0]}:{where[1]}: {error}") from error

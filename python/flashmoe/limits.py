@@ -1,7 +1,7 @@
-"""What a context is made for, and what that takes: the limits that its engine allocates memory from.
+"""What a context is made for, and the limits from which its engine allocates memory.
 
-A context serves any layer that needs no more than its largest one. `ContextSpec` is what a caller asks for, `Room` what
-a context has got, against which `flashmoe.arguments` checks its calls.
+A context serves any layer that needs no more than its largest one. A `ContextSpec` is what a caller asks for. A `Room`
+is what a context has got; `flashmoe.arguments` checks calls against it.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class ContextSpec:
     """The largest H, I, E, K and shared expert, the widest element types, the return mode asked for (``auto``: any) and
     the largest capacity factor (0: dropless)."""
     placement: placements.Placed
-    """Of each of E experts."""
+    """Where each of the E experts is."""
     processors: int
-    """Threads or thread blocks; 0: CUDA engine, as many as the device has."""
+    """Threads or thread blocks; 0 with the CUDA engine: as many as the device has."""
     transport: str
     """One of `TRANSPORTS`."""
     redispatch: bool
@@ -63,13 +63,13 @@ class ContextSpec:
 
     @property
     def return_mode(self) -> str:
-        """The return mode that the context has: ``auto`` is left to the calls of the CPU engine."""
+        """The context's return mode. ``auto`` remains only with the CPU engine, whose calls decide."""
         layer, rdma = self.layer, self.transport == "rdma"
         sizes = self.ranks, layer.top_k, layer.intermediate
         return engine_return_mode(self.engine, layer.return_mode, *sizes, rdma, layer.slices)
 
     def limits(self) -> dict[str, int]:
-        """The C++ ``Limits`` (heap_layout.h) that a context asks its engine for, by the names of the codec."""
+        """The C++ ``Limits`` (heap_layout.h) with which a context asks its engine for memory, by the codec's names."""
         layer, mode = self.layer, self.return_mode
         rows = layer.choices + layer.shared_experts
         slots = {"direct": rows, "reduced": self.ranks, "auto": max(rows, self.ranks)}
@@ -97,19 +97,20 @@ class ContextSpec:
 
 @dataclass(frozen=True)
 class Room:
-    """What the calls of a context may be."""
+    """The bounds for calls of a context."""
 
     rank: int
     layer: LayerSpec
-    """The largest; ``auto`` where calls may return either way."""
+    """The largest layer; its return mode is ``auto`` if calls may use either mode."""
     placement: placements.Placed
-    """Of the layer's E experts; calls with as many take it unless they have one of their own."""
+    """The placement of the layer's E experts. Calls with as many experts use it, unless they have a placement of their
+    own."""
     limits: dict[str, int]
-    """What the ranks' memory was made from."""
+    """The limits from which the ranks' memory was made."""
 
     @classmethod
     def of(cls, made_for: ContextSpec, rank: int) -> Room:
-        """That of a context which has got what it was to be made for."""
+        """The room of a context that was made as `made_for` says."""
         layer = replace(made_for.layer, return_mode=made_for.return_mode)
         return cls(rank, layer, made_for.placement, made_for.limits())
 
@@ -141,7 +142,7 @@ def checked_context(
 ) -> ContextSpec:
     """What a context with these arguments is made for; see `flashmoe.Context`.
 
-    Raises `InvalidArgument` for what no context of the engine can have.
+    Raises `InvalidArgument` for what no context of the engine can be made for.
     """
     cuda = one_of("engine", engine, ENGINES) == "cuda"
     ranks = bounded("ranks", ranks, 1, MAX_RANKS)
@@ -154,7 +155,7 @@ def checked_context(
     intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
     rdma = checked_transport(transport, engine, ranks) == "rdma"
     slices = checked_slices(slices, experts, top_k, ranks, cuda)
-    # Refuses what the engine does not do.
+    # This refuses what the engine cannot do.
     engine_return_mode(engine, return_mode, ranks, top_k, intermediate, rdma, slices)
     max_tokens = bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS)
     factor = checked_capacity_factor(capacity_factor)
@@ -178,7 +179,7 @@ def checked_context(
 
 
 def checked_slices(slices: Any, experts: int, top_k: int, ranks: int, cuda: bool) -> int:
-    """Into how many slices experts may be cut, once there is known to be room for them. Raises `InvalidArgument`."""
+    """The number of slices into which experts may be cut, checked to fit. Raises `InvalidArgument`."""
     slices = bounded("slices", slices, 1, MAX_EXPERTS)
     if slices > 1 and ranks == 1:
         raise InvalidArgument(f"slices: expected 1 with one rank, got {slices}")
@@ -192,8 +193,8 @@ def checked_slices(slices: Any, experts: int, top_k: int, ranks: int, cuda: bool
 
 
 def _slices_of_shared(shared_intermediate: int, intermediate: int, experts: int, top_k: int, cuda: bool) -> int:
-    """Into how many slices of width I a shared expert of that width is cut: in a GPU's kernel of few tokens a
-    token chooses all of them besides its K experts. Raises `InvalidArgument`."""
+    """The number of slices of width I into which a shared expert of that width is cut. In a GPU's kernel for few
+    tokens, a token chooses all of them besides its K experts. Raises `InvalidArgument`."""
     width = bounded("shared_intermediate", shared_intermediate, 0, MAX_WIDTH)
     slices = -(-width // intermediate)
     most = min(MAX_CUDA_EXPERTS - experts, MAX_CUDA_TOP_K - top_k) if cuda else MAX_SLICES
@@ -205,7 +206,7 @@ def _slices_of_shared(shared_intermediate: int, intermediate: int, experts: int,
 
 
 def checked_transport(transport: str, engine: str, ranks: int) -> str:
-    """`transport`, once it is one that such a context may ask for; raises `InvalidArgument`."""
+    """`transport`, checked to be one that such a context may ask for. Raises `InvalidArgument`."""
     one_of("transport", transport, TRANSPORTS)
     if transport == "rdma" and engine != "cuda":
         raise InvalidArgument("transport: expected 'auto' with the CPU engine, got 'rdma'")
@@ -215,7 +216,7 @@ def checked_transport(transport: str, engine: str, ranks: int) -> str:
 
 
 def checked_capacity_factor(factor: Any, most: float | None = None) -> float:
-    """`factor` as a float, 0 for None. With `most`, that of a context, it must be a number no larger.
+    """`factor` as a float; 0 for None. With `most`, the context's factor, it must be a number that is no larger.
 
     Raises `InvalidArgument`.
     """
@@ -234,7 +235,8 @@ def checked_capacity_factor(factor: Any, most: float | None = None) -> float:
 def engine_return_mode(
     engine: str, return_mode: str, ranks: int, top_k: int, intermediate: int, rdma: bool = False, slices: int = 1
 ) -> str:
-    """The return mode that a context of the engine has, of those that its caller allows. Raises `InvalidArgument`."""
+    """The return mode that a context of the engine has if its caller asks for `return_mode`. Raises
+    `InvalidArgument`."""
     one_of("return_mode", return_mode, RETURN_CHOICES)
     if slices > 1:
         if return_mode == "direct":

@@ -1,10 +1,11 @@
-"""A message to a process of this machine and its answer, over a socket, such that whoever asks never waits for it.
+"""A message to a process of this machine, and its answer, over a socket. The asking end never blocks.
 
-A rank may stop, hang or die at any byte, and a child of its own may hold its end of the socket for ever. So this end
-only does what can be done at once, says how far it is, and leaves it to the caller how long that may take.
+A rank may stop, hang or die at any byte, and a process that it has forked may hold its end of the socket for ever. So
+the asking end only does what can be done at once, and says how far the exchange is. Its caller decides how long the
+exchange may take.
 
-A message is its length, 8 bytes, and itself. The rank answers with the length 0 once it has the whole message, and with
-its answer when that is made.
+A message consists of its length in 8 bytes and its content. The rank answers with the length 0 once it has the whole
+message, and later with the message that is its answer.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ class Exchange:
 
     @property
     def answer(self) -> memoryview | None:
-        """The whole answer, once it is there."""
+        """The whole answer; None until it is there."""
         expected = self._expected()
         if expected is None or len(self._received) < _LENGTH.size + expected:
             return None
         return memoryview(self._received)[_LENGTH.size : _LENGTH.size + expected]
 
     def advance(self) -> None:
-        """Send and receive what can be at once."""
+        """Send and receive what is possible at once."""
         self._send()
         self._receive()
 
     def drain(self) -> None:
-        """Receive all that was sent: for who knows that nothing more will be."""
+        """Receive everything that was sent. The caller knows that nothing more will be."""
         while self._receive():
             pass
 
     def where(self, what: str) -> str:
-        """How far the other end is, whose task is called `what`: ``while it ran f``."""
+        """How far the other end is with the task called `what`, such as ``while it ran f``."""
         expected = self._expected()
         if self._closed:
             return f"after it had closed its connection while it ran {what}"
@@ -63,7 +64,7 @@ class Exchange:
         return f"while it started or took its arguments ({self._bytes - unsent:,} of {self._bytes:,} bytes sent)"
 
     def _expected(self) -> int | None:
-        """Bytes of the answer, once they are known."""
+        """Bytes of the answer; None until they are known."""
         if not self._taken or len(self._received) < _LENGTH.size:
             return None
         return _LENGTH.unpack_from(self._received)[0]
@@ -77,11 +78,11 @@ class Exchange:
                     self._unsent.pop(0)
         except BlockingIOError:
             pass
-        except OSError:  # it is gone, which its exit status tells better
+        except OSError:  # the process is gone; its exit status says more
             self._unsent.clear()
 
     def _receive(self) -> bool:
-        """Whether there was something to receive."""
+        """Receive once. Whether there was something to receive."""
         try:
             chunk = self._link.recv(_CHUNK)
         except BlockingIOError:
@@ -96,15 +97,15 @@ class Exchange:
         return bool(chunk)
 
     def _events(self) -> int:
-        """What `wait` wakes up for."""
+        """The events that wake `wait` up."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     @staticmethod
     def wait(exchanges: Iterable[Exchange], seconds: float) -> None:
-        """Until one of them can advance, at most so long."""
+        """Wait until one of the exchanges can advance, at most `seconds`."""
         poll = select.poll()
         for exchange in exchanges:
-            if not exchange._closed:  # which would wake it up again and again
+            if not exchange._closed:  # a closed one would wake it up again and again
                 poll.register(exchange._link, exchange._events())
         poll.poll(math.ceil(seconds * 1000))
 
@@ -121,14 +122,14 @@ def receive(link: socket.socket) -> bytes | None:
 
 
 def answer(link: socket.socket, payload: bytes) -> None:
-    """The answering end: send an answer; who asked may be gone."""
+    """The answering end: send an answer. The asking process may be gone."""
     with suppress(OSError):
         link.sendall(_LENGTH.pack(len(payload)))
         link.sendall(payload)
 
 
 def _exactly(link: socket.socket, count: int) -> bytearray | None:
-    """So many bytes; None if they end before."""
+    """`count` bytes; None if the stream ends before."""
     data = bytearray(count)
     rest = memoryview(data)
     while rest:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def identity() -> str:
-    """The same text in two processes, if they can map each other's memory: they are of one machine since it was
-    started, of one user, and have the same /dev/shm (containers may have their own)."""
+    """The same text in two processes if they can map each other's memory: they are on one machine that was not
+    restarted between them, belong to one user, and have the same /dev/shm (containers may have their own)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -18,23 +18,23 @@ from .errors import FlashMoEError, GroupError, InvalidArgument, PeerTimeout
 from .foreign import clipped, parsed, shown
 
 SECRET = "FLASHMOE_SECRET"
-"""The environment variable by which the launcher gives every rank of a group the same secret."""
+"""The environment variable in which the launcher gives every rank of a group the same secret."""
 TRUST_STORE = "FLASHMOE_TRUST_STORE"
-"""The environment variable that says, where it is 1, that all who reach torch.distributed's store are trusted."""
+"""The environment variable that says, if it is 1, that everyone who can reach torch.distributed's store is trusted."""
 MOST_BYTES = 64 << 20
-"""Of a message of a rank."""
+"""The most bytes of a rank's message."""
 MOST_OF_A_NAME = 200
-"""Characters that messages have of a name, a host or an address which others say."""
+"""The most characters that messages show of a name, host or address that others have sent."""
 _MOST_OF_AN_ERROR = 2000
-"""Characters of an error that another rank tells of."""
+"""The most characters of an error that one rank tells another."""
 _LEAST_SECRET = 16
 _LOOK_SECONDS = 0.02
 
 
 def secret_of_launcher() -> bytes | None:
-    """The secret in the environment; None without one. Raises `InvalidArgument` for one that can be guessed, or is no
-    UTF-8."""
-    # As bytes: what Python makes of them depends on the locale, which may be another on each machine.
+    """The secret in the environment; None if there is none. Raises `InvalidArgument` for a secret that can be guessed,
+    or that is not UTF-8."""
+    # Read as bytes: Python decodes text by the locale, which may differ between machines.
     given = os.environb.get(SECRET.encode())
     if not given:
         return None
@@ -51,7 +51,7 @@ def secret_of_launcher() -> bytes | None:
 
 
 def trusts_store() -> bool:
-    """Whether the environment says so. Raises `InvalidArgument` where it says anything but 1."""
+    """Whether the environment says that the store is trusted. Raises `InvalidArgument` for any value but 1."""
     given = os.environ.get(TRUST_STORE)
     if given not in (None, "1"):
         raise InvalidArgument(
@@ -62,19 +62,20 @@ def trusts_store() -> bool:
 
 
 def proof(secret: bytes, what: bytes) -> bytes:
-    """32 bytes by which who knows the secret shows it, and that `what` is theirs."""
+    """32 bytes by which a rank that knows the secret proves this, and that it wrote `what`."""
     return hmac.digest(secret, what, "sha256")
 
 
 def telling(error: BaseException) -> dict[str, str]:
-    """What other ranks are told of `error`: its name, or that of the base of this package's errors, and its text."""
+    """What other ranks are told of `error`: its text, and its type. For a type that is not this package's, the type is
+    `FlashMoEError`."""
     name = type(error).__name__
     known = isinstance(error, FlashMoEError) and hasattr(errors, name)
     return {"kind": name if known else FlashMoEError.__name__, "text": clipped(error, _MOST_OF_AN_ERROR)}
 
 
 def as_told(told: Any) -> FlashMoEError:
-    """The error that another rank tells of, whatever that has said."""
+    """The error that another rank tells of. `told` may be anything."""
     kind, text = (told.get("kind"), told.get("text")) if isinstance(told, dict) else (None, told)
     found = vars(errors).get(kind) if isinstance(kind, str) else None
     if not (isinstance(found, type) and issubclass(found, FlashMoEError)):
@@ -83,11 +84,11 @@ def as_told(told: Any) -> FlashMoEError:
 
 
 class Meeting(ABC):
-    """One rank's side of a meeting of all `ranks`, which ends by itself when `deadline` has passed (by the monotonic
-    clock), or when a rank fails: then every rank raises what that one has raised."""
+    """One rank's side of a meeting of all `ranks`. The meeting ends when `deadline` (of the monotonic clock) has
+    passed, or when a rank fails: every rank then raises the error of the rank that failed."""
 
     def __init__(self, group: str, rank: int, ranks: int, timeout: float, secret: bytes | None) -> None:
-        """`secret`: what strangers do not know; None where there is nothing of that kind."""
+        """`secret`: known to the ranks and unknown to strangers; None: there is no secret."""
         self.group, self.rank, self.ranks, self.timeout = group, rank, ranks, timeout
         self._secret = secret
         self.deadline = time.monotonic() + (timeout or float("inf"))
@@ -95,20 +96,21 @@ class Meeting(ABC):
 
     @abstractmethod
     def exchange(self, what: str, mine: Any) -> list[Any]:
-        """Every rank's value of this round, by rank, once all have given theirs; values are what JSON can say."""
+        """Every rank's value of this round, by rank, once all ranks have given theirs. Values are what JSON can
+        represent."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell the others, who wait for this rank, that it fails, and why. Raises nothing."""
+        """Tell the other ranks, which wait for this one, that it fails, and why. Raises nothing."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the meeting needs. Idempotent."""
+        """Free what the meeting uses. Idempotent."""
 
     @property
     def secret(self) -> bytes:
-        """What the group's ranks know, and strangers do not. Raises `InvalidArgument` where this rank was given none:
-        whoever asks for it opens something to a network. What others say has no part in that."""
+        """The secret that the group's ranks know and strangers do not. Raises `InvalidArgument` if this rank was given
+        none: its caller is about to open something to a network. Nothing that other ranks say can change this."""
         if self._secret is None:
             raise InvalidArgument(
                 f"{SECRET}: expected the secret of group '{self.group}', whose ranks are of several machines, the same "
@@ -119,17 +121,18 @@ class Meeting(ABC):
         return self._secret
 
     def key(self, what: bytes) -> bytes:
-        """32 bytes that the group's ranks know, and strangers do not, for what `what` says. Raises as `secret` does."""
+        """32 bytes that the group's ranks know and strangers do not, different for each `what`. Raises as `secret`
+        does."""
         return proof(self.secret, what)
 
     @property
     def address(self) -> str | None:
-        """An IP address of this rank by which ranks of other machines reach it, where the meeting has shown one."""
+        """An IP address at which ranks of other machines reach this rank, if the meeting has shown one."""
         return None
         return None
 
     def missing(self, rank: int) -> PeerTimeout:
-        """The error of a rank that is not there in time."""
+        """The error for a rank that did not join in time."""
         return PeerTimeout(
             f"group '{self.group}': rank {rank} did not join within {self.timeout:g} s (rank {self.rank} on host "
             f"{self.host} waited)"
@@ -137,17 +140,18 @@ class Meeting(ABC):
 
 
 _LAUNCHERS = b"the launcher's"
-"""What rank 0 says in the store of a secret that it does not say there."""
+"""What rank 0 writes to the store in place of the secret, if the launcher has given one."""
 _NOTHING = "nothing"
-"""What stores answer for a key that they do not have."""
+"""What stores answer for a missing key."""
 
 
 class StoreMeeting(Meeting):
-    """By a store of ``torch.distributed``: any that has `set`, `add` and `compare_set`. What is written there is
-    signed with the secret: who can write to the store, but does not know that, is not believed.
+    """A meeting in a store of ``torch.distributed``: any store that has `set`, `add` and `compare_set`. Ranks sign with
+    the secret what they write there. A writer that can reach the store but does not know the secret is not believed.
 
-    Without a secret of the launcher's, rank 0 makes one and puts it into the store. Ranks sign with that, too, but it
-    is the meeting's `secret` only for a rank that trusts all who reach the store."""
+    If the launcher gave no secret, rank 0 makes one and puts it into the store. Ranks sign with this secret too, but it
+    is the meeting's `secret` only for a rank that trusts everyone who can reach the store.
+    """
 
     def __init__(
         self,
@@ -160,12 +164,12 @@ class StoreMeeting(Meeting):
         prefix: str,
         trusted: bool = False,
     ) -> None:
-        """`secret`: the launcher's. `trusted`: whether the store is, where there is none."""
+        """`secret`: the launcher's. `trusted`: whether the store is trusted if there is no such secret."""
         super().__init__(group, rank, ranks, timeout, secret)
         self._store, self._prefix = store, f"flashmoe/{prefix}"
         came = self._ask(store.add, f"rank/{rank}", 1)
         if rank == 0:
-            # Not in the place of what is there: a second rank 0 changes nothing.
+            # compare_set leaves a value that is there: a second rank 0 changes nothing.
             self._ask(store.compare_set, "secret", "", _LAUNCHERS if secret else secrets.token_hex(32))
         self._signing = secret or self._secret_of_store()
         if trusted:
@@ -179,12 +183,13 @@ class StoreMeeting(Meeting):
 
     def exchange(self, what: str, mine: Any) -> list[Any]:
         self._write(f"{what}/{self.rank}", mine)
-        # Its own value a rank does not read again: were all of an earlier meeting's put back, this one would be that.
+        # A rank does not read its own value back. Otherwise someone could put all values of an earlier meeting back,
+        # and the ranks would take this meeting for that one.
         own = parsed(json.dumps(mine).encode())
         return [own if rank == self.rank else self._read(what, rank) for rank in range(self.ranks)]
 
     def fail(self, error: BaseException) -> None:
-        with contextlib.suppress(GroupError):  # of a store that is gone
+        with contextlib.suppress(GroupError):  # the store may be gone
             self._write("failed", telling(error))
 
     def close(self) -> None:
@@ -210,9 +215,10 @@ class StoreMeeting(Meeting):
         return self._opened(key := f"{what}/{rank}", self._await(key, rank), rank)
 
     def _await(self, key: str, rank: int) -> bytes:
-        """What is there, once `rank` has written it; raises what any has failed with before."""
+        """What is at `key`, once `rank` has written it. If any rank has failed before that, raises that rank's
+        error."""
         while (found := self._look(key)) is None:
-            # Before the secret is known, who has signed that is not.
+            # Before the secret is known, this rank cannot check who has signed a failure.
             if key != "secret" and (told := self._look("failed")) is not None:
                 raise as_told(self._opened("failed", told, rank))
             if time.monotonic() > self.deadline:
@@ -221,14 +227,14 @@ class StoreMeeting(Meeting):
         return found
 
     def _look(self, key: str) -> bytes | None:
-        # get() would wait for a key that somebody has deleted, and longer than this rank may.
+        # get() would wait for a key that somebody has deleted, and longer than this rank may wait.
         found = self._ask(self._store.compare_set, key, _NOTHING, _NOTHING)
         return None if found == _NOTHING.encode() else found
 
     def _opened(self, key: str, found: bytes, rank: int) -> Any:
         signed = b""
         if len(found) <= 2 * MOST_BYTES:
-            with contextlib.suppress(ValueError):  # no UTF-8, or no digits
+            with contextlib.suppress(ValueError):  # not UTF-8, or no hexadecimal digits
                 signed = bytes.fromhex(found.decode())
         if len(signed) < 32:
             raise self._strange(key, f"what rank {rank} has signed, in hexadecimal digits", found)
@@ -251,7 +257,7 @@ class StoreMeeting(Meeting):
     def _ask(self, does: Callable[..., Any], key: str, *arguments: Any) -> Any:
         try:
             return does(f"{self._prefix}/{key}", *arguments)
-        except Exception as error:  # each store has its own
+        except Exception as error:  # each store has its own types of error
             raise GroupError(
                 f"group '{self.group}': rank {self.rank} on host {self.host} cannot reach torch.distributed's store, "
                 f"or that cannot {does.__name__} '{clipped(self._prefix)}/{key}': {clipped(error)}"

@@ -25,10 +25,10 @@ HOPPER_PROCESSORS = 132
 """Multiprocessors of an H100 or H200 (SXM)."""
 
 SHARED_MEMORY = "/dev/shm"
-"""Where the CPU engine's symmetric heaps live: one file system for all ranks of the machine."""
+"""Where the CPU engine's symmetric heaps are: one file system for all ranks of the machine."""
 
 CONTROL_PAGE = 3 * 4096
-"""Bytes in front of each of them there, by which the ranks meet (csrc/host/segment.h)."""
+"""Bytes in front of each heap in that file system, by which the ranks meet (csrc/host/segment.h)."""
 
 PUBLISHED = (
     (4096, 16, 128.57),
@@ -44,8 +44,8 @@ PUBLISHED = (
     (16384, 64, 513.81),
     (16384, 128, 514.54),
 )
-"""FlashDMoE, table 6.2: tokens of a rank, experts, MiB of a rank in all. A token is 4 KiB, and an expert has room for
-tokens / experts of them from each rank: K = 1 and a capacity factor of 1."""
+"""FlashDMoE, table 6.2: tokens of a rank, experts, MiB of a rank in all. A token is 4 KiB. An expert has room for
+tokens / experts tokens of each rank: K = 1 and a capacity factor of 1."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,16 @@ class Term:
 
     name: str
     region: str
-    """``heap``: mapped by the other ranks; ``workspace``: private; ``kept``: by a call, until its backward pass;
+    """``heap``: mapped by the other ranks; ``workspace``: private; ``kept``: from a call until its backward pass;
     ``pass``: of a backward pass, until it ends; ``call``: of a call that keeps, until it ends."""
     shape: tuple[int, ...]
     elem_bytes: int
     bytes: int
-    """With alignment, hence at times a little more than the product of `shape` and `elem_bytes`."""
+    """With alignment, so sometimes a little more than the product of `shape` and `elem_bytes`."""
     writer: str
     """Which ranks write it."""
     why: str
-    """Its coordinates in brackets, and its purpose."""
+    """The coordinates of its elements in brackets, and its purpose."""
 
     @property
     def formula(self) -> str:
@@ -78,10 +78,10 @@ class MemoryPlan:
 
     ranks: int
     max_tokens: int
-    """Tokens per rank that it is made for."""
+    """Tokens per rank for which the contexts are made."""
     terms: tuple[Term, ...]
     ranks_here: int
-    """Of them, the most that one machine has."""
+    """The most ranks that one machine has."""
 
     @property
     def heap_bytes(self) -> int:
@@ -95,17 +95,17 @@ class MemoryPlan:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that one call keeps on a rank for its gradients, if every rank computes as many rows."""
+        """Bytes that one call keeps on a rank for its gradients, if every rank computes the same number of rows."""
         return self._bytes_of("kept")
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes that one backward pass takes besides, on a GPU its kernel."""
+        """Bytes that one backward pass takes in addition; on a GPU its kernel takes them."""
         return self._bytes_of("pass")
 
     @property
     def call_bytes(self) -> int:
-        """Bytes that one call that keeps takes besides, on GPUs of several ranks."""
+        """Bytes that one call that keeps takes in addition, on GPUs of several ranks."""
         return self._bytes_of("call")
 
     @property
@@ -119,27 +119,27 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What a way to have what gradients need costs a rank, where ranks have even loads."""
+    """What one way to provide what gradients need costs a rank, if ranks have even loads."""
 
     way: str
-    """``checkpoint``: ``torch.utils.checkpoint``, around a block."""
+    """The way's name. ``checkpoint`` is ``torch.utils.checkpoint``, around a block."""
     kept_bytes: int
-    """By a layer's call until its backward pass."""
+    """Bytes that a layer's call keeps until its backward pass."""
     heap_bytes: int
-    """Of the heap, besides what calls without gradients need."""
+    """Bytes of the heap in addition to what calls without gradients need."""
     pass_bytes: int
-    """In a backward pass, until it ends; on a GPU its kernel."""
+    """Bytes that a backward pass takes until it ends; on a GPU its kernel takes them."""
     sent: int
     """How often in a step each token's row goes to other ranks."""
     returned: int
-    """How often a row comes back from them."""
+    """How often in a step a row comes back from other ranks."""
     products: int
-    """Of rows with an expert's matrix, or for its gradient, in a step."""
+    """How many products a step has: products of rows with an expert's matrix, or for that matrix's gradient."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row of `PUBLISHED`, and what the CUDA engine takes for the same."""
+    """A row of `PUBLISHED`, and what the CUDA engine takes for the same sizes."""
 
     max_tokens: int
     experts: int
@@ -172,10 +172,12 @@ def plan_memory(
     redispatch: bool = False,
     machines: Sequence[int] = (),
 ) -> MemoryPlan:
-    """The memory of a context with these arguments (see `flashmoe.Context`). ``"auto"``: of ranks that have each
-    other's memory mapped. `training`: and what a call keeps for its gradients, with a router and an `activation`, and
-    what passes take besides; with `redispatch` without the rows of other ranks' tokens. `machines`: that of each rank,
-    by any numbers; none: all are of one. (The CUDA engine's ranks are, but for those that tests tell otherwise.)
+    """The memory of a context with these arguments (see `flashmoe.Context`).
+
+    With `transport` ``"auto"`` it is the memory of ranks that have each other's memory mapped. `training` adds what a
+    call keeps for its gradients, with a router and this `activation`, and what passes take in addition; with
+    `redispatch` a call keeps no rows of other ranks' tokens. `machines`: the machine of each rank, by any numbers;
+    empty: all ranks are on one machine. (Ranks of the CUDA engine are always on one, except in tests.)
 
     `processors`: threads of the CPU engine, default this machine's cores shared among the ranks; multiprocessors of the
     GPU, default `HOPPER_PROCESSORS`.
@@ -214,7 +216,7 @@ def plan_memory(
 
 
 def checked_machines(machines: Sequence[int], ranks: int, transport: str) -> tuple[int, ...]:
-    """`machines`, once there is known to be one for each rank, or none; raises `InvalidArgument`."""
+    """`machines`, checked to have one entry for each rank, or none. Raises `InvalidArgument`."""
     if len(machines) not in (0, ranks):
         raise InvalidArgument(f"machines: expected one for each of {ranks} ranks, got {len(machines)}")
     if transport == "rdma" and len(set(machines)) > 1:
@@ -223,8 +225,9 @@ def checked_machines(machines: Sequence[int], ranks: int, transport: str) -> tup
 
 
 def training_costs(**context: Any) -> list[TrainingCost]:
-    """What the ways to have what gradients need cost a rank, of a context with these arguments of `plan_memory`:
-    keeping all, sending x again (several ranks), and computing all again. Raises what that does."""
+    """What each way to provide what gradients need costs a rank of a context with these arguments of `plan_memory`:
+    keeping everything, sending x again (several ranks), and computing everything again. Raises what `plan_memory`
+    raises."""
 
     def plan(redispatch: bool) -> MemoryPlan:
         return plan_memory(**context | {"training": True, "redispatch": redispatch})
@@ -238,7 +241,7 @@ def training_costs(**context: Any) -> list[TrainingCost]:
         again = plan(True)
         besides_again = besides + again.heap_bytes - rows.heap_bytes
         costs.append(TrainingCost("redispatch", again.kept_bytes, besides_again, again.pass_bytes, 3, 2, 6))
-    in_turn = rows.kept_bytes + rows.pass_bytes  # what one block's call keeps meanwhile
+    in_turn = rows.kept_bytes + rows.pass_bytes  # what the call of the block in turn keeps
     costs.append(TrainingCost("checkpoint", layer_input, besides, in_turn, 3, 3, 8))
     return costs
 
@@ -248,8 +251,8 @@ _FOR_GRADIENTS = ("weight_gradients", "x_rows")
 
 
 def _training_terms(made_for: ContextSpec, activation: str) -> list[Term]:
-    """What a call of the largest layer keeps, and its backward pass takes, where ranks have even loads: as many rows as
-    there are choices."""
+    """What a call of the largest layer keeps, and what its backward pass takes, if ranks have even loads: each rank
+    computes as many rows as its tokens have choices."""
     if made_for.layer.encoding is not None:
         raise InvalidArgument(
             f"training: expected weights in {made_for.layer.y_type}, got {made_for.layer.weight_type}"
@@ -277,7 +280,7 @@ def _training_terms(made_for: ContextSpec, activation: str) -> list[Term]:
 
 
 def _training_terms_on_gpu(made_for: ContextSpec, activation: str) -> list[Term]:
-    """What a call of the largest layer keeps, and the kernels of the two passes take, from PyTorch's allocator; where
+    """What a call of the largest layer keeps, and what the kernels of both passes take from PyTorch's allocator, if
     ranks have even loads."""
     spec = made_for.layer
     rdma = made_for.transport == "rdma"
@@ -350,8 +353,9 @@ def compare_published(ranks: int) -> list[Comparison]:
 def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
     """Refuse, with `HeapError`, a plan that does not fit.
 
-    Without a `budget`: the heaps of all ranks of a machine, if there are several, must fit into the free space of
-    `SHARED_MEMORY`, as the CPU engine needs. With one: one rank's heap and workspace must fit into `budget` bytes.
+    Without a `budget`: if there are several ranks, the heaps of all ranks of a machine must fit into the free space of
+    `SHARED_MEMORY`, as the CPU engine needs. With a `budget`: one rank's heap and workspace must fit into `budget`
+    bytes.
     """
     if budget is not None:
         if plan.total_bytes > budget:
@@ -362,7 +366,7 @@ def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
             )
         return
     if plan.ranks == 1:
-        return  # memory of its own, taken as it is used
+        return  # a rank that is alone has private memory, which it takes as it is used
     free = shutil.disk_usage(SHARED_MEMORY).free
     needed = plan.ranks_here * (plan.heap_bytes + CONTROL_PAGE)
     if needed > free:
@@ -373,9 +377,10 @@ def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
 
 
 def check_machine(plan: MemoryPlan) -> None:
-    """Refuse, with `HeapError`, a plan of the CPU engine that takes more memory than this machine has, swap included.
+    """Refuse, with `HeapError`, a plan of the CPU engine that takes more memory than this machine has, swap
+    included.
 
-    Memory is taken as it is used, so that a context may do with less than its plan; only the worst routing uses all.
+    A context takes memory only as it is used, so it may need less than its plan; only the worst routing uses all of it.
     """
     has = machine_bytes()
     if plan.ranks_here * plan.total_bytes > has:

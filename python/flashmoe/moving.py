@@ -1,4 +1,4 @@
-"""Rows of tensors on their way between ranks, over ``torch.distributed``: what `flashmoe.placement.move` moves with."""
+"""Moves rows of tensors between ranks over ``torch.distributed``, for `flashmoe.placement.move`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 from .errors import GroupError, InvalidArgument
 
 _AT_ONCE = 64
-"""Rows of a tensor that are on their way between all ranks, at most."""
+"""The most rows of a tensor that are on their way at a time, between all ranks."""
 
 Moves = Sequence[tuple[int, int, int]]
-"""Rows by their ids, each with the rank that has it and the one that it goes to."""
+"""Rows to move: for each its id, the rank that has it, and the rank that it goes to."""
 
 
 def place_in(group: Any, name: str = "group") -> tuple[int, int]:
-    """This process's rank in `group`, an argument of that name (None: all processes), and how many there are. Raises
-    `InvalidArgument`, also where this process is none of them: who calls collectively without being a member is not
-    told, and goes on alone."""
+    """This process's rank in `group` (None: all processes), and the number of ranks. `name`: the argument's name.
+    Raises `InvalidArgument`, also if this process is not in the group: torch.distributed does not report a collective
+    call by a process that is no member, but lets that process go on alone."""
     if not dist.is_initialized():
         raise InvalidArgument(f"{name}: expected torch.distributed to be initialised, got no process group")
     if group not in (None, dist.GroupMember.NON_GROUP_MEMBER) and not isinstance(group, dist.ProcessGroup):
         raise InvalidArgument(f"{name}: expected a process group or None, got {type(group).__name__}")
     try:
         rank = dist.get_rank(group)
-    except ValueError:  # it was destroyed
+    except ValueError:  # the group was destroyed
         rank = -1
     if rank < 0:
         raise InvalidArgument(f"{name}: expected a process group that this rank is in, got another")
@@ -36,8 +36,8 @@ def place_in(group: Any, name: str = "group") -> tuple[int, int]:
 
 
 def together(group: Any, act: Callable[[], Any], what: str) -> list[Any]:
-    """What `act` returns on each rank of the group, once all have done it: one that fails must not be waited for as one
-    that is late. Raises its error, or `GroupError` where it is another rank's."""
+    """What `act` returns on each rank of the group, once all ranks have done it. A rank on which `act` fails takes part
+    too, so that no rank waits for it. Raises this rank's error, or `GroupError` for another rank's."""
     result = error = None
     try:
         result = act()
@@ -55,7 +55,8 @@ def together(group: Any, act: Callable[[], Any], what: str) -> list[Any]:
 
 
 def agreed(group: Any, facts: Callable[[], tuple[Any, ...]], names: Sequence[str]) -> tuple[Any, ...]:
-    """What `facts` returns, by `names`, once it is known to be the same on all ranks. Raises `GroupError`."""
+    """What `facts` returns, checked to be the same on all ranks; `names` are the names of its parts. Raises
+    `GroupError`."""
     first, *others = together(group, facts, "bring its experts")
     for rank, theirs in enumerate(others, 1):
         for name, expected, got in zip(names, first, theirs, strict=True):
@@ -67,7 +68,8 @@ def agreed(group: Any, facts: Callable[[], tuple[Any, ...]], names: Sequence[str
 
 
 def rows_of(tensors: Any, local: int, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of a row of each tensor, by its name, once all have `local` rows. Raises `InvalidArgument`."""
+    """Shape and type of a row of each tensor, by the tensor's name. Raises `InvalidArgument` unless all have `local`
+    rows."""
     if not isinstance(tensors, Mapping) or not tensors:
         raise InvalidArgument(f"tensors: expected tensors by name, got {type(tensors).__name__}")
     rows = {}
@@ -85,7 +87,7 @@ def rows_of(tensors: Any, local: int, rank: int) -> dict[str, tuple[tuple[int, .
 def moved(
     tensors: Mapping[str, Tensor], mine: Sequence[int], wanted: Sequence[int], todo: Moves, rank: int, group: Any
 ) -> dict[str, Tensor]:
-    """The tensors whose rows are the `wanted` ones, from those of the ids `mine` and what other ranks send."""
+    """The tensors with the rows `wanted`, made of this rank's rows `mine` and of the rows that other ranks send."""
     at, to = ({id: row for row, id in enumerate(ids)} for ids in (mine, wanted))
     made = {}
     for name, tensor in sorted(tensors.items()):
@@ -103,7 +105,7 @@ def moved(
 def _messages(
     todo: Moves, rank: int, old: Tensor, at: dict[int, int], new: Tensor, to: dict[int, int]
 ) -> Iterator[tuple[Any, Tensor, int]]:
-    """This rank's part in the moves: each an operation, the bytes of a row, and the other rank."""
+    """This rank's part in the moves: for each an operation, the bytes of a row, and the other rank."""
     for id, source, target in todo:
         if source == rank:
             yield dist.isend, _bytes(old[at[id]]), target
@@ -112,7 +114,7 @@ def _messages(
 
 
 def _bytes(row: Tensor) -> Tensor:
-    """The same memory: not every backend knows every element type."""
+    """The row's memory as bytes, because not every backend knows every element type."""
     return row.reshape(-1).view(torch.uint8)
 
 

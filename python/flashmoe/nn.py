@@ -51,27 +51,29 @@ __all__ = ["Experts", "MoE", "Router", "SharedExpert", "saving_contexts"]
 
 
 _MATRICES = ("gate_up_proj", "down_proj")
-"""Those of experts and of a shared one, by the names of `Experts` and `SharedExpert`."""
+"""The names of the matrices in `Experts` and in `SharedExpert`."""
 _BIASES = {"gate_up_bias": "gate_up_proj_bias", "down_bias": "down_proj_bias"}
-"""The names of experts' biases: of `flashmoe.moe`, and of parameters."""
+"""The names of experts' biases: in `flashmoe.moe`, and of the parameters."""
 _SHARED = {
     "gate_up_proj": "shared_gate_up",
     "down_proj": "shared_down",
     "gate_up_scale": "shared_gate_up_scale",
     "down_scale": "shared_down_scale",
 }
-"""The names of `flashmoe.moe` for a shared expert's tensors, by those for the experts'."""
+"""The names of a shared expert's tensors in `flashmoe.moe`, by the names of the experts' tensors."""
 TOKENS = ("own", "replicated")
-"""Whose tokens a rank has."""
+"""Whether a rank has tokens of its own, or the same tokens as other ranks."""
 
 
 class Router(torch.nn.Module):
-    """The router's parameters: `weight` [E, H] and, if asked for, `bias` [E] and `choice_bias` [E], a buffer, since no
-    gradient leads to it. That is of scores, and stays float32 whatever type the module is turned into or loads. The
-    same on every rank.
+    """The router's parameters, the same on every rank: `weight` [E, H] and, if asked for, `bias` [E] and `choice_bias`
+    [E].
+
+    `choice_bias` is a buffer, since it has no gradient. It is added to scores, so it stays float32 whatever type the
+    module is converted to or loads.
 
     A `weight` in float32 beside x of 16 bits (by ``layer.gate.float()``, or as a checkpoint has it) makes float32
-    logits of x in float32. PyTorch computes them, and the choice, before the operator is called.
+    logits of x in float32. PyTorch computes these logits, and the choice of experts, before the operator is called.
     """
 
     def __init__(self, hidden: int, experts: int, *, bias: bool, choice_bias: bool = False, dtype: torch.dtype) -> None:
@@ -107,16 +109,18 @@ class Router(torch.nn.Module):
 class Experts(torch.nn.Module):
     """The parameters of this rank's El experts, by ascending expert id.
 
-    `gate_up_proj` [El, 2I, H], an expert's gate rows before its up rows, or [El, I, H] where the activation
-    has no gate; `down_proj` [El, H, I]; of a transposed layer [El, H, 2I or I] and [El, I, H]; with biases
-    `gate_up_proj_bias` [El, 2I or I] and `down_proj_bias` [El, H]; with weights in FP8 `gate_up_proj_scale_inv` and
-    `down_proj_scale_inv`, float32, which see in `flashmoe.moe` by their names there. With weights in MXFP4 there are
-    `gate_up_proj_blocks` [El, 2I or I, H / 32, 16], `down_proj_blocks` [El, H, I / 32, 16], `gate_up_proj_scales`
-    [El, 2I or I, H / 32] and `down_proj_scales` [El, H, I / 32] instead, uint8, as checkpoints of gpt-oss have them.
+    `gate_up_proj` is [El, 2I, H], an expert's gate rows before its up rows, or [El, I, H] where the activation has no
+    gate; `down_proj` is [El, H, I]. In a transposed layer they are [El, H, 2I or I] and [El, I, H]. With biases there
+    are `gate_up_proj_bias` [El, 2I or I] and `down_proj_bias` [El, H]. With weights in FP8 there are
+    `gate_up_proj_scale_inv` and `down_proj_scale_inv`, float32: they are `gate_up_scale` and `down_scale` of
+    `flashmoe.moe`. With weights in MXFP4 there are `gate_up_proj_blocks` [El, 2I or I, H / 32, 16], `down_proj_blocks`
+    [El, H, I / 32, 16], `gate_up_proj_scales` [El, 2I or I, H / 32] and `down_proj_scales` [El, H, I / 32] instead,
+    uint8, as checkpoints of gpt-oss have them.
 
-    ``load_state_dict`` takes each of them for these El experts, as ``state_dict`` gives it, or for all E, as
-    a checkpoint does, and then picks the rows of `ids`. Another number raises `InvalidArgument`. Of a layer whose
-    experts are cut into slices, experts here are slices; whole experts are cut as they are loaded.
+    ``load_state_dict`` takes each of them either for these El experts, as ``state_dict`` gives it, or for all E
+    experts, as a checkpoint does; then it picks the rows of `ids`. Another number of experts raises `InvalidArgument`.
+    In a layer whose experts are cut into slices, the experts here are slices; whole experts are cut when they are
+    loaded.
     """
 
     def __init__(self, ids: Sequence[int], layer: LayerSpec, *, bias: bool, dtype: torch.dtype) -> None:
@@ -124,23 +128,24 @@ class Experts(torch.nn.Module):
         self.ids = list(ids)
         """Ids of this rank's experts, ascending."""
         self.total = layer.parts
-        """E: the experts of all ranks."""
+        """E: the experts of all ranks; slices, if experts are cut."""
         self._slices = layer.slices
         self.form = {name: getattr(layer, name) for name in ("activation", "interleaved", "transposed")}
-        """What decides how their tensors are stored."""
+        """What decides how the experts' tensors are stored."""
         local = len(self.ids)
 
         up, down = (layer.gate_up_rows, layer.hidden), (layer.hidden, layer.intermediate)
         self.names = _add_matrices(self, layer, (local,), up, down, dtype)
-        """The names of the parameters, by those of `flashmoe.moe`."""
+        """The names of the parameters, by the names in `flashmoe.moe`."""
         self.gate_up_proj_bias = _parameter(local, layer.gate_up_rows, dtype=dtype) if bias else None
         self.down_proj_bias = _parameter(local, layer.hidden, dtype=dtype) if bias else None
         self._inputs = layer.hidden, layer.intermediate
         self.reset_parameters()
 
     def forward(self, number: int, others: dict[str, Tensor | None], options: Options, main_grad: bool) -> Tensor:
-        """The layer's output, of these parameters and the `others` of `flashmoe.moe`. That what wraps this module
-        alone, as FSDP2 does, has its parameters in place while they are used."""
+        """The layer's output, from these parameters and from the `others` of `flashmoe.moe`. The layer calls this
+        module so that a wrapper of this module alone, such as FSDP2, has its parameters in place while they are used.
+        """
         own = {name: getattr(self, parameter) for name, parameter in (self.names | _BIASES).items()}
         tensors = Tensors(**{name: _local(each) for name, each in (own | others).items()})
         return call(number, tensors, options, main_grad)
@@ -169,7 +174,8 @@ class Experts(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _cut(self, state_dict: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-        """The entries for slices in place of those for whole experts; none if that is not what is given."""
+        """The entries for slices that replace the given entries for whole experts; none if whole experts are not
+        given."""
         names = {ours: prefix + name for ours, name in (self.names | _BIASES).items()}
         given = {ours: state_dict.get(name) for ours, name in names.items()}
         up, down, mine = given["gate_up_proj"], given["down_proj"], getattr(self, self.names["down_proj"])
@@ -181,12 +187,13 @@ class Experts(torch.nn.Module):
 
 
 class SharedExpert(torch.nn.Module):
-    """The parameters of a shared expert, whole on every rank: `gate_up_proj` [2Is, H], gate rows first, or [Is, H]
-    where the activation has no gate; `down_proj` [H, Is]; of a transposed layer [H, 2Is or Is] and [Is, H]. With
-    weights in FP8 `gate_up_proj_scale_inv` and `down_proj_scale_inv`, and in MXFP4 other names, as the experts'.
+    """The parameters of a shared expert, whole on every rank. `gate_up_proj` is [2Is, H], gate rows first, or [Is, H]
+    where the activation has no gate; `down_proj` is [H, Is]. In a transposed layer they are [H, 2Is or Is] and [Is, H].
+    With weights in FP8 there are `gate_up_proj_scale_inv` and `down_proj_scale_inv`. With weights in MXFP4 the names
+    are those of `Experts`.
 
     ``load_state_dict`` also takes ``gate_proj.weight``, ``up_proj.weight`` and ``down_proj.weight``, as blocks of
-    Transformers have them, each perhaps with a ``weight_scale_inv``.
+    Transformers have them. Each of these may have a ``weight_scale_inv``.
     """
 
     def __init__(self, layer: LayerSpec, *, dtype: torch.dtype) -> None:
@@ -194,7 +201,7 @@ class SharedExpert(torch.nn.Module):
         width = layer.shared * layer.intermediate
         up, down = (layer.shared * layer.gate_up_rows, layer.hidden), (layer.hidden, width)
         self.names = _add_matrices(self, layer, (), up, down, dtype)
-        """The names of the parameters, by those that `flashmoe.moe` has for the experts'."""
+        """The names of the parameters, by the names of the experts' tensors in `flashmoe.moe`."""
         self._inputs = layer.hidden, width
         self.reset_parameters()
 
@@ -221,19 +228,19 @@ class SharedExpert(torch.nn.Module):
 class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of `ctx`; every rank must call it.
 
-    The layer trains, and all ranks make the same backward passes (docs/training.md). Where there are no gradients
-    parameters and tokens may require them, as in a model that has not been frozen, but a backward pass that reaches the
-    layer raises `NotImplementedError`: with quantised weights, with `tokens` ``"replicated"``, on GPUs with `transport`
-    ``"rdma"``, and everywhere a call with forward-mode derivatives.
+    The layer trains, and all ranks make the same backward passes (docs/training.md). There are no gradients with
+    quantised weights, with `tokens` ``"replicated"``, and on GPUs with `transport` ``"rdma"``. Parameters and tokens
+    may still require gradients there, as in a model that has not been frozen, but a backward pass that reaches the
+    layer raises `NotImplementedError`. A call with forward-mode derivatives raises it everywhere.
 
-    The layer runs `flashmoe.moe`, which see; under ``torch.compile(fullgraph=True)``, too, it is one
-    ``torch.ops.flashmoe.moe``. ``ctx.last_call`` is the report of the last call. With `count_load`, `load` [E] int64 is
-    how many of this rank's (token, k) have chosen each expert in all calls since it was last cleared, by
-    ``load.zero_()``; it is no part of the ``state_dict``. A call that ``torch.utils.checkpoint`` makes again counts
+    The layer runs `flashmoe.moe`; see there. Under ``torch.compile(fullgraph=True)``, too, it is one
+    ``torch.ops.flashmoe.moe``. ``ctx.last_call`` is the report of the last call. With `count_load`, `load` [E] int64
+    counts how many of this rank's pairs (token, k) have chosen each expert, in all calls since ``load.zero_()`` last
+    cleared it. `load` is not part of the ``state_dict``. A call that ``torch.utils.checkpoint`` makes again counts
     once.
 
     Parameters are named and shaped as in ``Qwen3MoeSparseMoeBlock`` of Transformers 5, so that such a block's
-    ``state_dict()`` loads as it is. That holds all E experts; each rank keeps its own El (see `Experts`):
+    ``state_dict()`` loads as it is. The block's state has all E experts; each rank keeps its own El (see `Experts`):
 
     ============================== ======================================================================
     ``gate.weight``                [E, H]
@@ -247,7 +254,7 @@ class MoE(torch.nn.Module):
     ``shared_expert.down_proj``    [H, Is]
     ``shared_expert_gate.weight``  [1, H], with `shared_gate`
     ``….gate_up_proj_scale_inv``   float32, of experts in FP8; see `Experts`
-    ``….down_proj_scale_inv``      float32, likewise
+    ``….down_proj_scale_inv``      float32, of experts in FP8; see `Experts`
     ``….gate_up_proj_blocks``      uint8, of experts in MXFP4, as is ``….gate_up_proj_scales``; see `Experts`
     ============================== ======================================================================
 
@@ -255,9 +262,9 @@ class MoE(torch.nn.Module):
     checkpoint files hold a tensor per expert and projection, `flashmoe.checkpoint.load_layer` reads them and
     `from_layer` takes what it returns.
 
-    The layer calls its `experts`, whose hooks run; of `gate`, `shared_expert` and `shared_expert_gate` it reads the
-    parameters, parametrized ones too. Hooks, wrappers (adapters, FSDP2 on one of these alone) or another forward on
-    these raise `InvalidArgument`, since they would not run.
+    The layer calls its `experts`, so their hooks run. It does not call `gate`, `shared_expert` and
+    `shared_expert_gate`, but reads their parameters, parametrized ones too. Hooks, wrappers (adapters, FSDP2 on one of
+    these alone) or another forward on these three raise `InvalidArgument`, since they would not run.
 
     Copies made by `copy.deepcopy` share the context.
 
@@ -271,9 +278,9 @@ class MoE(torch.nn.Module):
     activation, renormalize, placement, capacity_factor, return_mode, exact, options:
         As in `flashmoe.moe`, with all of its further options.
     router_bias, choice_bias:
-        Whether the router has a bias, and one for the choice of experts alone.
+        Whether the router has a bias, and whether it has one for the choice of experts alone.
     expert_bias:
-        Whether both projections of every expert have one.
+        Whether both projections of every expert have a bias.
     shared_intermediate, shared_gate:
         Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
     redispatch:
@@ -282,16 +289,16 @@ class MoE(torch.nn.Module):
         Whether a token whose router logits are NaN or infinite raises `BadRow`, as in `flashmoe.moe`.
     dtype:
         ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's. Weights of experts are
-        quantised where those of the context are (its `weight_dtype`).
+        quantised if the context's are (its `weight_dtype`).
     weight_scales:
-        Of weights in FP8: a scale for each ``"block"``, ``"row"`` or ``"tensor"``.
+        With weights in FP8: there is a scale for each ``"block"``, ``"row"`` or ``"tensor"``.
     count_load:
-        Whether there is a buffer `load`; else it is None.
+        Whether the layer has a buffer `load`; otherwise `load` is None.
     tokens, token_group:
         ``"own"``: each rank has tokens of its own. ``"replicated"``: the ranks of `token_group`, a process group of
         ``torch.distributed`` (default: all), have the same tokens, as between layers that are cut by tensor
-        parallelism: each brings its share of them to the call, T / n of n ranks, and all get all results, by an
-        all-gather of the group.
+        parallelism. Each of the n ranks brings its share of the tokens, T / n, to the call, and all ranks get all
+        results, by an all-gather of the group.
 
     Raises
     ------
@@ -302,8 +309,9 @@ class MoE(torch.nn.Module):
     """
 
     main_grad: bool = False
-    """Whether backward passes add each parameter's gradient to its attribute `main_grad`, which the caller has set to a
-    contiguous float32 tensor of its shape, and leave its `grad` alone (docs/training.md)."""
+    """Whether backward passes add each parameter's gradient to the parameter's attribute `main_grad`, and leave its
+    `grad` alone. The caller has set `main_grad` to a contiguous float32 tensor of the parameter's shape
+    (docs/training.md)."""
 
     @with_known_options(LayerOptions)
     def __init__(
@@ -454,13 +462,13 @@ class MoE(torch.nn.Module):
         token_group: Any = None,
         redispatch: bool | None = None,
     ) -> MoE:
-        """A module with a copy of `layer`'s router and of those of its experts that are this rank's, where the
+        """A module with a copy of `layer`'s router and of this rank's experts of `layer`. The parameters are where the
         context's engine computes: in host memory or on its GPU.
 
-        `layer` comes from `flashmoe.checkpoint.load_layer` and decides the sizes, the rule of its router, what its
-        experts compute, and the dtype. What the layer has `left_out` the module has not. It may be this rank's part
-        alone, or cut into slices already, which then need not be said once more. The other parameters and the errors
-        are those of the class.
+        `layer` comes from `flashmoe.checkpoint.load_layer`. It decides the sizes, the rule of the router, what the
+        experts compute, and the dtype. The module lacks what the layer has `left_out`. `layer` may be this rank's part
+        alone. It may also be cut into slices already; `slices` need not be given then. The other parameters and the
+        errors are those of the class.
         """
         if layer.own_router:
             raise InvalidArgument(f"layer: expected a router that flashmoe.moe computes, got {layer.own_router}")
@@ -515,10 +523,11 @@ class MoE(torch.nn.Module):
         return module
 
     def move(self, placement: placements.Placement | None, group: Any = None) -> None:
-        """Moves the experts, or their slices, to where `placement` wants them (None: to where the context's has them),
-        and calls them there from then on. Collective: see `flashmoe.placement.move`, with the same `group` and errors.
+        """Moves the experts, or their slices, to the ranks of `placement` (None: of the context's placement); later
+        calls use them there. Collective: see `flashmoe.placement.move`, which has the same `group` and errors.
 
-        Parameters are new ones. Raises `LimitExceeded`, before anything is moved, where the context has no room for it.
+        The parameters are then new ones. Raises `LimitExceeded`, before anything is moved, if the context has no room
+        for `placement`.
         """
         experts, room, parts = self.experts, room_of(self.ctx), self._layer.parts
         if not isinstance(experts, Experts) or "parametrizations" in experts._modules:
@@ -571,7 +580,8 @@ class MoE(torch.nn.Module):
     def _prepared(
         self, x: Tensor, return_router_logits: bool
     ) -> tuple[dict[str, Tensor | None], Tensor | None, Options, bool]:
-        """For a call with x: its tensors, the logits' if asked for, its options, and whether `main_grad` is used."""
+        """What a call with x needs: its tensors, the tensor for the logits if they are asked for, its options, and
+        whether `main_grad` is used."""
         check_tensors({"x": x})
         for name, kind in _READ.items():
             _check_read(name, getattr(self, name), kind)
@@ -603,7 +613,8 @@ class MoE(torch.nn.Module):
     def _routing(
         self, x: Tensor, with_logits: bool, main_grad: bool
     ) -> tuple[dict[str, Tensor | None], Tensor | None, Options]:
-        """The tensors that say how x [T, H] is routed, the logits' if asked for, and the options beside them."""
+        """The tensors that say how x [T, H] is routed, the tensor for the logits if they are asked for, and the options
+        that go with these tensors."""
         weight, bias, choice_bias = map(_local, (self.gate.weight, self.gate.bias, self.gate.choice_bias))
         if weight.dtype is not torch.float32 or x.dtype not in _BESIDE_FLOAT32 or x.layout is not torch.strided:
             logits = x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32) if with_logits else None
@@ -625,29 +636,31 @@ class MoE(torch.nn.Module):
 
 
 _BESIDE_FLOAT32 = (torch.bfloat16, torch.float16)
-"""Types of x for which a float32 router is not the operator's."""
+"""Types of x for which PyTorch, and not the operator, computes a float32 router."""
 
 
 def _of_one_type(before: Tensor | None, after: Tensor | None) -> Tensor | None:
-    """A buffer that has been moved or cast: where it is now, with the type and the bits of before."""
+    """A buffer that was moved or cast: where it is now, but with the type and the bits that it had before."""
     if before is None or after.dtype == before.dtype:
         return after
     return before.to(after.device)
 
 
 def _make_load(module: MoE, keys: Any) -> None:
-    """Where weights have taken the place of some that were on no device: `load`, which is in no ``state_dict``."""
+    """Makes `load`, which is in no ``state_dict``, if the parameters were on the device meta until weights were
+    loaded."""
     if module.load is not None and module.load.is_meta:
         module.load = torch.zeros_like(module.load, device=module.gate.weight.device)
 
 
 _READ = {"gate": Router, "shared_expert": SharedExpert, "shared_expert_gate": torch.nn.Linear}
-"""The submodules whose parameters a layer reads without calling them, and their classes."""
+"""The submodules whose parameters a layer reads without calling the submodules, and their classes."""
 _FORWARDS = {kind: kind.forward for kind in _READ.values()}
 
 
 def _check_read(name: str, module: torch.nn.Module | None, kind: type) -> None:
-    """Raises `InvalidArgument` where the submodule has what would run if it were called: nothing of it would happen."""
+    """Raises `InvalidArgument` if a call of the submodule would run hooks or another forward: the layer does not call
+    it, so they would not run."""
     if module is None:
         return
     own_class = not isinstance(module, kind) or type(module).forward is not _FORWARDS[kind]
@@ -677,8 +690,8 @@ def _add_matrices(
     down: tuple[int, int],
     dtype: torch.dtype,
 ) -> dict[str, str]:
-    """The parameters of matrices [*lead, *up] and [*lead, *down], and of their scales: no gradient leads to them where
-    they are quantised. Returns their names, by those that `flashmoe.moe` has for experts' tensors."""
+    """Adds the parameters of matrices [*lead, *up] and [*lead, *down], and of their scales. Quantised parameters have
+    no gradients. Returns the parameters' names, by the names of the experts' tensors in `flashmoe.moe`."""
     order, encoding = reversed if layer.transposed else tuple, layer.encoding
     elements, scales = ENCODINGS[FP8].suffixes if encoding is None else encoding.suffixes
     names = {}
@@ -703,7 +716,7 @@ def _described(module: Experts | SharedExpert) -> str:
 
 
 def _reset(module: Experts | SharedExpert, name: str, inputs: int, bias: torch.nn.Parameter | None = None) -> None:
-    """Draws the matrices of that name, and a bias."""
+    """Draws new values for the matrices of that name, and clears their bias."""
     _draw(getattr(module, module.names[name]), inputs, bias, getattr(module, module.names[SCALE_OF[name]]))
 
 
@@ -713,7 +726,7 @@ def _draw(
     bias: torch.nn.Parameter | None = None,
     scale: torch.nn.Parameter | None = None,
 ) -> None:
-    """Weights as `torch.nn.Linear` draws them, uniform within 1 / sqrt(inputs); a bias of zeros."""
+    """Draws weights as `torch.nn.Linear` does, uniform within 1 / sqrt(inputs), and clears the bias."""
     bound = inputs**-0.5
     if bias is not None:
         torch.nn.init.zeros_(bias)

@@ -1,4 +1,4 @@
-"""Where NVSHMEM is, which several GPUs need: its host library, and the headers of kernels that put."""
+"""Where NVSHMEM is: its host library, which several GPUs need, and its headers, which kernels that put need."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from .errors import FlashMoEError, InvalidArgument
 
 OLDEST, NEWEST = (3, 4), (3, 8)
-"""Releases whose headers kernels are compiled with. Others are refused, newer ones too: parts of NVSHMEM that are not
-public are inlined into the kernel, and a change of theirs may compile and yet move other bytes, or leave a call that
-costs the kernel most of its speed. Ranks that have each other's memory mapped need the host library alone, and take any
-of NVSHMEM 3."""
+"""The oldest and the newest release whose headers kernels are compiled with. Other releases are refused, newer ones
+too. Parts of NVSHMEM that are not public are inlined into the kernel. If such a part changes, the kernel may compile
+and yet move other bytes, or contain a call that costs it most of its speed. Ranks that have each other's memory mapped
+need only the host library, of any release of NVSHMEM 3."""
 
 INSTALL = "pip install 'nvidia-nvshmem-cu13>={}.{},<{}.{}'".format(*OLDEST, NEWEST[0], NEWEST[1] + 1)
-"""A release whose headers are accepted."""
+"""Installs a release whose headers are accepted."""
 
 VERSION_HEADER = Path("non_abi") / "nvshmem_version.h"
-"""In the folder of headers; its content names the release."""
+"""A file in the folder of headers that names the release."""
 
 _LIBRARY = "libnvshmem_host.so.3"
 
@@ -34,14 +34,14 @@ def package() -> Iterator[Path]:
 
 
 def library() -> str:
-    """NVSHMEM's host library: that of the package, else the name that the loader looks for."""
+    """NVSHMEM's host library: the file in the package, else the name that the loader looks for."""
     return next((str(path) for folder in package() if (path := folder / "lib" / _LIBRARY).is_file()), _LIBRARY)
 
 
 def check_network() -> None:
-    """Raises `InvalidArgument` where NVSHMEM is told to open a network on which strangers write to a rank's memory: UCX
-    over TCP carries out the puts of whoever connects to its port (docs/security.md). NVSHMEM opens it when a group
-    forms, also where all memory is mapped."""
+    """Raises `InvalidArgument` if NVSHMEM is told to open a network on which strangers can write to a rank's memory:
+    UCX over TCP carries out the puts of whoever connects to its port (docs/security.md). NVSHMEM opens the network when
+    a group forms, even if all memory is mapped."""
     if os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "").lower() != "ucx":
         return
     used = os.environ.get("NVSHMEM_UCX_TLS") or os.environ.get("UCX_TLS") or ""
@@ -55,7 +55,7 @@ def check_network() -> None:
 
 
 def headers() -> Path:
-    """The folder of NVSHMEM's headers. Raises `FlashMoEError` if there is none, or none of a release that is known."""
+    """The folder of NVSHMEM's headers. Raises `FlashMoEError` if there are no headers, or none of a known release."""
     for folder in package():
         found = folder / "include"
         if (found / VERSION_HEADER).is_file():

@@ -1,4 +1,4 @@
-"""Where OpenSSL 3 is, whose TLS groups on several machines need: its library libssl."""
+"""Where libssl is, the library of OpenSSL 3. Groups on several machines need its TLS."""
 
 from __future__ import annotations
 

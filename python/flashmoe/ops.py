@@ -48,7 +48,7 @@ def moe(
     halves of ``gate_up_proj[e] @ x[t]``.
 
     Tensors are of one element type: float32, bfloat16 (NumPy: ``ml_dtypes.bfloat16``) or float16; experts' matrices may
-    be quantised (`CallOptions`). T may differ by rank, and be 0. What engines ask, when a call is over: `Context`.
+    be quantised (`CallOptions`). T may differ by rank, and be 0. What engines ask of tensors: see `Context`.
 
     Parameters
     ----------
@@ -58,24 +58,24 @@ def moe(
     down_proj: [El, H, I]
         Weights of this rank's El experts, by ascending expert id.
     router: [E, H]
-        Router weights: the `top_k` largest of the scores, in fp32, ties to the lower expert.
+        Router weights: a token gets its `top_k` largest scores, in fp32; of equal ones, the lower experts.
     topk_ids, topk_weights: [T, K] int32 or int64, [T, K] float32 or x's type
-        Given routing, instead of `router`: distinct experts, -1 is none. E: `placement`'s, a lone rank's, or `ctx`'s.
+        Given routing, instead of `router`: distinct experts; -1: none. E: `placement`'s, a lone rank's, or `ctx`'s.
     top_k, renormalize:
         With `router`: K; whether the K weights are divided by their sum (that of sigmoids plus 1e-20).
     activation:
         One of `flashmoe.spec.ACTIVATIONS`, such as ``"gelu"`` (by erf); of `flashmoe.spec.GATED` with a gate.
     router_bias, gate_up_bias, down_bias: [E], [El, 2I] or [El, I], [El, H]
-        Optional biases; choice_bias, [E] float32: of the scores, for the choice of experts alone.
+        Optional biases. choice_bias, [E] float32: added to the scores for the choice of experts alone.
     shared_gate_up, shared_down, shared_gate: [2Is, H] or [Is, H], [H, Is], [1, H]
-        The shared expert, whole on every rank: an FFN of width Is, a multiple of I, added to each of this rank's
-        tokens, times ``sigmoid(shared_gate @ x[t])`` where there is a gate. (In two matrices: `shared_up`.)
+        The shared expert, whole on every rank: an FFN of width Is, a multiple of I. Its result is added for each of
+        this rank's tokens, times ``sigmoid(shared_gate @ x[t])`` if there is a gate. (In two matrices: `shared_up`.)
     placement, capacity_factor:
-        Who holds which expert, as for a `Context`; default: the context's for its E, else contiguous shares.
+        Who holds which expert, as for a `Context`; default: the context's for its E, else contiguous shares. Factor
         None: dropless. Else each rank keeps, per expert, the first ``ceil(capacity_factor * (T * K) / E)`` of its
-        (token, k) pairs in token order (GShard, section 2.2). Required by a context that has one, and at most that.
+        (token, k) pairs in token order (GShard, section 2.2). If `ctx` has a factor: required, at most that.
     return_mode, trace:
-        See `Context`; whether to record what actors do when (``ctx.last_call.events``). On a GPU that call waits.
+        See `Context`; whether to record what actors do when (``ctx.last_call.events``). On a GPU a traced call waits.
     exact:
         CUDA engine, float32: multiply in float32, ten times as slow as the default, in TF32 (10 bits of mantissa).
 
@@ -85,25 +85,25 @@ def moe(
     with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
     depend on timing, and with ``"direct"`` not on R either.
 
-    With PyTorch tensors there are gradients (docs/training.md), by backward passes that all ranks make in one order: of
-    quantised weights and with transport ``"rdma"`` a `NotImplementedError`, as forward-mode derivatives are.
-    Where PyTorch compiles, traces or transforms calls, and for tensors without values, a call without `trace` is one
-    operator, such as ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
+    With PyTorch tensors there are gradients (docs/training.md); all ranks make the backward passes in one order.
+    Quantised weights, transport ``"rdma"`` and forward-mode derivatives raise `NotImplementedError`. Where PyTorch
+    compiles, traces or transforms calls, and for tensors without values, a call without `trace` is one operator, such
+    as ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
 
     Raises
     ------
     InvalidArgument
-        A tensor or option is outside its domain. Where shapes, types or options show it, the context stays usable; with
-        the CUDA engine the other ranks wait for the call. Where only values do (ids; with `strict`, NaN logits), this
-        rank raises a `BadRow` once it knows (docs/models.md, docs/gpus.md), and the next call is in step.
+        A tensor or option is outside its domain. If shapes, types or options show it, the context stays usable; with
+        the CUDA engine the other ranks wait for the call. If only values show it (ids; with `strict`, NaN logits), this
+        rank raises a `BadRow` once it knows (docs/models.md, docs/gpus.md), and the ranks' next calls match.
     GroupError
         The ranks disagree on sizes, types, placement or other options; an earlier call failed; or another rank has
-        refused this call (with the CUDA engine, one before), as the message says: then all may make the next one.
+        refused this call (CUDA engine: an earlier one), as the message says: then all may make the next call.
     LimitExceeded, PeerTimeout
         The call is more than the context was made for; or the group stood still for its timeout (the message says who).
     FlashMoEError
-        The context is closed, another process's, or within a call of this thread, whose signal handler calls; a kernel
-        cannot be compiled, launched or, yet, captured; a thread of the CPU engine could not go on.
+        The context is closed, another process's, or in a call that this thread's signal handler has interrupted; a
+        kernel cannot be compiled or launched, or not be captured yet; a thread of the CPU engine could not go on.
     """
     weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias, shared_gate_up)
     try:

@@ -1,8 +1,9 @@
 """Which rank holds which expert.
 
-A placement is a sequence with an entry for each expert: the rank that holds it, or several, each of which then has a
-copy of its weights. A rank sends all of its tokens of an expert to one copy: its own, if it has one. The ranks that
-have none are dealt out, ascending, to the holders in turn, in the order in which the placement names them.
+A placement is a sequence with an entry for each expert: the rank that holds the expert, or several ranks, each of which
+then has a copy of the expert's weights. A rank sends all of its tokens of an expert to one copy: its own, if it has
+one. The ranks that have no copy are dealt out in ascending order to the holders in turn, in the order in which the
+placement names the holders.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 Placement = Sequence[int | Sequence[int]]
 """An entry for each expert: a rank, or several."""
 Placed = tuple[int | tuple[int, ...], ...]
-"""The same as it is kept: an expert that one rank holds has its number."""
+"""A placement as it is stored: the entry of an expert with one holder is a number."""
 
 
 def contiguous(experts: int, ranks: int) -> tuple[int, ...]:
@@ -36,8 +37,8 @@ def contiguous(experts: int, ranks: int) -> tuple[int, ...]:
 def hybrid(experts: int, ranks: int, tensor: int) -> tuple[int, ...]:
     """A placement of experts cut into `tensor` slices (see `flashmoe.slices`): expert times tensor parallelism.
 
-    Each `tensor` ranks that follow one another are a group. Groups have contiguous shares of the experts, and the ranks
-    of a group a slice each of every expert that is the group's. Raises `InvalidArgument` unless `tensor` divides R.
+    Each `tensor` consecutive ranks are a group. Groups have contiguous shares of the experts. Each rank of a group has
+    one slice of every expert of the group. Raises `InvalidArgument` unless `tensor` divides R.
     """
     if bounded("tensor", tensor, 1, ranks) and ranks % tensor:
         raise InvalidArgument(f"tensor: expected a divisor of R={ranks}, got {tensor}")
@@ -45,32 +46,33 @@ def hybrid(experts: int, ranks: int, tensor: int) -> tuple[int, ...]:
 
 
 def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) -> Placed:
-    """A placement that gives the ranks as much to compute as one another, as nearly as a search finds.
+    """A placement that gives all ranks as equal an amount of work as a search finds.
 
     Parameters
     ----------
     load: [E]
-        What each expert has to compute, of all ranks' tokens: how many chose it, say. Each rank is taken to have the
-        same share of that.
+        What each expert has to compute for all ranks' tokens: for example, how many tokens chose it. Every rank is
+        assumed to have the same share of it.
     ranks:
         R.
     copies:
-        How many experts there may be besides the E: the busiest get copies, as far as that helps. Each takes an
-        expert's weights on a rank.
+        The most copies of experts, besides the E experts. The busiest experts get copies, as far as that helps. Each
+        copy takes an expert's weights on a rank.
 
     Returns
     -------
-    The same for the same arguments. Of experts with their copies, every rank holds as many as the others, or one more.
+    The same placement for the same arguments. Every rank holds the same number of experts, copies included, or one
+    more.
 
     Raises
     ------
     InvalidArgument
-        `load` has numbers below 0, or none; `ranks` or `copies` is out of range.
+        `load` has numbers below 0, or no numbers; `ranks` or `copies` is out of range.
     """
     loads = _checked_load(load)
     ranks = bounded("ranks", ranks, 1, MAX_RANKS)
     left = bounded("copies", copies, 0, len(loads) * (ranks - 1))
-    # A copy takes a place: where loads are even, more of them may leave the ranks less alike.
+    # A copy takes a place on a rank: if loads are even, more copies may make the ranks less even.
     default = contiguous(len(loads), ranks)
     found = [(float(np.bincount(default, loads, ranks).max()), 0, default)]
     while True:
@@ -81,8 +83,8 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
 
 
 def roomy(experts: int, ranks: int, copies: int) -> tuple[int, ...]:
-    """A placement for a `Context` that is to have room for all that `balanced` makes with so many copies: one rank has
-    as many experts as any has there. Raises `InvalidArgument`."""
+    """A placement for a `Context` that is to have room for every placement that `balanced` makes with this number of
+    copies: one rank has as many experts as any rank has there. Raises `InvalidArgument`."""
     experts, ranks = bounded("experts", experts, 1, MAX_EXPERTS), bounded("ranks", ranks, 1, MAX_RANKS)
     copies = bounded("copies", copies, 0, experts * (ranks - 1))
     most = -(-(experts + copies) // ranks)
@@ -90,17 +92,17 @@ def roomy(experts: int, ranks: int, copies: int) -> tuple[int, ...]:
 
 
 def _placed_with(loads: np.ndarray, ranks: int, copies: int) -> tuple[float, int, Placed]:
-    """What the fullest rank has, how many copies there are, and the placement."""
+    """The load of the fullest rank, the number of copies, and the placement."""
     counts = _copies_of(loads, ranks, copies)
-    # In parts of 1 / R of a load: the holder serves itself, and its share of the ranks that have no copy.
+    # Parts count in 1 / R of a load. Each holder serves itself, and its share of the ranks that have no copy.
     parts = [(e, ranks // n + (i < ranks % n)) for e, n in enumerate(counts) for i in range(n)]
     slots = -(-len(parts) // ranks)
-    # Empty slots are copies of one more expert, that nobody chooses: thus no rank has two.
+    # Empty slots are copies of one more expert, which nobody chooses; so no rank has two of them.
     parts += [(len(loads), 0)] * (slots * ranks - len(parts))
     expert = np.array([e for e, _ in parts])
     all_loads = np.append(loads, 0.0)[expert]
     weight = all_loads * [share for _, share in parts]
-    order = np.lexsort((expert, -all_loads))  # an expert's follow one another: on ranks of their own
+    order = np.lexsort((expert, -all_loads))  # the copies of an expert follow one another: on different ranks
     rank = np.empty(len(parts), np.int64)
     rank[order] = np.arange(len(parts)) % ranks
     _exchange(expert, weight, rank, ranks)
@@ -111,7 +113,7 @@ def _placed_with(loads: np.ndarray, ranks: int, copies: int) -> tuple[float, int
 def rank_loads(placement: Placement, load: Sequence[float] | np.ndarray, ranks: int) -> np.ndarray:
     """What each rank has to compute with `placement`, float64 [R].
 
-    `load`: [E] that of each expert, as `balanced` takes it, or [R, E] for the tokens of each rank.
+    `load`: [E], the load of each expert, as `balanced` takes it; or [R, E], the loads by each rank's tokens.
     """
     each = np.asarray(load, np.float64)
     by_source = np.tile(each / ranks, (ranks, 1)) if each.ndim == 1 else each
@@ -122,22 +124,23 @@ def rank_loads(placement: Placement, load: Sequence[float] | np.ndarray, ranks: 
 
 
 def move(tensors: Mapping[str, Tensor], before: Placement, after: Placement, group: Any = None) -> dict[str, Tensor]:
-    """This rank's tensors of experts for the placement `after`, from those that the ranks have by `before`.
+    """This rank's tensors of experts for the placement `after`, from the tensors that the ranks have by `before`.
 
-    Collective over `group`. An expert comes from a rank that has it, from its holders in turn where several need it;
-    what a rank keeps is copied. It takes the memory of both shares, and of nothing else: 64 experts of one tensor are
+    Collective over `group`. An expert comes from a rank that has it; if several ranks need it, from its holders in
+    turn. What a rank keeps is copied. This takes the memory of both shares, and no more: 64 experts of one tensor are
     on their way at a time, straight to their places.
 
     Parameters
     ----------
     tensors:
-        By any names, the same on every rank: PyTorch tensors [El, ...], where El are this rank's experts by `before`,
-        ascending, such as weights and biases of `flashmoe.moe`. Of experts in slices they are the slices'.
+        PyTorch tensors [El, ...] by any names, the same names on every rank. El are this rank's experts by `before`,
+        ascending. Examples are weights and biases of `flashmoe.moe`. If experts are cut, the tensors are those of
+        slices.
     before, after:
         Placements of the same experts, or of the same slices.
     group:
-        A ``torch.distributed`` process group whose backend sends tensors of this device, and whose timeout is for how
-        long ranks wait for one another; default: all ranks. Its ranks are those of the placements.
+        A ``torch.distributed`` process group; default: all ranks. Its ranks are those of the placements. Its backend
+        must send tensors of this device, and its timeout is how long ranks wait for one another.
 
     Returns
     -------
@@ -165,7 +168,7 @@ def move(tensors: Mapping[str, Tensor], before: Placement, after: Placement, gro
 
 
 class Move(NamedTuple):
-    """An expert that a rank needs and has not got."""
+    """An expert that a rank needs and does not have."""
 
     expert: int
     source: int
@@ -173,8 +176,8 @@ class Move(NamedTuple):
 
 
 def moves(before: Placement, after: Placement) -> list[Move]:
-    """What `move` sends, by ascending expert and target. A rank that has an expert keeps it; those that it comes to get
-    it from those that have it, in turn."""
+    """What `move` sends, by ascending expert and target. A rank that has an expert keeps it. Other ranks that need it
+    get it from the ranks that have it, in turn."""
     found = []
     for expert, (has, wants) in enumerate(zip(before, after, strict=True)):
         sources = holders(has)
@@ -184,7 +187,7 @@ def moves(before: Placement, after: Placement) -> list[Move]:
 
 
 def owners(placement: Placement, rank: int) -> tuple[int, ...]:
-    """For each expert, the rank to which `rank` sends its tokens."""
+    """For each expert, the rank to which `rank` sends the expert's tokens."""
     return tuple(_ffi.library().placement_owners(flat(placement), rank))
 
 
@@ -194,7 +197,7 @@ def local_experts(placement: Placement, rank: int) -> list[int]:
 
 
 def most_local(placement: Placement, ranks: int) -> int:
-    """How many experts the rank with the most of them holds."""
+    """The most experts that a rank holds."""
     return int(np.bincount([rank for each in placement for rank in holders(each)], minlength=ranks).max())
 
 
@@ -204,13 +207,13 @@ def holders(entry: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def flat(placement: Placement) -> list[int]:
-    """One list of integers, as operators of PyTorch and the library take it: of each expert a rank that holds it, and
-    behind it ``~rank`` for each further one."""
+    """A placement as one list of integers, as PyTorch's operators and the library take it: for each expert a rank that
+    holds it, followed by ``~rank`` for each further holder."""
     return [~rank if i else rank for entry in placement for i, rank in enumerate(holders(entry))]
 
 
 def from_flat(flat: Iterable[int]) -> list[list[int]]:
-    """The placement of which `flat` made a list."""
+    """The placement from which `flat` made this list."""
     placement: list[list[int]] = []
     for rank in flat:
         if rank >= 0 or not placement:
@@ -221,14 +224,14 @@ def from_flat(flat: Iterable[int]) -> list[list[int]]:
 
 
 def as_placed(placement: Any) -> Placed:
-    """`placement`, any iterable of integers or of iterables of them, as it is kept. Raises `InvalidArgument`."""
+    """`placement`, any iterable of integers or of iterables of integers, as it is stored. Raises `InvalidArgument`."""
     try:
         entries = tuple(_entry(each) for each in itertools.islice(placement, MAX_EXPERTS + 1))
     except Exception:  # whatever a foreign type's __iter__ or __index__ raises
         raise InvalidArgument(
             f"placement: expected rank numbers, one or more for each expert, got {placement!r}"
         ) from None
-    if len(entries) > MAX_EXPERTS:  # maybe without end
+    if len(entries) > MAX_EXPERTS:  # the iterable may have no end
         raise InvalidArgument(f"placement: expected at most {MAX_EXPERTS} experts' ranks, got more")
     for expert, entry in enumerate(entries):
         ranks = holders(entry)
@@ -244,11 +247,11 @@ def as_placed(placement: Any) -> Placed:
 
 
 def checked(placement: Placement | None, experts: int, ranks: int) -> Placed:
-    """`placement` of E experts as it is kept, the default if None. Raises `InvalidArgument`."""
+    """`placement` of E experts as it is stored; the default if it is None. Raises `InvalidArgument`."""
     if placement is None:
         if (
             experts > MAX_EXPERTS
-        ):  # of a tensor that may be without end: empty in another dimension, or not what it says
+        ):  # the size of a tensor: any number, if the tensor is empty in another dimension or its shape lies
             raise InvalidArgument(f"experts: expected at most {MAX_EXPERTS}, got {experts}")
         return contiguous(experts, ranks)
     placed = as_placed(placement)
@@ -264,11 +267,11 @@ def checked(placement: Placement | None, experts: int, ranks: int) -> Placed:
 
 
 def _entry(each: Any) -> int | tuple[int, ...]:
-    """A rank, or what iterates over several, as `Placed` has it."""
+    """One entry as `Placed` has it: a rank, or several ranks from an iterable."""
     if hasattr(each, "__index__"):
         try:
             return operator.index(each)
-        except TypeError:  # an array of several
+        except TypeError:  # an array of several ranks
             pass
     ranks = tuple(operator.index(rank) for rank in itertools.islice(each, MAX_RANKS + 1))
     return ranks[0] if len(ranks) == 1 else ranks
@@ -285,10 +288,10 @@ def _checked_load(load: Any) -> np.ndarray:
 
 
 def _copies_of(loads: np.ndarray, ranks: int, copies: int) -> list[int]:
-    """How many ranks are to hold each expert: the one whose busiest holder has most to do gets more, as many as it
-    takes for that one to have less."""
+    """How many ranks are to hold each expert. The expert whose busiest holder has most to do gets more holders, as many
+    as it takes for that holder to have less."""
     counts = [1] * len(loads)
-    served = [ranks] * len(loads)  # by the busiest holder
+    served = [ranks] * len(loads)  # the ranks that the busiest holder of each expert serves
     left = copies
     while True:
         steps = [-(-ranks // (most - 1)) - n if most > 1 else left + 1 for n, most in zip(counts, served, strict=True)]
@@ -302,16 +305,16 @@ def _copies_of(loads: np.ndarray, ranks: int, copies: int) -> list[int]:
 
 
 def _exchange(expert: np.ndarray, weight: np.ndarray, rank: np.ndarray, ranks: int) -> None:
-    """Exchanges parts of two ranks, in `rank`, as long as that brings the ranks' loads closer to one another; no rank
-    gets two of an expert."""
+    """Exchanges parts between two ranks, in `rank`, as long as that makes the ranks' loads more even. No rank gets two
+    parts of one expert."""
     held = np.zeros((expert.max() + 1, ranks), bool)
     held[expert, rank] = True
     difference = weight[:, None] - weight
     while True:
         load = np.bincount(rank, weight, ranks)
-        # By how much the sum of the loads' squares changes, halved.
+        # Half of the change in the sum of the loads' squares.
         change = difference * (difference - (load[rank][:, None] - load[rank]))
-        moves = held[expert][:, rank]  # whether the row's expert is where the column's is
+        moves = held[expert][:, rank]  # whether the column's rank already has the row's expert
         change[moves | moves.T] = 0.0
         row, column = np.unravel_index(change.argmin(), change.shape)
         if change[row, column] >= -1e-12 * (load**2).sum():

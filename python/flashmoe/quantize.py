@@ -1,8 +1,9 @@
-"""Weights in FP8 or MXFP4, from others: of a tensor, a layer, or the experts of a whole checkpoint.
+"""Quantises weights to FP8 or MXFP4: a tensor, a layer, or the experts of a whole checkpoint.
 
-As checkpoints have them. FP8 (DeepSeek-V3 and Qwen3 in FP8): elements in float8_e4m3fn, and a scale in float32 for each
-block of 128 rows and columns, which is the block's largest magnitude / 448. MXFP4 (gpt-oss): e2m1, and a scale in e8m0
-for each 32 elements of a row, by the rule of the OCP Microscaling Formats. Rounded to nearest, ties to even.
+The results are as checkpoints have them. FP8 (DeepSeek-V3 and Qwen3 in FP8): elements in float8_e4m3fn, and a scale in
+float32 for each block of 128 rows and columns, which is the block's largest magnitude / 448. MXFP4 (gpt-oss): elements
+in e2m1, and a scale in e8m0 for each 32 elements of a row, by the rule of the OCP Microscaling Formats. Elements are
+rounded to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -39,28 +40,28 @@ __all__ = [
 ]
 
 LARGEST = np.float32(448.0)
-"""Of e4m3."""
+"""The largest number of e4m3."""
 _LEAST_SCALE = np.float32(2.0**-126)
-"""That of zeros: the smallest normal number."""
+"""The scale of zeros: the smallest normal number."""
 _SCALES = ("block", "row", "tensor")
 _LARGEST_EXPONENT = 2
-"""Of e2m1, whose largest number is 1.5 2^2."""
+"""The exponent of e2m1's largest numbers; the largest is 1.5 2^2."""
 _SCALE_BIAS = 127
-"""Of e8m0."""
+"""The bias of e8m0."""
 _PIECE = 1 << 26  # bytes that are copied at a time
 
 _EXPERTS = re.compile(
     r".*\.(?:experts\.(?:[0-9]+\.)?|shared_experts?\.)(?:gate_proj|up_proj|down_proj|w1|w2|w3|gate_up_proj)(?:\.weight)?"
 )
-"""Matrices of experts, one by one or merged, and of shared ones."""
+"""Names of experts' matrices, one by one or merged, and of shared experts' matrices."""
 
 
 def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """x [..., n] as the engines quantise rows: float8_e4m3fn [..., n], and a scale in float32 for each 128 elements of
     a row, [..., ceil(n / 128)].
 
-    A scale is the largest magnitude / 448, at least 2^-126; an element is ``e4m3(x * (1 / scale))``, all in float32.
-    What docs/fp8.md says of NaN and infinities holds here too.
+    A scale is the largest magnitude / 448, at least 2^-126. An element is ``e4m3(x * (1 / scale))``, all in float32.
+    What docs/fp8.md says about NaN and infinities holds here too.
     """
     x = _numbers("x", x, 1)
     *lead, width = x.shape
@@ -74,10 +75,10 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantize_weights(matrices: np.ndarray, scales: str = "block", halves: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Matrices [..., rows, columns] as float8_e4m3fn, and their scales as `flashmoe.moe` takes them, for each
+    """Matrices [..., rows, columns] in float8_e4m3fn, and their scales as `flashmoe.moe` takes them: one for each
     ``block``, ``row`` or ``tensor``. `halves`: 2 where gate rows come before up rows.
 
-    Raises `InvalidArgument` for what are no such matrices, of at least one row and column each, and for numbers that
+    Raises `InvalidArgument` for anything but such matrices with at least one row and one column, and for numbers that
     are not finite.
     """
     one_of("scales", scales, _SCALES)
@@ -98,8 +99,8 @@ def quantize_weights(matrices: np.ndarray, scales: str = "block", halves: int = 
 
 
 def dequantize(elements: np.ndarray, scale: np.ndarray, halves: int = 1) -> np.ndarray:
-    """float64 [..., rows, columns]: what quantised matrices stand for, exactly. Scales as `quantize_weights` gives
-    them."""
+    """float64 [..., rows, columns]: the exact numbers that quantised matrices stand for. Scales as `quantize_weights`
+    gives them."""
     numbers, scale = _numbers("elements", elements, 2, np.float64), np.asarray(scale, np.float64)
     *lead, rows, columns = numbers.shape
     parts = bounded("halves", halves, 1, rows)
@@ -113,12 +114,13 @@ def dequantize(elements: np.ndarray, scale: np.ndarray, halves: int = 1) -> np.n
 
 
 def quantize_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Matrices [..., n], n a multiple of 32, in MXFP4: e2m1 [..., n / 32, 16] uint8, two to a byte, the first in its
-    low bits; and a scale 2^(e - 127) for each 32 of a row, e [..., n / 32] uint8.
+    """Matrices [..., n] in MXFP4; n is a multiple of 32. Returns e2m1 [..., n / 32, 16] uint8, two to a byte with the
+    first in the low bits, and for each 32 elements of a row a scale 2^(e - 127), given as e [..., n / 32] uint8.
 
-    As the OCP Microscaling Formats have it: e - 127 is the exponent of the block's largest magnitude less 2, that of
-    e2m1's largest numbers, and at least -127, as for zeros; an element is the number / scale, rounded to nearest, ties
-    to even, 6 beyond 6. So numbers between 7 and 8 scales are off by up to a quarter, others by half a step.
+    This follows the OCP Microscaling Formats. e - 127 is the exponent of the block's largest magnitude less 2, which is
+    the exponent of e2m1's largest numbers; it is at least -127, also for zeros. An element is the number / scale,
+    rounded to nearest, ties to even; beyond 6 it is 6. So numbers between 7 and 8 scales are off by up to a quarter,
+    others by half a step.
 
     Raises `InvalidArgument` for another n, and for numbers that are not finite.
     """
@@ -130,15 +132,15 @@ def quantize_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     blocks = matrices.reshape(*matrices.shape[:-1], -1, columns)
     largest = np.abs(blocks).max(axis=-1, initial=0.0)
     _check_finite(largest)
-    _, exponent = np.frexp(largest)  # of numbers in [0.5, 1)
+    _, exponent = np.frexp(largest)  # for fractions in [0.5, 1)
     scale = np.where(largest > 0.0, np.maximum(exponent - 1 - _LARGEST_EXPONENT, -_SCALE_BIAS), -_SCALE_BIAS)
     codes = np.ldexp(blocks, -scale[..., None]).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     return codes[..., 0::2] | codes[..., 1::2] << 4, (scale + _SCALE_BIAS).astype(np.uint8)
 
 
 def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """float32 [..., n]: what e2m1 [..., n / 32, 16] uint8 stand for with scales [..., n / 32]: exactly, but infinite
-    beyond float32. NaN where a scale is 0xff."""
+    """float32 [..., n]: the numbers that e2m1 [..., n / 32, 16] uint8 stands for with scales [..., n / 32]. They are
+    exact, but infinite beyond float32, and NaN where a scale is 0xff."""
     blocks, scales = np.asarray(blocks), np.asarray(scales)
     if blocks.dtype != np.uint8 or blocks.ndim < 2 or blocks.shape[-1] != 16:
         raise InvalidArgument(f"blocks: expected [..., n / 32, 16] uint8, got {list(blocks.shape)} {blocks.dtype}")
@@ -153,12 +155,13 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def quantize_layer(layer: MoELayer, scales: str = "block", dtype: str = FP8) -> MoELayer:
-    """The layer with its experts' matrices, and the shared expert's, in FP8 or in ``"mxfp4"``. Of a layer in slices a
-    row and a matrix that share a scale are a slice's, not those of the whole expert. In MXFP4 transposed matrices are
-    turned, as those of gpt-oss are: blocks lie along what a product contracts.
+    """The layer with its experts' matrices, and the shared expert's, in FP8 or in ``"mxfp4"``. In a layer in slices, a
+    row or a matrix that shares a scale is a slice's, not the whole expert's. In MXFP4 transposed matrices are turned,
+    as those of gpt-oss are, because blocks lie along the dimension that a product sums over.
 
-    Raises `InvalidArgument` for a layer that is quantised already, for slices that cut blocks, in FP8 for transposed
-    matrices, and in MXFP4 for other scales than of blocks, and for an H or I that is no multiple of 32.
+    Raises `InvalidArgument` for a layer that is already quantised, and for slices that cut blocks. In FP8 it also
+    raises this for transposed matrices; in MXFP4 for scales other than those of blocks, and for an H or I that is not a
+    multiple of 32.
     """
     encoding = ENCODINGS[one_of("dtype", dtype, tuple(ENCODINGS))]
     one_of("scales", scales, encoding.kinds)
@@ -185,18 +188,20 @@ def quantize_layer(layer: MoELayer, scales: str = "block", dtype: str = FP8) -> 
 
 
 def quantize_checkpoint(source: str | Path, target: str | Path, dtype: str = FP8) -> None:
-    """Writes the checkpoint `source` to the folder `target`, which is made, with the matrices of its experts in FP8, or
-    those of gpt-oss in ``"mxfp4"``.
+    """Writes the checkpoint `source` to the folder `target`, which it makes, with the matrices of its experts in FP8,
+    or those of gpt-oss in ``"mxfp4"``.
 
-    A shard of `source` becomes one of the same name, tensor by tensor, so that this takes the memory of the largest
-    tensor or so. In FP8 experts one by one, ``experts.N.gate_proj.weight``, get a ``….weight_scale_inv`` each; merged
-    ones, ``experts.gate_up_proj``, a ``…_scale_inv``. In MXFP4 ``experts.gate_up_proj`` [E, H, 2I] becomes
-    ``…_blocks`` [E, 2I, H / 32, 16] and ``…_scales`` [E, 2I, H / 32]. All else stays as it is, and is named in the
-    ``quantization_config`` that ``config.json`` gets. Other files of the folder, such as a tokenizer's, are copied.
+    Each shard of `source` becomes a shard of the same name, tensor by tensor, so this takes about the memory of the
+    largest tensor. In FP8 a matrix of one expert, ``experts.N.gate_proj.weight``, gets a ``….weight_scale_inv``; merged
+    matrices, ``experts.gate_up_proj``, get a ``…_scale_inv``. In MXFP4 ``experts.gate_up_proj`` [E, H, 2I] becomes
+    ``…_blocks`` [E, 2I, H / 32, 16] and ``…_scales`` [E, 2I, H / 32]. All other tensors stay as they are. The
+    ``quantization_config`` that ``config.json`` gets names the matrices that stay. Other files of the folder, such as a
+    tokenizer's, are copied.
 
-    Raises `CheckpointError` for a file of `source` that cannot be read, a checkpoint without experts in one of
-    ``F32, F16, BF16``, one that is quantised, or one of a model that has none in `dtype`; `InvalidArgument` if `target`
-    exists and is not empty, or weights are not finite or, in MXFP4, no blocks of 32.
+    Raises `CheckpointError` for a file of `source` that cannot be read, for a checkpoint without experts in one of
+    ``F32, F16, BF16``, for one that is already quantised, and for a model whose checkpoints have no experts in `dtype`.
+    Raises `InvalidArgument` if `target` exists and is not empty, if weights are not finite, or, in MXFP4, if they do
+    not consist of blocks of 32.
     """
     source, target = local_path(source), local_path(target, "target")
     form = _FORMS[one_of("dtype", dtype, tuple(_FORMS))]
@@ -228,7 +233,7 @@ def quantize_checkpoint(source: str | Path, target: str | Path, dtype: str = FP8
 
 
 def _in_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Matrices [..., rows, columns], one by one, so that float32 copies are of one alone."""
+    """Matrices [..., rows, columns] in MXFP4, made one by one, so that only one matrix at a time has a float32 copy."""
     made = [quantize_mxfp4(matrix) for matrix in matrices.reshape(-1, *matrices.shape[-2:])]
     blocks, scales = (np.stack(each) for each in zip(*made, strict=True))
     lead = matrices.shape[:-2]
@@ -236,7 +241,7 @@ def _in_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _numbers(name: str, given: Any, axes: int, dtype: Any = np.float32) -> np.ndarray:
-    """`given` as an array of that type, whose last axes, so many, have elements. Raises `InvalidArgument`."""
+    """`given` as an array of that type that has elements along its last `axes` axes. Raises `InvalidArgument`."""
     symbols = ("n",) if axes == 1 else ("rows", "columns")
     try:
         array = np.asarray(given)
@@ -271,7 +276,7 @@ def _largest_of_blocks(matrices: np.ndarray) -> np.ndarray:
 
 
 def _spread(scale: np.ndarray, rows: int, columns: int, halves: int) -> np.ndarray:
-    """A scale [..., rows or 1, columns or 1] for each element, from those of blocks, rows or tensors."""
+    """The scale of each element, [..., rows or 1, columns or 1], from the scales of blocks, rows or tensors."""
     if scale.shape[-2:] in ((1, 1), (rows, 1)):
         return scale
     each = rows // halves
@@ -286,7 +291,7 @@ def _is_quantised_here(stored: Stored) -> bool:
 
 @dataclass(frozen=True)
 class _InFP8:
-    """Matrices of a checkpoint, one or merged, in FP8: what is stored of them, elements and scales."""
+    """Matrices of a checkpoint, one or merged, in FP8: the elements and scales that are stored for them."""
 
     of: Stored
 
@@ -299,12 +304,12 @@ class _InFP8:
 
     @property
     def tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Names, types as a file names them, and shapes."""
+        """Of each tensor that is stored: its name, its type as a file names it, and its shape."""
         scales = scale_shape(ENCODINGS[FP8], "block", self.of.shape, self._halves)
         return [(self.of.name, "F8_E4M3", self.of.shape), (f"{self.of.name}_scale_inv", "F32", scales)]
 
     def made(self, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Both of one matrix."""
+        """Elements and scales of one matrix."""
         return quantize_weights(matrix, halves=self._halves)
 
     @property
@@ -314,7 +319,7 @@ class _InFP8:
 
 @dataclass(frozen=True)
 class _InMXFP4:
-    """The same of gpt-oss in MXFP4, whose matrices are stored transposed before."""
+    """As `_InFP8`, for gpt-oss in MXFP4. The source stores these matrices transposed."""
 
     of: Stored
 
@@ -337,7 +342,7 @@ _FORMS: dict[str, type[_Form]] = {FP8: _InFP8, MXFP4: _InMXFP4}
 
 
 def _write_file(path: Path, file: TensorFile, chosen: dict[str, _Form]) -> None:
-    """The file's tensors, each of `chosen` as two: its elements, and behind them its scales."""
+    """Writes the file's tensors. Each tensor of `chosen` becomes two: its elements, then its scales."""
     header: dict[str, Any] = {"__metadata__": file.metadata} if file.metadata else {}
     end = 0
 
@@ -362,7 +367,8 @@ def _write_file(path: Path, file: TensorFile, chosen: dict[str, _Form]) -> None:
 
 
 def _quantised(form: _Form) -> tuple[np.ndarray, ...]:
-    """Matrix by matrix, so that float32 copies are of one alone."""
+    """Elements and scales of a tensor. Matrices are quantised one by one, so that only one at a time has a float32
+    copy."""
     array = np.empty(form.of.shape, DTYPES[form.of.dtype])
     _read(form.of, array)
     with _named(f"{clipped(form.of.name)} in {clipped(form.of.path)}"):
@@ -372,7 +378,7 @@ def _quantised(form: _Form) -> tuple[np.ndarray, ...]:
 
 @contextmanager
 def _named(matrices: str) -> Iterator[None]:
-    """Errors of `matrices` say which these are."""
+    """Puts the name of the matrices into errors about `matrices`."""
     try:
         yield
     except InvalidArgument as error:
@@ -387,7 +393,7 @@ def _read(stored: Stored, array: np.ndarray) -> None:
 
 
 def _pieces(stored: Stored) -> Iterator[np.ndarray]:
-    """Its bytes as they are, some at a time."""
+    """The tensor's bytes as they are, in pieces."""
     for first in range(0, stored.bytes, _PIECE):
         piece = np.empty(min(_PIECE, stored.bytes - first), np.uint8)
         _read(stored._replace(offset=stored.offset + first, bytes=len(piece)), piece)
@@ -406,7 +412,7 @@ def _write_index(target: Path, headers: dict[Path, Any], chosen: dict[str, _Form
 
 
 def _copy_others(source: Path, target: Path, tensors: set[str]) -> None:
-    """The files beside a checkpoint's tensors, and none that is written here."""
+    """Copies the files beside a checkpoint's tensors, except those that are written here."""
     made = {"config.json", "model.safetensors.index.json"}
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name not in tensors | made and path.suffix != ".safetensors":

@@ -1,4 +1,4 @@
-"""Calls that one rank cannot begin: the group is told, so that no rank takes the next call for this one."""
+"""Tells the group of calls that one rank cannot begin, so that no rank takes the next call for this one."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _TOLD = "_flashmoe_told"
 
 
 def tell(ctx: Any, error: Exception, x: Any = None) -> None:
-    """To be called where a call of `ctx`, with tokens `x` if these are known, ends with `error`. Unless all ranks know
-    of it, as of whatever is a `GroupError`, or the rank has made the call, as behind a `BadRow`, the others are told
-    that this rank refuses the call: it is over for all.
+    """Is called where a call of `ctx`, with tokens `x` if these are known, ends with `error`. Tells the other ranks
+    that this rank refuses the call: the call is then over for all. Tells nobody if all ranks know of the error, as with
+    any `GroupError`, or if this rank has made the call, as with a `BadRow`.
 
-    Nothing is told while PyTorch only traces calls, or where tensors have no values: then there is no call. May raise
+    Tells nobody either while PyTorch only traces calls, or if tensors have no values: then there is no call. May raise
     `PeerTimeout` itself, as `flashmoe.engines.base.Engine.refuse` does.
     """
     if getattr(ctx, "ranks", 1) == 1 or isinstance(error, GroupError | BadRow) or hasattr(error, _TOLD) or _traces(x):
         return
-    setattr(error, _TOLD, True)  # whoever passes it on need not tell it again
+    setattr(error, _TOLD, True)  # code that passes the error on need not tell it again
     ctx._engine.refuse(str(error) if isinstance(error, FlashMoEError) else f"{type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
 def made() -> Iterator[None]:
-    """Around what an engine does behind a call that it has begun: of an error there nobody is told."""
+    """Encloses what an engine does after it has begun a call: nobody is told of an error there."""
     try:
         yield
     except Exception as error:

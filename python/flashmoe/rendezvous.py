@@ -1,8 +1,8 @@
-"""Ranks that meet at an address: rank 0 listens there, and who knows the group's secret joins.
+"""Ranks that meet at an address: rank 0 listens there, and whoever knows the group's secret joins.
 
-Both sides of a connection prove that they know the secret, neither shows it (HMAC-SHA256 of both sides' random
-numbers), and every message is signed with a key of that connection. Nothing is encrypted. A stranger who connects is
-refused, or ignored; the listener waits for nobody in particular, and goes on.
+Both sides of a connection prove that they know the secret, and neither shows it (HMAC-SHA256 of both sides' random
+numbers). Every message is signed with a key of its connection. Nothing is encrypted. A stranger who connects is refused
+or ignored. The listener does not wait for any single connection, so strangers do not stop it.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ GREETING = b"flashmoe rendezvous 1\n"
 _NONCE, _PROOF = 32, 32
 _REFUSED = bytes(_PROOF)
 _MOST_STRANGERS = 64
-"""Connections that have not proved anything; of more, one is closed."""
+"""The most connections that have not proved anything. If there are more, one is closed."""
 _PROOF_SECONDS = 10.0
-"""Within which they must, and then say who they are."""
+"""Seconds within which a connection must prove that it knows the secret, and then again to say which rank it is."""
 _MOST_AT_ONCE = 1 << 20
-"""Bytes read at once."""
+"""The most bytes that are read at once."""
 _ANSWER_SECONDS = 0.25
-"""The time to prove it that each has before another of its address may take its place."""
+"""Seconds that each stranger has for its proof before another from its address may take its place."""
 _MOST_WAITING = 4096
-"""Connections that the system keeps until they are looked at, if its own limit (net.core.somaxconn) is not lower: one
-that finds no room there comes again a second later, and again."""
+"""The most connections that the system keeps until the listener accepts them, unless its own limit (net.core.somaxconn)
+is lower. A connection that finds no room tries again a second later, and again."""
 _AT_ONCE = 16
-"""Connections that are let in before those that are here are looked at again."""
+"""The most connections that are let in before those that are already here are served again."""
 _MOST_LOOKED_AT = 256
-"""Connections of which some are let in, and the others closed."""
+"""The most connections that are accepted in a turn: some of them are let in, and the others are closed."""
 _MOST_NOTES = 8
 _MOST_OF_A_ROUND = 100
-"""Characters of its name."""
+"""The most characters of a round's name."""
 _GRACE_SECONDS = 1.0
-"""A rank waits so much longer than rank 0, which knows better who is missing."""
+"""Seconds that a rank waits longer than rank 0, which knows better who is missing."""
 _LAST_SECONDS = 5.0
-"""The most that rank 0 waits for others to take what it last sent them."""
+"""The most seconds that rank 0 waits for others to take what it last sent them."""
 
 
 def parsed(address: str, name: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[host]:port``; raises `InvalidArgument` that calls it `name`."""
+    """Host and port of ``host:port`` or ``[host]:port``. Raises `InvalidArgument`, which calls the address `name`."""
     host, colon, port = address.rpartition(":")
     host = host.strip("[]")
     if not colon or not _may_be_a_host(host) or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
@@ -63,7 +63,7 @@ def parsed(address: str, name: str) -> tuple[str, int]:
 
 
 def _may_be_a_host(host: str) -> bool:
-    """Whether one may ask for its address: Python refuses other names by errors of its own."""
+    """Whether the host's address may be looked up: Python refuses other names with errors of its own."""
     try:
         return bool(host) and host.isprintable() and len(host.encode("idna")) > 0
     except UnicodeError:
@@ -71,7 +71,8 @@ def _may_be_a_host(host: str) -> bool:
 
 
 class AddressMeeting(Meeting):
-    """See `Meeting`. Rank 0's side is a rank like the others, and the listener besides, a thread of its process."""
+    """A meeting at an address; see `Meeting`. Rank 0 is a rank like the others, and also runs the listener, in a thread
+    of its process."""
 
     def __init__(
         self, address: tuple[str, int], group: str, rank: int, ranks: int, timeout: float, secret: bytes
@@ -110,13 +111,14 @@ class AddressMeeting(Meeting):
 
     @property
     def address(self) -> str | None:
-        """The one by which it has met rank 0; of rank 0, the one by which another has, of another host if any."""
+        """This host's address in the connection to rank 0. For rank 0: its address in a connection from another rank,
+        if possible from another host."""
         if self._listener is not None and self._listener.local is not None:
             return self._listener.local
         return None if self._link is None else self._link.local
 
     def _connect(self, address: tuple[str, int]) -> _Link:
-        """A connection whose other side has proved that it knows the secret, and taken this rank."""
+        """A connection to a listener that has proved that it knows the secret, and that has accepted this rank."""
         why: str = "no answer"
         while True:
             try:
@@ -157,7 +159,7 @@ class AddressMeeting(Meeting):
             self._link.send(what, self._left() + _GRACE_SECONDS)
         except TimeoutError:
             raise self.missing(0) from None
-        except OSError:  # rank 0 has said why it goes, or has gone: _hear() knows
+        except OSError:  # rank 0 has said why it goes, or has gone: _hear() finds out
             pass
 
     def _hear(self) -> dict[str, Any]:
@@ -180,7 +182,7 @@ class _WrongSecret(Exception):
 
 
 class _Frames:
-    """Messages of a connection as bytes: each its length, its signature, and JSON."""
+    """The messages of a connection as bytes: each consists of its length, its signature, and JSON."""
 
     def __init__(self, key: bytes, own: bytes, other: bytes) -> None:
         self._key, self._own, self._other = key, own, other
@@ -194,7 +196,7 @@ class _Frames:
 
     @staticmethod
     def needed(buffer: bytes | bytearray) -> int:
-        """Bytes of the message that the buffer begins with, as far as is known."""
+        """Bytes of the message at the beginning of the buffer, as far as they are known."""
         if len(buffer) < 4:
             return 4
         size = struct.unpack("!I", buffer[:4])[0]
@@ -262,10 +264,11 @@ class _Link:
 
     def _write(self, data: bytes, until: float) -> None:
         self._wait_no_longer(until)
-        self._socket.sendall(data)  # the timeout is that of all of it
+        self._socket.sendall(data)  # here the timeout covers all of the data
 
     def _wait_no_longer(self, until: float) -> None:
-        """A timeout of the socket's is one of each recv(): who sends a byte at a time would begin it anew."""
+        """Limits the next operation to the time that is left. A timeout of the socket starts anew with each recv(), so
+        somebody who sends a byte at a time could go on for ever."""
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError("no answer in time")
@@ -273,28 +276,29 @@ class _Link:
 
 
 def _in(seconds: float) -> float:
-    """So long from now, or at least long enough to take what is already here."""
+    """The time `seconds` from now, or at least late enough to take what has already arrived."""
     return time.monotonic() + max(0.01, seconds)
 
 
 class _Guest:
-    """A connection as the listener has it."""
+    """A connection, as the listener sees it."""
 
     def __init__(self, connection: socket.socket, where: str) -> None:
         self.socket, self.where, self.source = connection, where, _source_of(where)
         self.since = time.monotonic()
-        """When it came; when it proved that it is no stranger."""
+        """When it connected; later, when it proved that it is no stranger."""
         self.nonce = secrets.token_bytes(_NONCE)
         self.frames: _Frames | None = None
         self.rank: int | None = None
         self.host = where
-        self.in_round = False  # has said its value of a round that is not over
+        self.in_round = False  # it has given its value in a round that is not over
         self.incoming, self.outgoing = bytearray(), bytearray(GREETING + self.nonce)
-        self.ends = False  # once what is outgoing is sent
+        self.ends = False  # it ends once what is outgoing is sent
 
 
 def _source_of(address: str) -> str:
-    """Who connects, as far as addresses show: one of IPv6 has 2**64 neighbours that may be its own."""
+    """Who connects, as far as addresses show. In IPv6 all 2**64 addresses of a network may belong to one host, so they
+    count as one."""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
         return str(ipaddress.ip_network((found, 64), strict=False))
@@ -302,7 +306,7 @@ def _source_of(address: str) -> str:
 
 
 class _Listener:
-    """Rank 0's: lets ranks in, hands round what they say, and says who is missing."""
+    """Rank 0's listener: lets ranks in, hands round what they say, and says who is missing."""
 
     def __init__(self, address: tuple[str, int], meeting: Meeting) -> None:
         self._meeting = meeting
@@ -310,20 +314,20 @@ class _Listener:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._guests: list[_Guest] = []
-        self._strangers: list[_Guest] = []  # those guests that have proved nothing
+        self._strangers: list[_Guest] = []  # guests that have proved nothing
         self._ranks: dict[int, _Guest] = {}
-        self._rounds: dict[str, dict[int, Any]] = {}  # that are not over
-        self._notes: dict[str, None] = {}  # of who was refused
+        self._rounds: dict[str, dict[int, Any]] = {}  # rounds that are not over
+        self._notes: dict[str, None] = {}  # about connections that were refused
         self._notes_left_out = 0
-        self._failed: dict[str, Any] | None = None  # what the meeting ended with first
+        self._failed: dict[str, Any] | None = None  # what first ended the meeting
         self._over = threading.Event()
         self.local: str | None = None
-        """The address of this host by which another rank has come, of another host if there is one."""
+        """The address of this host to which another rank has connected, if possible from another host."""
         self._thread = threading.Thread(target=self._run, name="flashmoe rendezvous", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends when the ranks have taken what they were sent, or soon after."""
+        """Ends the listener when the ranks have taken what they were sent, or soon after."""
         self._over.set()
         self._thread.join(_LAST_SECONDS + 1)
 
@@ -332,7 +336,7 @@ class _Listener:
         try:
             while True:
                 ready = [key.data for key, _ in self._selector.select(0.02)]
-                # Those first that are here: a rank that has sent its proof is not closed for one that comes now.
+                # Guests that are already here come first: a rank that has sent its proof is not closed for a newcomer.
                 for guest in ready:
                     if guest is not None:
                         self._serve(guest, self._receive)
@@ -355,7 +359,8 @@ class _Listener:
             self._socket.close()
 
     def _accept(self) -> None:
-        """Those that wait, some at once: strangers who come and go faster than that would keep ranks waiting."""
+        """Accepts a limited number of the connections that wait: strangers who come and go faster than that would keep
+        ranks waiting."""
         let_in = 0
         for _ in range(_MOST_LOOKED_AT):
             try:
@@ -365,7 +370,7 @@ class _Listener:
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._close_a_stranger()
-                    time.sleep(0.01)  # where there is none, until somebody else closes a file
+                    time.sleep(0.01)  # if there is none, until somebody else closes a file
                 return
             connection.setblocking(False)
             if _has_spoken(connection):
@@ -382,9 +387,10 @@ class _Listener:
                 return
 
     def _close_a_stranger(self) -> None:
-        """One of the address that has most of them, so that many of one close out nobody else: the oldest, if it has
-        had the time for an answer, else the youngest. So those that stay and say nothing make room, and those that
-        come fast do not push out a rank before it can have proved what it is."""
+        """Closes a stranger from the address that has most strangers, so that many from one address close out nobody
+        else. Closes the oldest of them if it has had the time for an answer, otherwise the youngest. So strangers who
+        stay and say nothing make room, and strangers who come fast do not push out a rank before it can have proved
+        itself."""
         by_source: dict[str, list[_Guest]] = {}
         for guest in self._strangers:
             by_source.setdefault(guest.source, []).append(guest)
@@ -409,9 +415,9 @@ class _Listener:
             self._drop(guest)
 
     def _receive(self, guest: _Guest) -> None:
-        if guest.ends:  # what it says is not heard any more
+        if guest.ends:  # nothing more that this guest says is heard
             return
-        # A stranger's are few; a rank's, no more at a time than others' turns allow.
+        # A stranger sends few bytes. Of a rank's bytes no more are read at a time than the others' turns allow.
         part = guest.socket.recv(_NONCE + _PROOF if guest.frames is None else _MOST_AT_ONCE)
         guest.incoming += part
         if guest.frames is None and len(guest.incoming) >= _NONCE + _PROOF:
@@ -463,7 +469,7 @@ class _Listener:
             self._say(guest, {"other": self._meeting.group})
             guest.ends = True
             return
-        if self._failed is not None:  # rank 0, too, may come behind one that ends the meeting
+        if self._failed is not None:  # rank 0, too, may come after one that ends the meeting
             self._say(guest, self._failed)
             guest.ends = True
             return
@@ -484,7 +490,8 @@ class _Listener:
         self._say(guest, {"welcome": rank})
 
     def _fail(self, error: FlashMoEError, guest: _Guest | None = None) -> None:
-        """Ends the meeting for all, those too that are still to come; `guest`: one that is no rank of it."""
+        """Ends the meeting for all ranks, also for those that are still to come. `guest`: a connection that is no rank
+        of it."""
         said = {"failed": telling(error)}
         self._failed = self._failed or said
         for each in [*self._ranks.values(), *([guest] if guest else [])]:
@@ -524,8 +531,8 @@ class _Listener:
 
 
 def _has_spoken(connection: socket.socket) -> bool:
-    """Whether it has said something, or gone, before it was greeted: no rank does, so this is all that one costs who
-    connects, talks and goes."""
+    """Whether the connection has said something, or has gone, before it was greeted. No rank does that. A stranger who
+    connects, talks and goes costs no more than this check."""
     try:
         connection.recv(1)
     except BlockingIOError:
@@ -536,7 +543,8 @@ def _has_spoken(connection: socket.socket) -> bool:
 
 
 def _listening(address: tuple[str, int]) -> socket.socket:
-    """Raises `GroupError` where the port is taken, `InvalidArgument` where the address is not of this host."""
+    """A socket that listens at the address. Raises `GroupError` if the port is taken, `InvalidArgument` if the address
+    is not this host's."""
     what = "{}:{}".format(*address)
     try:
         family, _, _, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""Tokens that several ranks hold alike: each brings its share of them to a call, and all get the results."""
+"""Tokens that several ranks hold alike: each rank brings its share of them to a call, and all ranks get all results."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from .moving import place_in
 
 
 class Replicas:
-    """The ranks of a process group of ``torch.distributed``, which hold the same tokens. (None: all ranks.)"""
+    """The ranks of a process group of ``torch.distributed`` that hold the same tokens. (None: all ranks.)"""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
         self.rank, self.count = place_in(group, "token_group")
 
     def share(self, tokens: int) -> slice:
-        """Which of T tokens this rank brings; the last ranks may have fewer than others, or none."""
+        """Which of T tokens this rank brings. The last ranks may bring fewer tokens than others, or none."""
         rows = -(-tokens // self.count)
         return slice(min(self.rank * rows, tokens), min((self.rank + 1) * rows, tokens))
 
     def gathered(self, part: Tensor, tokens: int) -> Tensor:
-        """[T, ...] of all ranks' parts, which are of their shares of T tokens. Collective."""
+        """The rows [T, ...] of all T tokens, from all ranks' parts, each of which has the rows of one rank's share.
+        Collective."""
         return part if self.count == 1 else _Gathered.apply(part, self, tokens)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
-        """The same: copies of a layer share the group."""
+        """The same object, because copies of a layer share the group."""
         return self
 
 
@@ -43,7 +44,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Each rank would have those of its share alone, and of the router no rank all of them.
+        # Each rank would have the gradients of its share alone, and no rank the whole gradient of the router.
         raise NotImplementedError(
             "flashmoe.nn.MoE: FlashMoE has no backward pass for tokens that several ranks hold alike "
             "(tokens='replicated'); call the layer under torch.no_grad(), or give each rank its own tokens"

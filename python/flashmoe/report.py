@@ -27,33 +27,34 @@ class CallReport:
     return_mode: str
     """``direct`` or ``reduced``: what was used, never ``auto``."""
     topk_ids: np.ndarray
-    """int32 [T, K]: the experts chosen, -1 where there is none: a capacity factor dropped the pair, none was given, or
-    the row is a bad one."""
+    """int32 [T, K]: the experts chosen; -1 where there is none, because a capacity factor dropped the pair, none was
+    given, or the row is a bad one."""
     topk_weights: np.ndarray
     """float32 [T, K]: the weight of each chosen expert, also of a dropped pair; else 0."""
     dropped: int
     """(token, k) pairs dropped by the capacity factor."""
     bad_rows: int
-    """Tokens that no expert got, since no choice can be made: a router logit of theirs is NaN or +inf, or all are -inf.
-    Their rows of y are NaN."""
+    """Tokens without experts, because no choice can be made: one of their router logits is NaN or +inf, or all are
+    -inf. Their rows of y are NaN."""
     tasks: dict[str, int]
-    """Tasks this rank executed, by kind (see `TASK_KINDS`). ``reduce`` and ``combine``: the pieces that processors took
-    of a return group, between other tasks; where rows are joined as they come (a rank alone, ``direct``, K at most 2,
-    no capacity factor), ``combine`` counts token blocks instead. GPU: as many as the routing makes, whatever ran.
-    ``reduce`` is always 0 there, its pieces are not counted; ``combine`` counts token blocks. Calls of few tokens on
-    one GPU (at most 256) are counted so too, although their kernel has tasks of its own."""
+    """Tasks that this rank executed, by kind (see `TASK_KINDS`). ``reduce`` and ``combine`` count the pieces of return
+    groups that processors took between other tasks. Where rows are joined as they come (a rank alone, ``direct``, K at
+    most 2, no capacity factor), ``combine`` counts token blocks instead. On a GPU the numbers are those that the
+    routing makes, whatever ran: ``reduce`` is always 0, since its pieces are not counted, and ``combine`` counts token
+    blocks. Calls of few tokens on one GPU (at most 256) are counted in the same way, although their kernel has tasks of
+    its own."""
     tiles: int
-    """Tiles this rank formed: groups of rows that one expert computes together. GPU: as many as the routing makes, also
-    for calls of few tokens on one GPU (at most 256), whose kernel forms none."""
+    """Tiles that this rank formed: groups of rows that one expert computes together. On a GPU: as many as the routing
+    makes, also for calls of few tokens on one GPU (at most 256), whose kernel forms no tiles."""
     tile_rows: int
     """Real rows in those tiles, padding not counted."""
     rows_sent: int
-    """Token rows written to other ranks by dispatch; in a group on several machines also those that this rank has
-    passed on to ranks of its own."""
+    """Token rows that dispatch wrote to other ranks; in a group on several machines also the rows that this rank has
+    passed on to ranks of its own machine."""
     return_rows_sent: int
     """Result rows sent home to other ranks."""
     bytes_sent: int
-    """Bytes of both kinds of row and of their metadata and signals, to other ranks."""
+    """Bytes sent to other ranks: both kinds of row, their metadata and signals."""
     padded_rows: int
     """Rows, both ways together, that an all-to-all padded to a common capacity would send to other ranks."""
     padded_bytes: int
@@ -87,7 +88,7 @@ class CallReport:
 
 @dataclass(frozen=True, eq=False)
 class GroupReport:
-    """The accounts of one call of a whole group, added up."""
+    """The reports of one call from all ranks of a group, added up."""
 
     tokens: int
     """Tokens of all ranks."""
@@ -96,7 +97,7 @@ class GroupReport:
     dropped: int
     """(token, k) pairs dropped."""
     bad_rows: int
-    """Tokens of which no choice could be made."""
+    """Tokens for which no choice could be made."""
     expert_load: np.ndarray
     """int64 [E]: (token, k) pairs that each expert computed."""
     rows_sent: int
@@ -108,9 +109,9 @@ class GroupReport:
     padded_bytes: int
     """Bytes that a padded all-to-all would send."""
     wall_ns: int
-    """The slowest rank's nanoseconds."""
+    """Nanoseconds of the slowest rank."""
     idle_share: float
-    """The share of all processors' time in which they had no task, 0 to 1."""
+    """The share of all processors' time in which processors had no task, 0 to 1."""
 
     @property
     def load_imbalance(self) -> float:
@@ -126,8 +127,8 @@ class GroupReport:
 def expert_load(topk_ids: Sequence[np.ndarray], experts: int) -> np.ndarray:
     """Count the (token, k) pairs of every expert.
 
-    `topk_ids`: one int array [T_p, K] per rank; what names no expert, such as the -1 of a dropped pair, is
-    not counted. Returns int64 [experts].
+    `topk_ids`: one int array [T_p, K] per rank. Numbers that name no expert, such as the -1 of a dropped pair, are not
+    counted. Returns int64 [experts].
     """
     load = np.zeros(experts, np.int64)
     for ids in topk_ids:
@@ -136,7 +137,7 @@ def expert_load(topk_ids: Sequence[np.ndarray], experts: int) -> np.ndarray:
 
 
 def chosen_experts(ids: np.ndarray, weights: np.ndarray, slices: int) -> dict[str, np.ndarray]:
-    """The routing of a `CallReport` [T, K], from that of slices [T, K slices]."""
+    """The routing [T, K] of a `CallReport`, from the routing of slices [T, K slices]."""
     return {"topk_ids": ids[:, ::slices] // slices, "topk_weights": weights[:, ::slices]}
 
 
@@ -153,14 +154,14 @@ def traffic(
 ) -> dict[str, int]:
     """The fields of a rank's `CallReport` about what crosses to other ranks.
 
-    `ids`: its routing, int [T, K]; `owners`: for each expert, the rank to which it sends its tokens. What it sent them:
-    `rows` of tokens and `returned` ones of results, the entries of `pairs` (token, k), and `packets`, each with its
-    signal.
+    `ids`: the rank's routing, int [T, K]. `owners`: for each expert, the rank to which this rank sends its tokens. The
+    other arguments say what this rank sent: `rows` of tokens, `returned` rows of results, the entries of `pairs`
+    (token, k), and `packets`, each with its signal.
     """
-    # An all-to-all pads every expert to the largest share that one of them gets of this rank's tokens, there and back:
-    # what a capacity-based layer needs in order to drop nothing.
+    # An all-to-all pads every expert to the largest number of this rank's tokens that one expert gets, there and back.
+    # A capacity-based layer needs this padding in order to drop nothing.
     largest = int(expert_load([ids], len(owners)).max())
-    padded = largest * sum(owner != rank for owner in owners)  # each way
+    padded = largest * sum(owner != rank for owner in owners)  # rows, each way
     out, home = layer.token_row_bytes, layer.return_row_bytes
     return {
         "rows_sent": rows,

@@ -1,10 +1,10 @@
-"""The scales of quantised weights: which shapes they have, and what these say.
+"""The scales of quantised weights: which shapes they have, and what the shapes say.
 
-A number of a matrix is its element times a scale, which all numbers of the matrix share (``tensor``), those of a row
-(``row``), or those of a block of so many rows and columns (``block``, `flashmoe.spec.Encoding.block`), counted from the
-first row and column, so that the last blocks may be smaller. Where a matrix has gate rows and up rows one behind the
-other, each of the two has blocks of its own, since checkpoints store them apart: the blocks of the matrix itself
-wherever a block's rows divide I.
+A number of a matrix is its element times a scale. A scale is shared by all numbers of the matrix (``tensor``), by those
+of a row (``row``), or by those of a block (``block``), whose rows and columns `flashmoe.spec.Encoding.block` gives.
+Blocks are counted from the first row and column, so the last blocks may be smaller. Where a matrix has its gate rows
+before its up rows, each half has blocks of its own, since checkpoints store the halves apart. If a block's rows divide
+I, these are the blocks of the whole matrix.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ SCALE_OF = {
     "shared_gate_up": "shared_gate_up_scale",
     "shared_down": "shared_down_scale",
 }
-"""The matrices that may be quantised, by the names of `flashmoe.moe`, and their scales."""
+"""The matrices that may be quantised, and their scales, by the names of `flashmoe.moe`."""
 
 
 def parts_of(matrix: str, halves: int) -> int:
-    """In how many parts, one behind the other, the matrix of that name is, where first ones have `halves`."""
+    """The number of parts, one after the other, of which the matrix of that name consists; for first matrices
+    `halves`."""
     return halves if matrix in ("gate_up_proj", "shared_gate_up") else 1
 
 
 def scale_shape(encoding: Encoding, kind: str, shape: Sequence[int], parts: int) -> tuple[int, ...]:
-    """The shape of the scales of that kind of matrices of this shape, each of `parts` parts one behind the other."""
+    """The shape of scales of that kind, for matrices of this shape that consist of `parts` parts, one after the
+    other."""
     *lead, rows, columns = shape
     of_blocks = parts * -(-(rows // parts) // encoding.block[0]), encoding.scale_columns(columns)
     return (*lead, *{"block": of_blocks, "row": (rows, 1), "tensor": (1, 1)}[kind])
 
 
 def common_kind(encoding: Encoding, shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], halves: int) -> str:
-    """What shares a scale in all of a layer's matrices: ``tensor``, ``row`` or ``block``, of several that mean the same
-    the first. `shapes`: by a matrix's name its own and its scale's. Raises `InvalidArgument`, by the scale's name."""
+    """What shares a scale in all of a layer's matrices: ``tensor``, ``row`` or ``block``; if several mean the same, the
+    first of them. `shapes`: by a matrix's name, its shape and the shape of its scale. Raises `InvalidArgument`, which
+    names the scale."""
     found, first = set(encoding.kinds), ""
     for matrix, (shape, given) in shapes.items():
         name = SCALE_OF[matrix]
@@ -51,7 +54,7 @@ def common_kind(encoding: Encoding, shapes: Mapping[str, tuple[Sequence[int], Se
 
 
 def _kinds(encoding: Encoding, name: str, given: tuple[int, ...], shape: tuple[int, ...], parts: int) -> set[str]:
-    """Which kinds scales of shape `given` may be, of matrices of this shape: of small ones several."""
+    """Which kinds scales of shape `given` may be, for matrices of this shape. Small matrices may have several."""
     found, words = set(), []
     by_rows, by_columns = encoding.block
     what = {"block": f"{by_rows} x {by_columns}", "row": "row", "tensor": "matrix"}
@@ -68,9 +71,9 @@ def _kinds(encoding: Encoding, name: str, given: tuple[int, ...], shape: tuple[i
 
 
 def check_slices(dtype: str, name: str, slices: int, width: int) -> None:
-    """Raises `InvalidArgument`, by the argument's name, where experts with weights of `dtype` are cut into slices of so
-    many columns that cut blocks: of a matrix, or of a row between the two products, whose blocks are quantised by the
-    task that has them."""
+    """Raises `InvalidArgument`, which names the argument, if experts with weights of `dtype` are cut into slices of so
+    many columns that a slice ends within a block. A block is one of a matrix, or one of a row between the two products:
+    the task that has the row quantises its blocks."""
     columns = ENCODINGS[dtype].block[1]
     if slices > 1 and width % columns:
         raise InvalidArgument(

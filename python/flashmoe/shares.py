@@ -1,4 +1,5 @@
-"""Which parts of the tensors of all experts are some experts', or some slices' of them: for whoever reads only these.
+"""Which parts of the tensors of all experts belong to some experts, or to some slices, for code that reads only these
+parts.
 
 `flashmoe.slices.cut` makes the same of tensors that are in memory as a whole.
 """
@@ -12,15 +13,15 @@ from .errors import InvalidArgument
 from .spec import MAX_EXPERTS, bounded, halves_of
 
 Box = tuple[slice, ...]
-"""A part of a tensor: of each axis, from where to where."""
+"""A part of a tensor: for each axis its first element and its end."""
 
 
 class Share(NamedTuple):
-    """A tensor of some experts, made of parts of one of all."""
+    """A tensor of some experts, made of parts of the tensor of all experts."""
 
     shape: tuple[int, ...]
     parts: list[tuple[Box, Box]]
-    """Where in the share, and of which box of all. What no part covers is 0."""
+    """For each part its place in the share, and its box in the tensor of all experts. What no part covers is 0."""
 
 
 class Cut(NamedTuple):
@@ -32,14 +33,15 @@ class Cut(NamedTuple):
     transposed: bool = False
 
     def share(self, name: str, shape: tuple[int, ...], ids: Sequence[int]) -> Share:
-        """Of the tensor `name`, as `flashmoe.moe` calls it, of all experts, that of these experts, or slices.
+        """The share that these experts, or slices, have of the tensor `name` (as `flashmoe.moe` calls it) of all
+        experts.
 
         Raises `InvalidArgument` unless the number of slices divides I.
         """
         axis, halves = self._columns(name)
         rest = [slice(0, size) for size in shape[1:]]
         parts: list[tuple[Box, Box]] = []
-        if axis is None:  # the second product's bias, which is the first slice's
+        if axis is None:  # the second product's bias, which belongs to the first slice
             of = [(place, *divmod(id, self.slices)) for place, id in enumerate(ids)]
             parts = [((slice(j, j + 1), *rest), (slice(e, e + 1), *rest)) for j, e, n in of if n == 0]
             return Share((len(ids), *shape[1:]), parts)
@@ -57,7 +59,8 @@ class Cut(NamedTuple):
         return Share(size, parts)
 
     def _columns(self, name: str) -> tuple[int | None, int]:
-        """The axis of the intermediate columns, and in how many parts one behind the other these are."""
+        """The axis of the intermediate columns, and the number of parts, one after the other, of which that axis
+        consists."""
         if name == "down_bias":
             return None, 1
         if name == "down_proj":
@@ -67,7 +70,7 @@ class Cut(NamedTuple):
 
 
 def checked_ids(ids: Sequence[int] | None, experts: int, slices: int) -> tuple[int, ...]:
-    """`ids` of slices of E experts, ascending; all for None. Raises `InvalidArgument`."""
+    """`ids` of slices of E experts, which must ascend; None: all slices. Raises `InvalidArgument`."""
     slices = bounded("slices", slices, 1, MAX_EXPERTS)
     if ids is None:
         return tuple(range(experts * slices))

@@ -1,10 +1,10 @@
 """Experts that are cut into slices, which different ranks may hold: tensor parallelism within expert parallelism.
 
 An expert of width I is ``sum over n of down[:, n] @ act(gate_up[n] @ x)``, where slice n has I / slices of the columns
-of its intermediate row. So a slice is an expert of that width, and what a router chooses for a token are all slices of
-an expert, with the expert's weight. ``flashmoe.moe(..., slices=n)`` takes the tensors of slices as it takes those of
-experts: of this rank's, ascending. Slice i of expert e has the number ``e * slices + i``, and of slices is the
-placement.
+of the expert's intermediate row. So a slice is an expert of that smaller width. If a router chooses an expert for a
+token, the token gets all slices of that expert, each with the expert's weight. ``flashmoe.moe(..., slices=n)`` takes
+the tensors of slices as it takes those of experts: the tensors of this rank's slices, ascending. Slice i of expert e
+has the number ``e * slices + i``, and a placement has an entry for each slice.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def cut(
     interleaved: bool = False,
     transposed: bool = False,
 ) -> dict[str, Any]:
-    """The tensors of experts [E, ...] as those of their slices [E slices, ...], by the names of `flashmoe.moe`.
+    """The tensors of experts [E, ...] as tensors of their slices [E slices, ...], by the names of `flashmoe.moe`.
 
-    Of NumPy or PyTorch, and as the options say. The bias of the second product is the first slice's; the others' is 0.
-    Raises `InvalidArgument` unless `slices` divides I, into whole blocks where matrices have scales: of 128 columns, or
-    of 32 where they are in MXFP4.
+    Tensors are of NumPy or PyTorch, and stored as the options say. The first slice gets the bias of the second product;
+    that of the others is 0. Raises `InvalidArgument` unless `slices` divides I. Where matrices have scales, slices must
+    also consist of whole blocks: of 128 columns, or of 32 in MXFP4.
     """
     dtype = None if down_scale is None else STORED_AS.get(dtype_name(down_proj))
     if down_scale is not None and dtype is None:
@@ -77,14 +77,14 @@ def cut_scales(
     down: tuple[int, ...],
     halves: int,
 ) -> dict[str, Any]:
-    """The same of scales alone, of experts' matrices in `dtype` of shapes `first` and `down`; the first has so many
-    halves."""
+    """As `cut`, for scales alone. The experts' matrices are in `dtype` and have shapes `first` and `down`; the first
+    matrix consists of `halves` parts."""
     experts = len(down_scale)
     shapes = {
         "gate_up_proj": ((experts, *first), gate_up_scale.shape),
         "down_proj": ((experts, *down), down_scale.shape),
     }
-    # Those of one matrix, a row and a block are cut alike, if they are the same.
+    # If the shapes allow several kinds of scales, these kinds are cut alike.
     kind = common_kind(ENCODINGS[dtype], shapes, halves)
     repeated, of_down = _repeated(gate_up_scale, slices), _repeated(down_scale, slices)
     return {
@@ -94,7 +94,8 @@ def cut_scales(
 
 
 def _columns(slices: int, tensor: Any, axis: int, of: int) -> Any:
-    """`tensor` [E, ...] whose axis of intermediate columns, in `of` parts one behind the other, is cut."""
+    """`tensor` [E, ...], cut along `axis`, the axis of intermediate columns, which consists of `of` parts, one after
+    the other."""
     shape = tuple(tensor.shape)
     apart = tensor.reshape(*shape[:axis], of, slices, shape[axis] // (of * slices), *shape[axis + 1 :])
     in_front = _moved(apart, axis + 1)
@@ -102,11 +103,11 @@ def _columns(slices: int, tensor: Any, axis: int, of: int) -> Any:
 
 
 def _repeated(tensor: Any, times: int) -> Any:
-    """`tensor` with each entry of its first axis so many times."""
+    """`tensor` with each entry of its first axis repeated `times` times."""
     return tensor.repeat_interleave(times, 0) if hasattr(tensor, "repeat_interleave") else tensor.repeat(times, 0)
 
 
 def _moved(tensor: Any, axis: int) -> Any:
-    """`tensor` with this axis behind the first."""
+    """`tensor` with this axis moved behind the first."""
     order = [0, axis, *(each for each in range(1, tensor.ndim) if each != axis)]
     return tensor.permute(order) if hasattr(tensor, "permute") else tensor.transpose(order)

@@ -27,10 +27,10 @@ MXFP4 = "mxfp4"
 ELEMENT_TYPES = (*DTYPES, FP8, MXFP4)
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
-"""Of what rows are in."""
+"""Bytes of an element, for the types that rows have."""
 
 WEIGHT_SCALES = ("none", "tensor", "row", "block")
-"""What numbers of a quantised matrix share a scale: all, a row's, or those of a block (`Encoding.block`)."""
+"""What shares a scale in a quantised matrix: all numbers, those of a row, or those of a block (`Encoding.block`)."""
 
 SCALE_BLOCK = 128
 """Elements of a quantised row that share a scale."""
@@ -38,28 +38,30 @@ SCALE_BLOCK = 128
 
 @dataclass(frozen=True)
 class Encoding:
-    """How quantised matrices are stored: the one place that knows it (C++: include/flashmoe/spec/encoding.h)."""
+    """How quantised matrices are stored. No other place in Python knows this (C++:
+    include/flashmoe/spec/encoding.h)."""
 
     dtype: str
     """Element type of weights."""
     name: str
-    """The same in short."""
+    """The short name of that type."""
     suffixes: tuple[str, str]
-    """What follows the name of merged experts' matrices in those of the tensors that have their elements and scales."""
+    """The names of the tensors with elements and with scales end so, after the name of merged experts' matrices."""
     stored: str
     """Element type of the tensor that has the elements."""
     packed: int
-    """Length of the last axis of that tensor, a block's, with one of blocks before it; 0: it has the matrix's axes."""
+    """Length of that tensor's last axis, which is one block; the axis before it counts blocks. 0: it has the matrix's
+    axes."""
     block: tuple[int, int]
-    """Rows and columns of a matrix that share a scale, where scales are those of blocks."""
+    """Rows and columns of a matrix that share a scale, where scales belong to blocks."""
     scale: str
     """Element type of the scales."""
     kinds: tuple[str, ...]
-    """Those of `WEIGHT_SCALES` that it has."""
+    """The values of `WEIGHT_SCALES` that the encoding has."""
     rows_quantised: bool
-    """Whether the rows that it is multiplied with are quantised, too (docs/fp8.md); else they are of y's type."""
+    """Whether the rows that the matrix multiplies are quantised, too (docs/fp8.md); otherwise they have y's type."""
     whole_blocks: bool
-    """Whether the columns of a matrix are a multiple of a block's; else the last block may be smaller."""
+    """Whether the columns of a matrix must be a multiple of a block's; otherwise the last block may be smaller."""
 
     def numbers(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the matrices whose elements are in a tensor of this shape."""
@@ -76,7 +78,7 @@ class Encoding:
         return (*lead, columns // self.block[1], self.packed)
 
     def scale_columns(self, columns: int) -> int:
-        """Scales of a row of blocks."""
+        """The number of scales in a row of blocks."""
         return -(-columns // self.block[1])
 
 
@@ -106,9 +108,9 @@ ENCODINGS = {
         whole_blocks=True,
     ),
 }
-"""By the element type of weights."""
+"""The encodings, by the element type of weights."""
 STORED_AS = {encoding.stored: dtype for dtype, encoding in ENCODINGS.items()}
-"""The element type of weights, by that of the tensor that has their elements."""
+"""The element type of weights, by the element type of the tensor that has the elements."""
 
 _ACTIVATIONS = {
     "relu": ("relu", "ReLU"),
@@ -121,21 +123,22 @@ _ACTIVATIONS = {
     "gelu_tanh": ("gelu_tanh", "tanh GELU"),
     "geglu_tanh": ("gelu_tanh", "tanh GeGLU"),
 }
-"""By name: its `PLAIN` and its title."""
+"""For each name, its `PLAIN` and its title."""
 
 ACTIVATIONS = tuple(_ACTIVATIONS)
 
 PLAIN = {name: plain for name, (plain, _) in _ACTIVATIONS.items()}
-"""What an activation does with each column of the first product; or, where it is another one's name, with the gate."""
+"""The function that an activation applies to each column of the first product. If this is another activation's name,
+the activation has a gate, and the function is applied to the gate."""
 
 GATED = tuple(name for name, plain in PLAIN.items() if name != plain)
-"""Activations with a gate, which have two columns of the first product for each of their own."""
+"""Activations with a gate. They read two columns of the first product for each column that they make."""
 
 BY_GATE = {PLAIN[name]: name for name in GATED if name != "clamped_swiglu"}
-"""Those of them without numbers of their own, by what they do with the gate."""
+"""Activations with a gate and without parameters, by the function that they apply to the gate."""
 
 TITLES = {name: title for name, (_, title) in _ACTIVATIONS.items()}
-"""What activations are called in messages."""
+"""The names of activations in messages."""
 
 SCORES = ("softmax", "sigmoid")
 """What a router makes of its logits: their softmax over all E, or the sigmoid of each."""
@@ -146,7 +149,7 @@ ROUTINGS = ("given", *SCORES)
 RETURN_MODES = ("direct", "reduced")
 
 RETURN_CHOICES = (*RETURN_MODES, "auto")
-"""What a caller may ask for; ``auto`` leaves the choice to the context."""
+"""The return modes that a caller may ask for; ``auto`` leaves the choice to the context."""
 
 # What the C++ types hold: tokens 20 bits of a signal, tasks' columns 24 bits, an entry's k 16 bits.
 MAX_TOKENS = 2**20 - 1
@@ -154,7 +157,7 @@ MAX_RANKS = 1024
 MAX_EXPERTS = 8192
 MAX_WIDTH = 2**20  # H and I
 MAX_SLICES = 1023  # width of a shared expert, in I (protocol/task.h)
-MAX_GROUPS = 32  # of experts: a lane of a warp each
+MAX_GROUPS = 32  # groups of experts: each takes a lane of a warp
 # What the CUDA kernel's shared memory holds.
 MAX_CUDA_TOKENS = 65536
 MAX_CUDA_EXPERTS = 1024
@@ -163,7 +166,8 @@ MAX_CUDA_RANKS = 32
 
 
 def halves_of(activation: str, interleaved: bool) -> int:
-    """In how many parts, one behind the other, an expert's first matrix is: gate rows and up rows, or all of them."""
+    """The number of parts, one after the other, of an expert's first matrix: gate rows and up rows, or all rows
+    together."""
     return 2 if activation in GATED and not interleaved else 1
 
 
@@ -179,19 +183,19 @@ class LayerSpec:
     intermediate: int
     """I: elements of an expert's intermediate row."""
     experts: int
-    """E, of all ranks."""
+    """E: experts of all ranks."""
     top_k: int
     """K: experts of a token."""
     slices: int = 1
-    """Into how many slices an expert is cut, each of width I and with a place of its own."""
+    """The number of slices into which an expert is cut. Each has width I and a place of its own."""
     activation: str = "swiglu"
     """One of `ACTIVATIONS`."""
     limit: float = math.inf
-    """Of ``clamped_swiglu``: the gate is at most this, and up within plus and minus this."""
+    """For ``clamped_swiglu``: the gate is at most this, and up lies within plus and minus this."""
     alpha: float = 1.0
-    """Of ``clamped_swiglu``: the gate is multiplied by the sigmoid of alpha times itself."""
+    """For ``clamped_swiglu``: the gate is multiplied by the sigmoid of alpha times the gate."""
     up_offset: float = 0.0
-    """Of ``clamped_swiglu``: added to up, once it is clamped."""
+    """For ``clamped_swiglu``: added to up after clamping."""
     interleaved: bool = False
     """With a gate: row 2i of gate_up_proj is column i's gate and row 2i + 1 its up, instead of row i and row I + i."""
     transposed: bool = False
@@ -203,17 +207,17 @@ class LayerSpec:
     renormalize: bool = True
     """With a router: whether a token's K weights are divided by their sum (with ``sigmoid`` plus 1e-20)."""
     round_logits: bool = False
-    """With a router: whether its logits are rounded to y_type, as those of a linear layer are."""
+    """With a router: whether its logits are rounded to y_type, as a linear layer rounds its results."""
     routed_scale: float = 1.0
-    """With a router: a token's K weights are multiplied by this, in the end."""
+    """With a router: a factor of a token's K weights, applied last."""
     shared: int = 0
-    """Slices of width I that the shared expert, an FFN of every token, is cut into; 0: there is none."""
+    """The number of slices of width I into which the shared expert, an FFN of every token, is cut; 0: there is none."""
     shared_gate: bool = False
     """Whether the shared expert's result is multiplied by the sigmoid of a row's product with x."""
     groups: int = 1
     """With a router: E / groups neighbouring experts are a group."""
     top_groups: int = 1
-    """Only experts of so many groups are chosen from: those whose two best experts have the largest sum."""
+    """The number of groups from which experts are chosen: the groups whose two best experts have the largest sum."""
     choice_bias: bool = False
     """Whether E numbers are added to the scores for the choice of experts, but not for their weights."""
     router_bias: bool = False
@@ -221,9 +225,9 @@ class LayerSpec:
     gate_up_bias: bool = False
     """Whether the experts have a bias [El, 2I], or [El, I] without a gate, before the activation."""
     down_bias: bool = False
-    """Whether the experts have a bias [El, H] behind the second product."""
+    """Whether the experts have a bias [El, H] after the second product."""
     x_type: str = "bfloat16"
-    """Element type of x [T, H] as it is given: that of y, or with weights of `FP8` that."""
+    """Element type of x [T, H] as it is given: that of y, or `FP8`, which weights of `FP8` allow."""
     token_type: str = "bfloat16"
     """Element type of x's rows as they go to other ranks and are multiplied. Rows of `FP8` have scales
     (`row_bytes`)."""
@@ -240,19 +244,19 @@ class LayerSpec:
     exact: bool = False
     """CUDA engine, float32: whether products are in float32 instead of the tensor cores' TF32."""
     return_mode: str = "direct"
-    """One of `RETURN_MODES`: each expert's row travels home, or a rank's sum of a token's rows. Of what a context is
-    made for also ``auto``."""
+    """One of `RETURN_MODES`: each expert's row travels home, or a rank's sum of a token's rows. A layer that a context
+    is made for may also have ``auto``."""
     capacity_factor: float = 0.0
     """An expert keeps ceil(capacity_factor * (T * K) / E) of each rank's (token, k) pairs; 0: all of them."""
 
     @property
     def parts(self) -> int:
-        """The slices of all experts: what a placement has entries for."""
+        """The slices of all experts. A placement has an entry for each."""
         return self.experts * self.slices
 
     @property
     def choices(self) -> int:
-        """The slices of a token's experts: what is computed for it."""
+        """The slices of a token's experts. All are computed for the token."""
         return self.top_k * self.slices
 
     @property
@@ -262,7 +266,7 @@ class LayerSpec:
 
     @property
     def halves(self) -> int:
-        """As `halves_of`."""
+        """See `halves_of`."""
         return halves_of(self.activation, self.interleaved)
 
     @property
@@ -301,7 +305,7 @@ class LayerSpec:
 
 
 def row_bytes(elements: int, dtype: str) -> int:
-    """Bytes of a row. One of `FP8` has scales in float32 behind its elements, both aligned to 16 bytes
+    """Bytes of a row. A row in `FP8` has float32 scales after its elements; both are aligned to 16 bytes
     (include/flashmoe/spec/rows.h)."""
     if dtype != FP8:
         return elements * ELEMENT_BYTES[dtype]
@@ -309,13 +313,15 @@ def row_bytes(elements: int, dtype: str) -> int:
 
 
 def scale_blocks(elements: int) -> int:
-    """Scales of a quantised row, or of a row of blocks of weights: the last may be of fewer than `SCALE_BLOCK`."""
+    """Scales of a quantised row, or of a row of blocks of weights. The last may cover fewer than `SCALE_BLOCK`
+    elements."""
     return -(-elements // SCALE_BLOCK)
 
 
 def element_types(dtype: str, weights: str = "", x: str = "") -> dict[str, str]:
-    """The element types of a `LayerSpec` whose y is of `dtype`, by the names of its fields: those that the engines
-    have. `weights`: `dtype`, the default, or one of `ENCODINGS`; `x`, as given: `dtype`, the default, or `FP8`."""
+    """The element types of a `LayerSpec` whose y is of `dtype`, by the names of its fields. The engines have only these
+    combinations. `weights`: `dtype`, the default, or one of `ENCODINGS`. `x`, as it is given: `dtype`, the default, or
+    `FP8`."""
     weights = weights or dtype
     rows = weights if weights == dtype or ENCODINGS[weights].rows_quantised else dtype
     return {
@@ -329,7 +335,8 @@ def element_types(dtype: str, weights: str = "", x: str = "") -> dict[str, str]:
 
 
 def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int:
-    """`value`, an integer of any type, as an int in [low, high]; raises `InvalidArgument`. `symbol`: what `high` is."""
+    """`value`, an integer of any type, as an int in [low, high]. Raises `InvalidArgument`. `symbol`: what messages call
+    `high`."""
     try:
         number = operator.index(value)
     except Exception:  # whatever a foreign type's __index__ raises
@@ -340,7 +347,7 @@ def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
-    """`value`, once it is one of `known`; raises `InvalidArgument`."""
+    """`value`, checked to be one of `known`. Raises `InvalidArgument`."""
     if not isinstance(value, str) or value not in known:  # a NumPy dtype is equal to its name, an array to nothing
         raise InvalidArgument(f"{name}: expected one of {', '.join(known)}, got {value!r}")
     return value
@@ -356,7 +363,7 @@ def truth(name: str, value: Any) -> bool:
 
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 MIN_FLOAT32 = 2.0**-149
-"""The least above 0."""
+"""The smallest number above 0."""
 
 
 def finite(name: str, value: Any) -> float:
@@ -365,7 +372,7 @@ def finite(name: str, value: Any) -> float:
         number = float(value)
     except Exception:  # too large, or whatever a foreign type's __float__ raises
         number = math.nan
-    # A comparison: torch.compile traces no math.isfinite of a number that it takes for a variable.
+    # Compared, because torch.compile cannot trace math.isfinite of a number that it takes for a variable.
     if not -MAX_FLOAT32 <= number <= MAX_FLOAT32 or isinstance(value, (str, bytes)):
         raise InvalidArgument(f"{name}: expected a finite number of float32, got {value!r}")
     return number

@@ -1,8 +1,9 @@
-"""A folder whose files nobody else has written: where compiled kernels and measured profiles are kept.
+"""A folder whose files nobody else has written: compiled kernels and measured profiles are kept in it.
 
-What is read from it runs on the GPU, or decides what does. So a folder is used only if it belongs to this process's
-user or to root, and nobody else can write to it; the same holds for each of its files, which must be regular ones. They
-are opened relative to the folder that was checked, never through a link, and a name is only given to a whole file.
+What is read from it runs on the GPU, or decides what runs there. So a folder is used only if it belongs to this
+process's user or to root, and nobody else can write to it. The same holds for each of its files, which must be regular
+files. Files are opened relative to the folder that was checked, never through a link. A file gets its name only when it
+is whole.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from .foreign import KINDS, length
 
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LOOK_SECONDS = 0.05
-"""How often a lock that others hold is tried: flock has no time limit of its own."""
+"""How often the process tries a lock that others hold: flock has no time limit of its own."""
 
 
 class Folder:
-    """A folder that was checked, open. `what` begins every message, `remedy` ends those on which the user can act."""
+    """An open folder that was checked. `what` begins every message; `remedy` ends messages on which the user can
+    act."""
 
     def __init__(self, descriptor: int, path: Path, what: str, remedy: str) -> None:
         self._descriptor = descriptor
@@ -37,8 +39,8 @@ class Folder:
     @classmethod
     @contextlib.contextmanager
     def at(cls, path: Path, what: str, remedy: str, make: bool = True) -> Iterator[Folder]:
-        """The folder at `path`; if it is missing it is made, for this user alone, or `FileNotFoundError` raised. Raises
-        `FlashMoEError` if it cannot be made or opened, or if others could have put files there."""
+        """The folder at `path`. If it is missing, it is made for this user alone, or without `make` `FileNotFoundError`
+        is raised. Raises `FlashMoEError` if it cannot be made or opened, or if others could have put files there."""
         try:
             if make:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,15 +64,15 @@ class Folder:
             os.close(descriptor)
 
     def names(self) -> list[str]:
-        """Of all that is in it, sorted."""
+        """The names of everything in the folder, sorted."""
         return sorted(os.listdir(self._descriptor))
 
     def open(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """The descriptor of a file, which is closed when a program is executed. Raises `FileNotFoundError`, and
+        """The descriptor of a file; it is closed when a program is executed. Raises `FileNotFoundError`. Raises
         `FlashMoEError` for anything but a regular file that nobody else can have written."""
         path = self.path / name
         try:
-            # O_NONBLOCK: opening a pipe to read waits for its other end.
+            # Without O_NONBLOCK, opening a pipe to read would wait for its other end.
             flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             descriptor = os.open(name, flags, 0o600, dir_fd=self._descriptor)
             found = os.fstat(descriptor)
@@ -88,15 +90,15 @@ class Folder:
         return descriptor
 
     def read(self, name: str, most: int | None = None) -> bytes:
-        """What a file has in it. Raises as `open` does, and `ValueError` if it has more than `most` bytes."""
+        """The content of a file. Raises as `open` does, and `ValueError` if it has more than `most` bytes."""
         with open(self.open(name), "rb") as file:
             if most is not None and (has := length(file)) > most:
                 raise ValueError(f"{has} bytes, which are more than {most}")
             return file.read()
 
     def replace(self, name: str, content: bytes) -> None:
-        """Put a file with this content in place of `name`, which is there all the time, whole. Raises `FlashMoEError`
-        if it cannot be written."""
+        """Put a file with this content in place of `name`. At any time there is a whole file of that name. Raises
+        `FlashMoEError` if the file cannot be written."""
         temporary = f"{name}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -112,7 +114,7 @@ class Folder:
             raise
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with what is in it, if that can be."""
+        """Remove a file, or a folder with its content, if that is possible."""
         try:
             os.unlink(name, dir_fd=self._descriptor)
         except IsADirectoryError:
@@ -121,15 +123,15 @@ class Folder:
             pass
 
     def sweep(self, prefix: str) -> None:
-        """Remove what processes that were killed have left half made, of names that begin so: for who holds the lock
-        under which these are made."""
+        """Remove what killed processes have left half made under names that begin with `prefix`. The caller holds the
+        lock under which these are made."""
         for name in self.names():
             if name.startswith(prefix) and name.endswith(".tmp"):
                 self.remove(name)
 
     @contextlib.contextmanager
     def temporary(self, prefix: str) -> Iterator[Folder]:
-        """A new folder within it, for this user alone, which is removed at the end."""
+        """A new folder within this folder, for this user alone. It is removed at the end."""
         name = f"{prefix}{secrets.token_hex(8)}.tmp"
         try:
             os.mkdir(name, 0o700, dir_fd=self._descriptor)
@@ -144,11 +146,11 @@ class Folder:
 
     @contextlib.contextmanager
     def locked(self, name: str, seconds: float, when_held: Callable[[], None] = lambda: None) -> Iterator[bool]:
-        """Hold the lock file `name`, which the kernel releases when this process ends, however it does. Yields whether
-        it is held: some file systems have no locks.
+        """Hold the lock file `name`. The kernel releases it when this process ends, however it ends. Yields whether the
+        lock is held: some file systems have no locks.
 
-        Nobody else can open it, so that only processes of this user can hold it. If one does, calls `when_held` once,
-        waits at most so many seconds, and then raises `FlashMoEError`.
+        Nobody else can open the file, so only processes of this user can hold it. If one does, calls `when_held` once,
+        waits at most `seconds`, and then raises `FlashMoEError`.
         """
         try:
             descriptor = self.open(name, os.O_RDWR | os.O_CREAT)
@@ -199,8 +201,8 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 def _is_trusted(found: os.stat_result) -> bool:
-    """Whether it belongs to this process's user or to root, and others cannot write to it. Where a list of permissions
-    (ACL) lets anybody else write, the group's bit says so."""
+    """Whether a file or folder belongs to this process's user or to root, and others cannot write to it. Where a list
+    of permissions (ACL) lets anybody else write, the group's bit is set."""
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -217,7 +219,7 @@ def _user(number: int) -> str:
 
 
 def _holder(descriptor: int) -> str:
-    """The process that holds a lock on the file, as far as the kernel tells."""
+    """The process that holds a lock on the file, as far as the kernel says."""
     found = os.fstat(descriptor)
     file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     with contextlib.suppress(OSError):

@@ -1,7 +1,9 @@
-"""Tensors in a safetensors file: a header in JSON that says of each what it is and where it lies, then their bytes.
+"""Tensors in a safetensors file: a JSON header that says what each tensor is and where it lies, then the tensors'
+bytes.
 
-Read here and not by the library of that name, which leaves Python's exceptions where memory is missing (a panic), ends
-the process where another one shortens the file (it maps it), and takes the last of several tensors of one name.
+This module reads the file, and not the library of that name. The library panics where memory is missing, instead of
+raising an exception of Python. It maps the file, so the process ends if another process shortens the file. And it takes
+the last of several tensors that have one name.
 """
 
 from __future__ import annotations
@@ -22,30 +24,30 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 """The dtypes that are read, by their names in a safetensors file."""
 
 QUANTISED = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
-"""Those of weights that have scales."""
+"""The dtypes of weights that have scales."""
 
 WEIGHTS = DTYPES | QUANTISED
-"""Those of weights that have an element to each number."""
+"""The dtypes of weights that have one element for each number."""
 
 BYTES = {"U8": np.dtype(np.uint8)}
-"""That of elements of weights which are packed, and of their scales."""
+"""The dtype of packed elements of weights, and of their scales."""
 
 READ = WEIGHTS | BYTES
-"""All of them."""
+"""All dtypes that are read."""
 
 MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
 _PREFIX = 8
-"""Bytes that say how many the header has."""
+"""Bytes that say how long the header is."""
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, which is not read yet."""
+    """A tensor in a file that is not read yet."""
 
     name: str
     dtype: str
-    """As the file names it: one of `READ`, or another."""
+    """The dtype's name in the file: one of `READ`, or another."""
     shape: tuple[int, ...]
     path: Path
     offset: int
@@ -53,21 +55,21 @@ class Stored(NamedTuple):
     bytes: int
 
     def read_into(self, array: np.ndarray) -> None:
-        """Read it to a contiguous array of its dtype and shape. Raises `foreign.REFUSALS`."""
+        """Read the tensor into a contiguous array of its dtype and shape. Raises `foreign.REFUSALS`."""
         with opened(self.path) as file:
             file.seek(self.offset)
             if file.readinto(array.reshape(-1).view(np.uint8)) != self.bytes:
                 raise self._too_short()
 
     def read_box_into(self, array: np.ndarray, box: tuple[slice, ...]) -> None:
-        """Read the part of it that has these elements of each axis, and no other byte, to an array of its dtype and of
-        that part's shape. Raises `foreign.REFUSALS`."""
+        """Read the part of the tensor that `box` gives, and no other byte, into an array of its dtype and of that
+        part's shape. Raises `foreign.REFUSALS`."""
         size = READ[self.dtype].itemsize
         shape = [each.stop - each.start for each in box]
-        whole = len(box)  # axes from here on are all there: their elements follow one another
+        whole = len(box)  # from this axis on all elements are read: they follow one another
         while whole > 0 and shape[whole - 1] == self.shape[whole - 1]:
             whole -= 1
-        apart = max(whole - 1, 0)  # those before: each combination is a run of its own
+        apart = max(whole - 1, 0)  # axes before it: each combination of their indices is a run of its own
         strides = [size * math.prod(self.shape[axis + 1 :]) for axis in range(len(box))]
         inner = sum(each.start * stride for each, stride in zip(box[apart:], strides[apart:], strict=True))
         part = array if array.flags.c_contiguous else np.empty(shape, array.dtype)
@@ -101,8 +103,8 @@ class TensorFile:
 
 
 def read_header(path: Path) -> TensorFile:
-    """What a file holds, once that is known to be consistent: each tensor of `READ` has the bytes of its shape, and
-    together they fill the file, without gaps, and without a byte that two share. Raises `foreign.REFUSALS`."""
+    """What a file holds, after checking that it is consistent: each tensor of `READ` has the bytes of its shape, and
+    together the tensors fill the file, without gaps and without shared bytes. Raises `foreign.REFUSALS`."""
     with opened(path) as file:
         begin, header = _header(file)
         end = length(file)
@@ -131,7 +133,7 @@ def _header(file: BinaryIO) -> tuple[int, dict[str, Any]]:
 
 
 def _stored(path: Path, begin: int, name: str, said: Any) -> Stored:
-    """What the header says of a tensor; that the file has the bytes is not looked at."""
+    """What the header says of a tensor. Whether the file has the bytes is not checked here."""
     said = said if isinstance(said, dict) else {}
     dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
     if not isinstance(dtype, str):
@@ -147,8 +149,8 @@ def _stored(path: Path, begin: int, name: str, said: Any) -> Stored:
 
 
 def _count(shape: list[int], most: int) -> int:
-    """Elements of a shape; of a shape with more than `most`, some number above that. The product of all sizes might
-    have millions of digits."""
+    """Elements of a shape. For a shape with more than `most` elements, some number above `most`: the product of all
+    sizes might have millions of digits."""
     if 0 in shape:
         return 0
     count = 1

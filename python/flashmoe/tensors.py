@@ -1,7 +1,7 @@
 """Tensors as the engines take them: the CPU engine from any library that speaks DLPack (NumPy, PyTorch, ...), the CUDA
 engine from PyTorch.
 
-NumPy has neither bfloat16 nor FP8 of its own: arrays of ``ml_dtypes`` are handed over as words of as many bits.
+NumPy has neither bfloat16 nor FP8 of its own: arrays of ``ml_dtypes`` are handed over as integers of the same size.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
 
 
 _HOST = ("cpu", "cuda_host", "rocm_host")
-"""DLPack's types of memory that a processor reads as its own."""
+"""DLPack's names of memory that a CPU can read directly."""
 
 _WORDS = {np.dtype(ml_dtypes.bfloat16): np.uint16, np.dtype(ml_dtypes.float8_e4m3fn): np.uint8}
-"""Types that NumPy exports no memory of, and those as which it does."""
+"""Types whose memory NumPy does not export, and the types as which it does."""
 
 _PACKED = tuple(encoding.stored for encoding in ENCODINGS.values() if encoding.packed)
-"""Types of tensors whose rows are blocks, each along the last axis."""
+"""Types of tensors whose rows consist of blocks; a block is the last axis."""
 
 
 class Described(Protocol):
-    """What both engines' operands have."""
+    """What the operands of both engines have."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -44,12 +44,13 @@ class Described(Protocol):
     def dtype(self) -> str: ...
 
     def of_numbers(self, shape: tuple[int, ...], dtype: str) -> Described:
-        """The same memory as matrices of that shape and type, which a tensor of others has the elements of."""
+        """The same memory as matrices of that shape and type, whose elements a tensor of another shape and type
+        holds."""
         ...
 
 
 class Operand(NamedTuple):
-    """A contiguous tensor in host memory, as far as it can be told without looking at a value; see `host_view`."""
+    """A contiguous tensor in host memory: what is known of it without looking at a value. See also `host_view`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -60,15 +61,16 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceOperand:
-    """A tensor in a GPU's memory, whose rows, and matrices of rows, may lie apart. Does not keep the memory alive."""
+    """A tensor in a GPU's memory. Its rows may lie apart, and so may its matrices of rows. Does not keep the memory
+    alive."""
 
     address: int
     shape: tuple[int, ...]
     dtype: str
     row_bytes: int
-    """From one row to the next."""
+    """Bytes from one row to the next."""
     matrix_bytes: int
-    """From one matrix to the next; of a single matrix, its extent."""
+    """Bytes from one matrix to the next; for a single matrix, its extent."""
 
     def of_numbers(self, shape: tuple[int, ...], dtype: str) -> DeviceOperand:
         return replace(self, shape=shape, dtype=dtype)
@@ -80,11 +82,11 @@ def dtype_name(tensor: Any) -> str:
 
 
 def believed(name: str, tensor: Any) -> Any:
-    """`tensor` as something whose attributes say what its memory is: an array of NumPy itself, a tensor of PyTorch
-    itself, or one of the library's, made of the DLPack capsule that another type exports. What such a type's attributes
-    say besides is not what an engine would read. None and what exports nothing stay as they are.
+    """`tensor` as an object whose attributes describe its memory: an array of NumPy itself, a tensor of PyTorch itself,
+    or a tensor of the library, made of the DLPack capsule that another type exports. The attributes of that other type
+    may differ from what an engine would read. None, and whatever exports nothing, stay as they are.
 
-    Raises `InvalidArgument` for what is no dense tensor, cannot be exported, or exports what no tensor is.
+    Raises `InvalidArgument` for what is not a dense tensor, cannot be exported, or exports what no tensor is.
     """
     if tensor is None or type(tensor) is np.ndarray:
         return tensor
@@ -110,7 +112,8 @@ def believed(name: str, tensor: Any) -> Any:
 
 
 def refuse_hollow(name: str, tensor: Any) -> None:
-    """Raises `InvalidArgument` for a tensor of PyTorch that is sparse or nested: it has no place in memory."""
+    """Raises `InvalidArgument` for a tensor of PyTorch that is sparse or nested: its elements are not at one place in
+    memory."""
     import torch
 
     if tensor.layout is not torch.strided:
@@ -120,8 +123,9 @@ def refuse_hollow(name: str, tensor: Any) -> None:
 
 
 def refuse_unstored(name: str, tensor: Any) -> None:
-    """Raises `InvalidArgument` for a dense tensor of PyTorch whose storage ends before its elements do, as where it was
-    freed: FSDP does that to parameters between their uses, by ``resize_(0)``, and they still have their shape."""
+    """Raises `InvalidArgument` for a dense tensor of PyTorch whose storage ends before its elements do, for example
+    because the storage was freed. FSDP frees parameters between their uses, by ``resize_(0)``, and they keep their
+    shape."""
     stored = tensor.untyped_storage().nbytes()
     if stored >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes and tensor.is_contiguous():
         return
@@ -135,7 +139,8 @@ def refuse_unstored(name: str, tensor: Any) -> None:
 
 
 def refuse_unwritable(name: str, tensor: Any) -> None:
-    """Raises `InvalidArgument` for an array that must not be written to and for a view that negates what memory has."""
+    """Raises `InvalidArgument` for an array that must not be written to, and for a view that negates what is in
+    memory."""
     if isinstance(tensor, np.ndarray) and not tensor.flags.behaved:
         raise InvalidArgument(f"{name}: expected an array that can be written to, got a read-only or misaligned one")
     torch = sys.modules.get("torch")
@@ -144,8 +149,8 @@ def refuse_unwritable(name: str, tensor: Any) -> None:
 
 
 def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> Operand:
-    """`tensor` as an operand. Raises `InvalidArgument` if it is no tensor, elsewhere than in host memory, not
-    contiguous, or of none of `dtypes`; `expected` words the expectation. Its attributes are `believed`."""
+    """`tensor` as an operand. Raises `InvalidArgument` if it is no tensor, not in host memory, not contiguous, or of
+    none of `dtypes`; `expected` says in words what is expected. The tensor has come from `believed`."""
     if not hasattr(tensor, "__dlpack__"):
         raise InvalidArgument(f"{name}: expected {expected}, got {type(tensor).__name__}")
     shape, dtype = _shape_and_dtype(name, tensor, expected, dtypes)
@@ -160,7 +165,7 @@ def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> O
 
 
 def host_view(tensor: Any) -> tvm_ffi.Tensor:
-    """The memory of a tensor that `operand` accepts, which the view keeps alive."""
+    """The memory of a tensor that `operand` accepts. The view keeps the memory alive."""
     if isinstance(tensor, np.ndarray):
         if tensor.dtype in _WORDS:
             tensor = tensor.view(_WORDS[tensor.dtype])
@@ -168,9 +173,9 @@ def host_view(tensor: Any) -> tvm_ffi.Tensor:
     if hasattr(tensor, "detach"):
         if tensor.requires_grad:
             tensor = tensor.detach()
-        if tensor.is_neg():  # DLPack knows no views that are negated as they are read
+        if tensor.is_neg():  # DLPack has no views that are negated when they are read
             tensor = tensor.resolve_neg()
-        if tensor.itemsize == 1 and dtype_name(tensor) == FP8:  # the size first: a name is made letter by letter
+        if tensor.itemsize == 1 and dtype_name(tensor) == FP8:  # the size first, because it takes time to make the name
             import torch
 
             tensor = tensor.view(torch.uint8)
@@ -178,9 +183,9 @@ def host_view(tensor: Any) -> tvm_ffi.Tensor:
 
 
 def signature(tensor: Any, first: int = 0) -> Hashable:
-    """Equal for tensors between which `operand` sees no difference but, maybe, in the first dimensions.
+    """Equal for tensors between which `operand` sees no difference, except perhaps in the first dimensions.
 
-    Of NumPy and PyTorch; raises `AttributeError` or `TypeError` for others.
+    For NumPy and PyTorch; raises `AttributeError` or `TypeError` for others.
     """
     if isinstance(tensor, np.ndarray):
         return tensor.dtype, tensor.shape[first:], tensor.flags.c_contiguous
@@ -189,9 +194,8 @@ def signature(tensor: Any, first: int = 0) -> Hashable:
 
 def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...], device: int) -> DeviceOperand:
     """`tensor` as an operand of the CUDA engine. Raises `InvalidArgument` if it is no PyTorch tensor of CUDA device
-    `device`, of none of `dtypes`, or not contiguous: vectors, scales and the routing as a whole, of matrices the rows.
-    `expected` words the expectation.
-    """
+    `device`, of none of `dtypes`, or not contiguous. Vectors, scales and the routing must be contiguous as a whole,
+    matrices in their rows. `expected` says in words what is expected."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"{name}: expected {expected}, a PyTorch one, got {type(tensor).__name__}")
@@ -208,7 +212,7 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
             raise InvalidArgument(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
         return DeviceOperand(address, shape, dtype, 0, 0)
     size = tensor.element_size()
-    # The stride of a dimension of size 1 means nothing, nor does any where there are no elements.
+    # The stride of a dimension of size 1 means nothing. Without elements, no stride means anything.
     strides = [
         stride if length > 1 and tensor.numel() else None for stride, length in zip(tensor.stride(), shape, strict=True)
     ]
@@ -231,7 +235,7 @@ def _is_contiguous(tensor: Any) -> bool:
 
 
 def _shape_and_dtype(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> tuple[tuple[int, ...], str]:
-    """The tensor's; `InvalidArgument` if it is of none of `dtypes`."""
+    """The tensor's shape and dtype. Raises `InvalidArgument` if the dtype is none of `dtypes`."""
     shape, dtype = tuple(int(size) for size in tensor.shape), dtype_name(tensor)
     if dtype not in dtypes:
         raise InvalidArgument(f"{name}: expected {expected}, got {list(shape)} {dtype}")
@@ -246,8 +250,8 @@ def as_view(tensor: Any) -> tvm_ffi.Tensor:
 
 
 def _writeable(array: np.ndarray) -> np.ndarray:
-    """The same memory as a writable array: DLPack as NumPy exports it by default refuses read-only ones, such as
-    memory-mapped weights, although the engine only reads."""
+    """The same memory as a writable array. By default NumPy's export refuses read-only arrays, such as memory-mapped
+    weights, although the engine only reads them."""
     if array.flags.writeable:
         return array
     interface = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
@@ -255,7 +259,8 @@ def _writeable(array: np.ndarray) -> np.ndarray:
 
 
 def empty_like(tensor: Any) -> Any:
-    """An uninitialised contiguous tensor of the same library, shape and type, or of bfloat16 for one of FP8: y of x."""
+    """An uninitialised contiguous y for x: a tensor of the same library, shape and type, or of bfloat16 for x in
+    FP8."""
     quantised = dtype_name(tensor) == FP8
     if isinstance(tensor, np.ndarray):
         return np.empty(tensor.shape, ml_dtypes.bfloat16 if quantised else tensor.dtype)

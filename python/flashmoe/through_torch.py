@@ -1,4 +1,5 @@
-"""What PyTorch has to do with a call: whether it is to see one operator, or nothing; whether it makes it once more."""
+"""What PyTorch has to do with a call: whether PyTorch must see one operator, or nothing; and whether it makes the call
+again."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from typing import Any
 
 
 def goes_through_torch(x: Any, others: Iterable[Any], trains: bool = False) -> bool:
-    """Whether PyTorch is to see one operator: where it compiles, traces or transforms calls, it cannot look into this;
-    where it records what gradients need, it must learn that there are none, unless the call `trains`, and so tells
-    autograd of them itself."""
+    """Whether PyTorch must see the call as one operator. Where PyTorch compiles, traces or transforms calls, it cannot
+    look into this code. Where it records what gradients need, it must learn that there are none. This does not apply to
+    a call that `trains`, which tells autograd of its gradients itself."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         return False
@@ -33,14 +34,15 @@ def goes_through_torch(x: Any, others: Iterable[Any], trains: bool = False) -> b
 
 
 def is_recomputed() -> bool:
-    """Whether a backward pass makes this call: it has been made before, as ``torch.utils.checkpoint`` does again for
-    what it has not kept."""
+    """Whether a backward pass makes this call. Then it was made before: ``torch.utils.checkpoint`` makes calls again to
+    compute what it has not kept."""
     torch = sys.modules.get("torch")
     return torch is not None and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
 
 
 def _in_mode_of_functions(torch: Any) -> bool:
-    """Whether a mode looks at calls of PyTorch's functions, other than one that says where tensors are made."""
+    """Whether a mode looks at calls of PyTorch's functions. The mode that says where tensors are made does not
+    count."""
     if torch._C._len_torch_function_stack() == 0:
         return False
     from torch.utils._device import DeviceContext

@@ -1,7 +1,7 @@
 """How far an engine's result may be from the reference, derived from the roundings the operator prescribes.
 
-The operator rounds to its dtype (unit roundoff u) in four places, and computes in float32 (unit roundoff
-2^-24) between them:
+The operator rounds to its dtype (unit roundoff u) in four places, and computes in float32 (unit roundoff 2^-24) between
+them:
 
 1. the activated intermediate, once per element;
 2. each weighted expert row, ``w * (down @ a + bias)``;
@@ -9,63 +9,66 @@ The operator rounds to its dtype (unit roundoff u) in four places, and computes 
 4. the output, where it is the sum of at least two terms.
 
 A shared expert is one further choice of every token: one row, rounded once, whose dot products are over all of its
-width Is. The GPU's kernel of few tokens has a choice instead for each of its Is / I slices: as many rows, each rounded.
-Neither bound contains the other. Of slices that cancel, the rounded rows err by more than their sum; n of one sign have
-n roundings of a share of 1/n, whose variance is 1/n of the whole row's. So what computed the call says which is right.
+width Is. The GPU's kernel for few tokens has one choice for each of the Is / I slices instead: as many rows, each
+rounded. Neither bound contains the other. If slices cancel, the rounded rows err by more than their sum would. If n
+slices have one sign, there are n roundings of a share of 1/n, whose variance is 1/n of the whole row's. So it depends
+on what computed the call which bound is right.
 
-**One rounding.** Round-to-nearest errs by a value uniform on +-ulp/2: variance ulp^2 / 12. Relative to the
-squared value that is at most u^2 / 3, whatever the mantissa.
+**One rounding.** Round-to-nearest errs by a value uniform on +-ulp/2: variance ulp^2 / 12. Relative to the squared
+value that is at most u^2 / 3, whatever the mantissa.
 
-**One float32 dot product** of n products p_j adds them to a running sum s_j and rounds n times: its variance
-is u32^2 / 3 times the sum of the s_j^2. Averaged over the orders in which the products may come,
+**One float32 dot product** of n products p_j adds them to a running sum s_j and rounds n times: its variance is u32^2 /
+3 times the sum of the s_j^2. Averaged over the orders in which the products may come,
 
     sum_j E[s_j^2] = (n + 1) (sum p^2 / 6 + (sum p)^2 / 3),
 
-which is n/2 squared results for products of random signs (a random walk, error ~ sqrt(n)) and n/3 for
-products of one sign. Engines that block or vectorise the sum have less.
+which is n/2 squared results for products of random signs (a random walk, error ~ sqrt(n)) and n/3 for products of one
+sign. Engines that block or vectorise the sum have less.
 
-**A call** (`call_error`). Roundings of different elements are independent, so variances add, each carried to
-the output by the square of its derivative. They are computed from the very values of the call: cancellation
-in a dot product, in an activation or in the sum over experts, and subnormal float16, are accounted for rather
-than allowed for. With v_t the variance of token t's error, v their sum and m the largest,
+**A call** (`call_error`). Roundings of different elements are independent, so variances add, each carried to the output
+by the square of its derivative. They are computed from the very values of the call. So cancellation in a dot product,
+in an activation or in the sum over experts is part of the result, and so is subnormal float16; no allowance is made for
+them. With v_t the variance of token t's error, v their sum and m the largest,
 
     P[ |error|^2 > v + 2 sqrt(s sum v_t^2) + 2 s m ] <= exp(-s)
 
-is the tail bound of Hsu, Kakade and Zhang (2012) for quadratic forms of sub-Gaussian variables (a uniform one
-is strictly sub-Gaussian), with nothing assumed about correlation inside a token. With s = 23, one false alarm
-in 10^10 checks, the bound is 7.5 rms for one token, 1.5 for 128 equal ones and 1.1 for 2048: tight enough to
-notice one more rounding of the pre-activations to bfloat16.
+is the tail bound of Hsu, Kakade and Zhang (2012) for quadratic forms of sub-Gaussian variables (a uniform one is
+strictly sub-Gaussian). It assumes nothing about correlation inside a token. With s = 23, one false alarm in 10^10
+checks, the bound is 7.5 rms for one token, 1.5 for 128 equal ones and 1.1 for 2048: tight enough to notice one more
+rounding of the pre-activations to bfloat16.
 
-**FP8** (`docs/fp8.md`). The reference is of the dequantised weights and of quantised rows, so that quantising is no
-error as long as engine and reference quantise alike. Of x they do: both start from the same numbers, and every step is
-one of IEEE's. Of an intermediate row they do not start from the same numbers. So, instead of rounding 1:
+**FP8** (`docs/fp8.md`). The reference computes with the dequantised weights and with quantised rows, so quantising is
+no error as long as engine and reference quantise alike. They quantise x alike: both start from the same numbers, and
+every step is an operation of IEEE's. For an intermediate row they do not start from the same numbers. So, instead of
+rounding 1:
 
-- The scale of 128 elements is the largest of them, which has a variance, / 448: all 128 are off by one factor. What
-  they contribute to a result, their part of the dot product, is off by it, too.
-- An element p, in units of its scale, is known within 8 standard deviations d. Unless a middle of two numbers of e4m3
-  lies there, it is rounded alike. Else engine and reference may differ by that step, with a probability q of at most
-  exp(-z^2 / 2) / 2 for a middle z d away. What is then one step with probability q is sub-Gaussian about its mean, with
-  (1 - 2q) / (2 log((1 - q) / q)) squared steps for a variance (Kearns and Saul, 1998), to which the mean's q^2 are
-  added. That is rare, since p is known to some 1e-6 and steps are 6 to 12 % of it. Should two middles lie there, the
-  deviation is taken to be d and the larger step there: both roundings err by half a step at most.
-- A product of 128 is multiplied by two scales before it is added: two more roundings of float32.
+- The scale of 128 elements is the largest of them / 448. The largest has a variance, so all 128 are off by one factor.
+  Their contribution to a result, a part of the dot product, is off by the same factor.
+- An element p, in units of its scale, is known within 8 standard deviations d. If no midpoint between two numbers of
+  e4m3 lies in this range, engine and reference round p alike. Otherwise they may differ by the step between these two
+  numbers, with a probability q of at most exp(-z^2 / 2) / 2 for a midpoint z d away. A deviation of one step with
+  probability q is sub-Gaussian about its mean. Its variance is (1 - 2q) / (2 log((1 - q) / q)) squared steps (Kearns
+  and Saul, 1998), to which the mean's q^2 are added. That is rare, since p is known to some 1e-6 and steps are 6 to 12
+  % of it. If two midpoints lie in the range, the deviation is taken to be d plus the larger step there: both roundings
+  err by half a step at most.
+- A dot product of 128 elements is multiplied by two scales before it is added: two more roundings of float32.
 
-What is quantised is not in the bound: it is a property of the format, and the same in the reference.
+The error of quantising itself is not in the bound: it is a property of the format, and the same in the reference.
 
-**MXFP4** (`docs/mxfp4.md`). What its elements stand for has at most two bits of mantissa, so that the engine has them
-exactly; rows are not quantised. So all is as above without FP8, of the dequantised weights.
+**MXFP4** (`docs/mxfp4.md`). The numbers that its elements stand for have at most two bits of mantissa, so the engine
+has them exactly; rows are not quantised. So the bound is that of the dequantised weights, without what FP8 adds.
 
-**FP8 on tensor cores** (`tensor_cores`). Hopper's add up products of e4m3 in steps of 32, each with the sum so far: all
-33 are aligned to the largest of them and truncated, towards zero, at 13 bits behind its leading one (DeepSeek-V3,
-section 3.3.2; SageAttention2, section 3.2). With G the largest, a term loses at most g = 2^-13 G, in the mean g / 2,
-with a variance of g^2 / 12. So a step has a variance of 33 g^2 / 12, and in the mean g / 2 for each term more that is
-positive than negative. G is the sum so far or the largest product, which is at most (sum p^4)^(1/4). That is a relative
-error of some 5e-4 of a product's norm, so that rounding an intermediate row to e4m3 falls to the other side for about
-one in a hundred of its elements; of these the text above says what follows.
+**FP8 on tensor cores** (`tensor_cores`). Hopper's tensor cores add up products of e4m3 in steps of 32 products, each
+step together with the sum so far. All 33 terms are aligned to the largest of them and truncated, towards zero, at 13
+bits behind its leading one (DeepSeek-V3, section 3.3.2; SageAttention2, section 3.2). With G the largest, a term loses
+at most g = 2^-13 G, in the mean g / 2, with a variance of g^2 / 12. So a step has a variance of 33 g^2 / 12. Its mean
+is g / 2 for each positive term in excess of the negative ones. G is the sum so far or the largest product, which is at
+most (sum p^4)^(1/4). That is a relative error of some 5e-4 of a product's norm. With this error about one in a hundred
+elements of an intermediate row is rounded to the other side in e4m3; the text on FP8 above says what follows from that.
 
-**Domain.** Nothing may overflow; for float16 the limit is 65504, for the activated intermediate too. Values
-below the smallest normal number are in the domain of float16 (their ulp is fixed), but not of bfloat16 and
-float32, where engines may flush them to zero.
+**Domain.** Nothing may overflow; for float16 the limit is 65504, for the activated intermediate too. Values below the
+smallest normal number are in the domain of float16 (their ulp is fixed), but not of bfloat16 and float32, where engines
+may flush them to zero.
 """
 
 from __future__ import annotations
@@ -94,7 +97,7 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
 _VARIANCE32 = UNIT_ROUNDOFF["float32"] ** 2 / 3.0  # of one float32 rounding, relative to the squared value
 _FUNCTION_ROUNDINGS = 4.0  # how many float32 roundings exp or erf, and what is computed around it, are worth
-_STEP, _TRUNCATED = 32, 2.0**-13  # of Hopper's tensor cores: products of e4m3 at a time, what is left of the largest
+_STEP, _TRUNCATED = 32, 2.0**-13  # Hopper's tensor cores: products of e4m3 in a step, precision beside the largest
 _TAIL = 23.0  # exp(-23) = 1e-10
 
 
@@ -111,8 +114,8 @@ class CallError:
 def relative_error(y: np.ndarray, expected: np.ndarray, scale: float) -> float:
     """Frobenius norm of ``y - expected`` over `scale`, which is `ReferenceResult.scale`; 0 if both are 0.
 
-    That is the norm of the terms and not of their sum: where terms cancel, nothing that rounds each of them
-    could be accurate relative to what is left.
+    `scale` is the norm of the terms, not of their sum: where terms cancel, nothing that rounds each of them could be
+    accurate relative to what is left.
     """
     error = float(np.linalg.norm(np.asarray(y, np.float64) - expected))
     return error / scale if scale > 0.0 else (0.0 if error == 0.0 else math.inf)
@@ -149,11 +152,11 @@ def call_error(
     """The error of one rank's y, from the values of the call, as the module's text derives it.
 
     The dtype is that of `x`, or with `x_scale` bfloat16. `topk_ids` and `topk_weights` [T, K] are the reference's (-1:
-    a dropped pair). `weight_variance` [T, K] is that of weights which the engine computes (`router_error`). `placement`
-    maps each expert to the rank that computes it for these tokens; `rank` is the call's own, where the shared expert is
-    computed: as one choice or, as the GPU's kernel of few tokens does, with `shared_in_slices`, as one for each of its
-    slices. `tensor_cores`: products in FP8 are added up by Hopper's. `shape`: the further options of
-    `reference.activate`.
+    a dropped pair). `weight_variance` [T, K] is the variance of weights that the engine computes (`router_error`).
+    `placement` maps each expert to the rank that computes it for these tokens. `rank` is the call's own rank, which
+    computes the shared expert: as one choice or, with `shared_in_slices`, as one choice for each of its slices, like
+    the GPU's kernel for few tokens. `tensor_cores`: Hopper's tensor cores add up products in FP8. `shape`: the further
+    options of `reference.activate`.
     """
     dtype = "bfloat16" if x_scale is not None else x.dtype.name
     quantised = gate_up_scale is not None and rows_are_quantised(gate_up_proj)
@@ -173,10 +176,10 @@ def call_error(
     biases = [None if bias is None else np.asarray(bias, np.float64) for bias in (gate_up_bias, down_bias)]
     weight_variance = np.broadcast_to(weight_variance, topk_ids.shape)
     matrices = [*zip(gate_up_proj, down_proj, strict=True)]
-    if shared_down is not None:  # what every token chooses besides
+    if shared_down is not None:  # which every token chooses, too
         up, down = (np.asarray(each, np.float64) for each in (shared_gate_up, shared_down))
         up, down = (up.T, down.T) if transposed else (up, down)
-        apart = shared_in_slices or (quantised and down_proj.shape[2] % BLOCK)  # their blocks begin anew
+        apart = shared_in_slices or (quantised and down_proj.shape[2] % BLOCK)  # the slices' blocks begin anew
         width = down_proj.shape[2] if apart else down.shape[1]
         shared = [*zip(*_slices(up, down, width, activation, **shape), strict=True)]
         further = len(matrices) + np.arange(len(shared))
@@ -202,7 +205,7 @@ def call_error(
         row = w * f
         variance[t] += w**2 * f_variance + w_variance * f**2 + _rounding(row, dtype)
         if dtype != "float32":
-            variance[t] += _VARIANCE32 * row**2  # the product, before that rounding
+            variance[t] += _VARIANCE32 * row**2  # rounding the product, before rounding to dtype
         squares[t] += row**2
         partial_sums[owners[t, k], t] += row
 
@@ -224,15 +227,17 @@ def router_error(
     round_logits: bool = False,
     further: np.ndarray | float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of a router evaluated in float32: slack [T] for `reference.check_topk`, variance [T, K] of the weights.
+    """For a router evaluated in float32: slack [T] for `reference.check_topk`, and the variance [T, K] of the
+    weights.
 
-    The slack is 8 standard deviations of the difference of the token's two least certain values that
-    `reference.choice_values` has. The relative error of a weight is that of its score less that of the sum which
-    divides it: with a softmax, where every score is divided by such a sum, that of its exponential. `further` [T] is
-    what a logit may besides be off by, which counts for the choice.
+    The slack is 8 standard deviations of the difference between the token's two least certain values of
+    `reference.choice_values`. The relative error of a weight is the error of its score less the error of the sum that
+    divides it. With a softmax every score is divided by such a sum, so the error of its exponential takes the place of
+    the score's. `further` [T] is an additional error that a logit may have; it counts for the choice.
 
-    With `round_logits`, a logit that is rounded to x's type has no error, unless what it was before may lie on either
-    side of where two of that type meet. Then it may be off by their distance, which is its deviation here.
+    With `round_logits`, a logit that is rounded to x's type has no error, unless its value before may have been on
+    either side of the boundary between two numbers of that type. Then it may be off by the distance of these two
+    numbers, which is its deviation here.
     """
     bias = 0.0 if router_bias is None else np.asarray(router_bias, np.float64)
     logits, variance = _linear(np.asarray(x, np.float64), 0.0, np.asarray(router, np.float64), bias)
@@ -244,9 +249,9 @@ def router_error(
         )
         variance, further = (high - low) ** 2, np.zeros(len(logits))
     g = scores(logits, score)
-    if score == "sigmoid":  # relative: of exp(-l), of the sum and of the quotient
+    if score == "sigmoid":  # relative errors: of exp(-l), of the sum and of the quotient
         relative = (1.0 - g) ** 2 * (variance + _VARIANCE32 * (logits**2 + _FUNCTION_ROUNDINGS**2)) + 2.0 * _VARIANCE32
-    else:  # of exp(l - the largest)
+    else:  # the relative error of exp(l - the largest)
         relative = variance + _VARIANCE32 * ((logits - logits.max(axis=1, keepdims=True)) ** 2 + _FUNCTION_ROUNDINGS**2)
     of_choice = variance
     if choice_bias is not None or groups > 1:
@@ -254,11 +259,11 @@ def router_error(
         of_choice = (relative + of_sum) * g**2
         if choice_bias is not None:
             of_choice = of_choice + _VARIANCE32 * (g + np.asarray(choice_bias, np.float64)) ** 2
-    # Two that are off by a distance each, and by no more.
+    # Two rounded logits are off by one distance each, and by no more.
     deviations = 2.0 if rounded and of_choice is variance else 8.0 * math.sqrt(2.0)
     slack = deviations * np.sqrt(of_choice.max(axis=1, initial=0.0)) + 2.0 * further
 
-    shares = g  # of each score in the sum that divides them
+    shares = g  # each score's share of the sum that divides it
     if renormalize:
         chosen = np.zeros(shares.shape, bool)
         np.put_along_axis(chosen, topk_ids, True, axis=1)
@@ -273,14 +278,15 @@ def router_error(
 
 
 class _Products(NamedTuple):
-    """How an expert's are made, see `call_error`."""
+    """How an expert's products are made; see `call_error`."""
 
     dtype: str
     quantised: bool
     tensor_cores: bool
 
     def further(self, x: np.ndarray, of_scale: np.ndarray | float, matrix: np.ndarray) -> np.ndarray | float:
-        """Of ``matrix @ x[t]``, the variance beside that of a float32 sum. `of_scale`: what the scales of x have."""
+        """The variance of ``matrix @ x[t]`` besides that of a float32 sum. `of_scale`: the relative variance of x's
+        scales."""
         if not self.quantised:
             return 0.0
         of_scales = _promoted(x, of_scale + 2.0 * _VARIANCE32, matrix)
@@ -297,8 +303,8 @@ def _expert(
     activation: str,
     **shape: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """An expert's results for rows x, before a weight multiplies them, and their variances. `on_input`: weights of the
-    rows, and the variances of these."""
+    """An expert's results for rows x, before a weight multiplies them, and their variances. `on_input`: weights that
+    multiply the rows, and the variances of these weights."""
     if on_input is None:
         z, z_variance = _linear(x, 0.0, up, biases[0])
     else:
@@ -316,9 +322,9 @@ def _expert(
 def _slices(
     up: np.ndarray, down: np.ndarray, width: int, activation: str, *, interleaved: bool = False, **_: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The matrices [n, 2I or I, H] and [n, H, I] of a shared expert's slices of this width I."""
+    """The matrices [n, 2I or I, H] and [n, H, I] of the slices of a shared expert; I is `width`."""
     hidden, n = len(down), down.shape[1] // width
-    if halves_of(activation, interleaved) == 2:  # of the gate rows and of the up rows
+    if halves_of(activation, interleaved) == 2:  # a slice has some of the gate rows and some of the up rows
         up = up.reshape(2, n, width, hidden).swapaxes(0, 1)
     return up.reshape(n, -1, hidden), down.reshape(hidden, n, width).swapaxes(0, 1)
 
@@ -336,8 +342,8 @@ def _gate(x: np.ndarray, gate: np.ndarray | None) -> tuple[np.ndarray, np.ndarra
 def _summed(
     partial_sums: np.ndarray, squares: np.ndarray, owners: np.ndarray, dtype: str, return_mode: str
 ) -> np.ndarray:
-    """Variance [T, H] of summing up the tokens' rows, whose sums by rank and whose squares' sum these are.
-    owners [T, K]: the ranks of the rows, -1 for none."""
+    """Variance [T, H] of summing up the tokens' rows. `partial_sums`: the rows' sums by rank. `squares`: the sum of
+    their squares. `owners` [T, K]: the ranks of the rows, -1 for none."""
     y = partial_sums.sum(axis=0)
     rows_by_rank = np.stack([(owners == rank).sum(axis=1) for rank in range(len(partial_sums))])
     several = rows_by_rank.sum(axis=0) > 1
@@ -353,8 +359,8 @@ def _summed(
 def _chosen_besides(
     routed: tuple[np.ndarray, np.ndarray, np.ndarray], further: np.ndarray, weight: np.ndarray, variance: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Choices [T, K], their weights and these weights' variances; and those of `further` [n], which every token chooses
-    with one weight [T, 1]."""
+    """Choices [T, K], their weights and the variances of these weights, with further columns for the choices `further`
+    [n], which every token makes with one weight [T, 1]."""
     added = [np.broadcast_to(each, (len(weight), len(further))) for each in (further, weight, variance)]
     return tuple(map(np.hstack, zip(routed, added, strict=True)))
 
@@ -377,7 +383,7 @@ def _linear(
 
 
 def _promoted(x: np.ndarray, relative: np.ndarray | float, matrix: np.ndarray) -> np.ndarray:
-    """The variance of ``matrix @ x[t]`` where what each 128 columns add to it has the relative variance `relative`, a
+    """The variance of ``matrix @ x[t]`` if the contribution of each 128 columns has the relative variance `relative`, a
     number or [T, blocks]."""
     relative = np.broadcast_to(relative, (len(x), -(-x.shape[1] // BLOCK)))
     total = np.zeros((len(x), len(matrix)))
@@ -388,7 +394,7 @@ def _promoted(x: np.ndarray, relative: np.ndarray | float, matrix: np.ndarray) -
 
 
 def _truncated(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """The variance of ``matrix @ x[t]`` of e4m3 by tensor cores, as the module's text has it."""
+    """The variance of ``matrix @ x[t]`` of e4m3 on tensor cores, as the module's text derives it."""
     variance, mean = np.zeros((len(x), len(matrix))), np.zeros((len(x), len(matrix)))
     for first in range(0, x.shape[1], _STEP):
         if first % BLOCK == 0:
@@ -403,8 +409,8 @@ def _truncated(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
 
 
 def _quantised(a: np.ndarray, variance: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """a [T, n] of the given variance once it is quantised: values, the variance of each by itself, and the relative
-    variance of each scale, [T, blocks]."""
+    """a [T, n] of the given variance after it is quantised: its values, the variance of each value by itself, and the
+    relative variance of each scale, [T, blocks]."""
     scale = row_scales(a)
     each = np.arange(a.shape[1]) // BLOCK
     reach = np.abs(a) + 8.0 * np.sqrt(variance)
@@ -430,7 +436,7 @@ def _scaled_linear(
     x: np.ndarray, weight: np.ndarray, of_weight: np.ndarray, matrix: np.ndarray, bias: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
     """``matrix @ (weight x[t]) + bias`` in float32, for weights of the given variance: values and their variances."""
-    scaled = weight * x  # rounded once, or else what its products sum up to
+    scaled = weight * x  # rounded once; or else the sum of its products is
     values, variance = _linear(scaled, _VARIANCE32 * scaled**2, matrix, bias)
     return values, variance + of_weight * (x @ matrix.T) ** 2 + _VARIANCE32 * (values - bias) ** 2
 
@@ -444,8 +450,8 @@ def _activated(
     roundings: float = _FUNCTION_ROUNDINGS,
     **shape: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``act(z)`` in float32, for z of the given variance: values and their variances. `roundings`: how many a function
-    is worth."""
+    """``act(z)`` in float32, for z of the given variance: values and their variances. `roundings`: how many roundings
+    of float32 a function is worth."""
     if activation in GATED:
         if interleaved:
             z, variance = (np.concatenate([each[:, ::2], each[:, 1::2]], axis=1) for each in (z, variance))
@@ -457,7 +463,7 @@ def _activated(
         if shape.get("up_offset"):
             up_variance = up_variance + _VARIANCE32 * up**2
         return act * up, act_variance * up**2 + act**2 * up_variance
-    if activation == "clamped_silu":  # clamp() has no error, and passes on no more than it is given
+    if activation == "clamped_silu":  # clamp() has no error of its own, and does not enlarge that of z
         alpha, limit = shape.get("alpha", 1.0), shape.get("limit") or math.inf
         a, a_variance = _activated(alpha * np.minimum(z, limit), alpha**2 * variance, "silu", roundings=roundings)
         return a / alpha, (a_variance + 2.0 * _VARIANCE32 * a**2) / alpha**2
@@ -468,7 +474,7 @@ def _activated(
     step = 1e-6 * (1.0 + np.abs(z))
     slope = (activate(z + step, activation) - a) / step
     # In gelu, 1 + erf cancels for negative z: the error is relative to z. In z times a sigmoid, exp(-y) has a relative
-    # error that grows with |y|, and passes it on where it is not small beside 1.
+    # error that grows with |y|, and passes it on unless exp(-y) is small beside 1.
     size = a * (1.0 + np.maximum(-_of_sigmoid(z, activation)[0], 0.0))
     size = {"relu": 0.0, "gelu": z}.get(activation, size)
     return a, variance * slope**2 + _VARIANCE32 * (roundings * size) ** 2

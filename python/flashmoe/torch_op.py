@@ -1,16 +1,16 @@
 """``torch.ops.flashmoe.moe``: `flashmoe.moe` as a PyTorch operator, for `flashmoe.nn` and ``torch.compile``.
 
-Importing this module registers the operator. Its arguments are those of `flashmoe.moe`, by name, but
-for these: since an operator takes tensors and plain values, the context is the integer that `context_id` gives, and the
-placement what `flashmoe.placement.flat` makes of it (ranks, where no expert has copies); there is no ``trace``; and
-instead of ``load`` and ``router_logits`` there is a second operator, ``moe_observed``, which returns what they get.
-(PyTorch has neither effects nor gradients for operators that write to an argument.) Where gradients are recorded, it is
-a third one, ``moe_kept``, which also returns what they need (docs/training.md), or, if PyTorch looks at calls for these
-alone, no operator but a `torch.autograd.Function`.
+Importing this module registers the operator. Its arguments are those of `flashmoe.moe`, by name, with these
+differences. An operator takes tensors and plain values, so the context is the integer that `context_id` gives, and the
+placement is what `flashmoe.placement.flat` makes of it (ranks, where no expert has copies). There is no ``trace``.
+Instead of ``load`` and ``router_logits`` there is a second operator, ``moe_observed``, which returns what would be
+written to them. (PyTorch has neither effects nor gradients for operators that write to an argument.) Where gradients
+are recorded, a third operator, ``moe_kept``, also returns what they need (docs/training.md). If PyTorch looks at calls
+only for gradients, a `torch.autograd.Function` takes the place of the operator.
 
-The operator neither changes an input nor returns a view of one. Still it is declared to have an effect: the
-ranks must make the same calls in the same order, so that a compiler may neither drop a call whose result this
-rank does not use, nor merge two equal calls, nor swap two independent ones.
+The operator neither changes an input nor returns a view of one. Still it is declared to have an effect: the ranks must
+make the same calls in the same order. So a compiler may neither drop a call whose result this rank does not use, nor
+merge two equal calls, nor swap two independent ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def _in_context(number: int, tokens: int, call: Callable[[Context], Result]) -> Result:
-    """What `call` returns for that of the number, with room for T tokens."""
+    """What `call` returns for the context of that number, which gets room for T tokens."""
     ctx = contexts.get(number)
     if ctx is None:
         raise FlashMoEError(
@@ -58,7 +58,8 @@ def _in_context(number: int, tokens: int, call: Callable[[Context], Result]) -> 
     return ctx.use(tokens, call) if isinstance(ctx, GrowingContext) else call(ctx)
 
 
-# The annotations become the operator's schema. No parameter is keyword-only: autograd refuses such tensors.
+# The annotations become the operator's schema. No parameter is keyword-only, because autograd refuses keyword-only
+# tensors.
 def _moe(
     context: int,
     x: Tensor,
@@ -108,7 +109,7 @@ def _moe(
 def _run(
     given: Mapping[str, Any], load: Tensor | None = None, router_logits: Tensor | None = None, keeps: bool = False
 ) -> Any:
-    """The call of `_moe`'s arguments: its result, or that and what it keeps."""
+    """Makes a call with `_moe`'s arguments. Returns its result, or with `keeps` also what it keeps."""
     tensors = _tensors_of(given)._replace(load=load, router_logits=router_logits)
     number, tokens = given["context"], tensors.x.shape[0]
     try:
@@ -131,22 +132,22 @@ def _tensors_of(given: Mapping[str, Any]) -> Tensors:
 
 
 def _moe_observed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`_moe` with `load_size`, E or 0 for none, and `with_logits`: y, what each expert's load grows by [load_size], and
-    the router's logits [T, E], or [0, 0] if they are not asked for."""
+    """`_moe` with two more arguments: `load_size`, E or 0 for no load, and `with_logits`. Returns y, what each expert's
+    load grows by [load_size], and the router's logits [T, E], or [0, 0] if they are not asked for."""
     bound = _OBSERVED.bind(*args, **kwargs)
     bound.apply_defaults()
     return _observed(bound.arguments)
 
 
 def _observed(given: Mapping[str, Any], keeps: bool = False) -> tuple[Any, Tensor, Tensor]:
-    """What `_run` returns of the call, and what its load grows by and its logits."""
+    """What `_run` returns for the call, what its load grows by, and its logits."""
     load, logits = _observations(given)
     asked = {"load": load if given["load_size"] else None, "router_logits": logits if given["with_logits"] else None}
     return _run(given, **asked, keeps=keeps), load, logits
 
 
 def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Zeros for a call's load, memory for its logits."""
+    """Zeros for a call's load, and memory for its logits."""
     x, router = given["x"], given.get("router")
     experts = 0 if router is None else router.shape[0]
     load = x.new_zeros(given.get("load_size", 0), dtype=torch.int64)
@@ -154,8 +155,8 @@ def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def by_operator(context: int, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
-    """`flashmoe.moe` by an operator, behind which `load` and `router_logits` are written to if they are there.
-    `main_grad`: gradients of weights and biases are added to their attributes of that name."""
+    """`flashmoe.moe` by an operator. After it, `load` and `router_logits` are written, if they are given. With
+    `main_grad`, gradients of weights and biases are added to the parameters' attributes of that name."""
     check_tensors(tensors._asdict())
     options = as_plain_values(options)
     if tensors.load is not None and is_recomputed():
@@ -186,7 +187,8 @@ def by_operator(context: int, tensors: Tensors, options: Options, main_grad: boo
 
 
 def _trains(tensors: Tensors) -> bool:
-    """Whether the call keeps what its gradients need: where they are recorded, and there is an engine for them."""
+    """Whether the call keeps what its gradients need: whether gradients are recorded, and an engine can compute
+    them."""
     recorded = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
     return recorded and tensors.x.device.type in ("cpu", "cuda") and tensors.gate_up_scale is None
 
@@ -199,13 +201,14 @@ _NO_TRANSFORMS = (
 
 
 def _refuse_transforms() -> None:
-    """Raises `NotImplementedError` within a transform of torch.func, for what records gradients or computes them."""
+    """Raises `NotImplementedError` within a transform of torch.func. Called where gradients are recorded or
+    computed."""
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(_NO_TRANSFORMS)
 
 
 def _check_main_grads(tensors: Tensors) -> None:
-    """Raises `InvalidArgument` for a weight or bias that gradients lead to without a `main_grad` for them, and
+    """Raises `InvalidArgument` for a weight or bias that gets a gradient but has no `main_grad` to add it to, and
     `NotImplementedError` under a compiler."""
     if torch.compiler.is_compiling():
         raise NotImplementedError("main_grad: FlashMoE adds to it in eager mode alone; call the layer uncompiled")
@@ -216,7 +219,7 @@ def _check_main_grads(tensors: Tensors) -> None:
 
 
 def _main_grad_of(name: str, parameter: Tensor) -> Tensor:
-    """Where its gradient is to be added; raises `InvalidArgument` where that cannot be."""
+    """Where the parameter's gradient is to be added. Raises `InvalidArgument` if it cannot be added there."""
     found = getattr(parameter, "main_grad", None)
     expected = f"{name}.main_grad: expected {list(parameter.shape)} float32 on {parameter.device}, contiguous"
     if not isinstance(found, Tensor):
@@ -233,7 +236,7 @@ def _main_grad_of(name: str, parameter: Tensor) -> Tensor:
 
 
 def _check_written(tensors: Tensors) -> None:
-    """What `flashmoe.arguments.check` is not shown of `load` and `router_logits`."""
+    """Checks `load` and `router_logits`, which `flashmoe.arguments.check` does not get."""
     x, router = tensors.x, tensors.router
     if tensors.router_logits is not None and router is None:
         raise InvalidArgument("router_logits: expected router with it, got None")
@@ -254,7 +257,7 @@ def _check_written(tensors: Tensors) -> None:
 
 def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`_moe_observed`, and what the gradients need (`flashmoe.engines.base.Engine.call_and_keep`): two int64 that own
-    it, or all of it, and how many rows that is of. `main_grad` is for the gradients."""
+    it, or all of it; and the number of its rows. `main_grad` is for the gradients."""
     bound = _KEPT.bind(*args, **kwargs)
     bound.apply_defaults()
     return _kept(bound.arguments)
@@ -267,9 +270,9 @@ def _kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
 
 def _moe_backward(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """The gradients of a call of ``moe_kept`` with these options, for those of y (`grad`) and of the logits
-    (`logits_grad`, perhaps None): of its tensors at `wanted`. `inputs` are its tensors, each at its place in `given`;
-    places are those in `Tensors`."""
+    """The gradients of a call of ``moe_kept`` with these options, for its tensors at `wanted`. They follow from the
+    gradient of y (`grad`) and that of the logits (`logits_grad`, may be None). `inputs` are the call's tensors; `given`
+    has the place of each. Places are those in `Tensors`."""
     bound = _BACKWARD.bind(*args, **kwargs)
     bound.apply_defaults()
     a = bound.arguments
@@ -289,7 +292,7 @@ class _OfCall(NamedTuple):
     given: Sequence[int]
 
     def empty(self, places: Collection[int]) -> dict[int, Tensor]:
-        """Tensors like those at these places, for their gradients."""
+        """Tensors like the inputs at these places, for their gradients."""
         return {place: torch.empty_like(self.inputs[self.given.index(place)]) for place in places}
 
 
@@ -303,7 +306,8 @@ def _gradients_at(of_call: _OfCall, options: Mapping[str, Any], wanted: Sequence
 def _write_gradients(
     of_call: _OfCall, options: Mapping[str, Any], results: Mapping[int, Tensor], accumulates: bool = False
 ) -> None:
-    """Those of `results`, by place; `accumulates`: added to what is there, of weights and biases."""
+    """Writes the gradients to `results`, by place. `accumulates`: those of weights and biases are added to what is
+    there."""
     names = Tensors._fields
     read = {names[place]: each for place, each in zip(of_call.given, of_call.inputs, strict=True)}
     read["y"] = of_call.grad.contiguous()
@@ -315,8 +319,8 @@ def _write_gradients(
 
 
 class _Kept(torch.autograd.Function):
-    """`moe_kept` past PyTorch's way to an operator, which takes the host a millisecond: on a group of GPUs the device
-    would wait for it, since the host reads how many rows there are (docs/measured.md)."""
+    """`moe_kept` without PyTorch's way to an operator, which takes the host a millisecond. In a group of GPUs the
+    device would wait for this, since the host reads how many rows there are (docs/measured.md)."""
 
     @staticmethod
     def forward(ctx: Any, number: int, options: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -343,7 +347,7 @@ def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _and(signature: inspect.Signature, **more: Any) -> inspect.Signature:
-    """With these parameters, which have defaults, behind its own."""
+    """`signature` with these parameters, which have defaults, after its own."""
     added = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=more[name]) for name in more]
     return signature.replace(parameters=[*signature.parameters.values(), *added])
 
@@ -382,14 +386,14 @@ moe_backward = torch.library.custom_op(
     f"SymInt[] given, SymInt[] wanted, {_OPTION_SCHEMA}) -> Tensor[]",
 )
 
-# The missing backward pass is an operator too: traced for its shapes, it raises where it is executed. If the
-# formula itself raised, torch.compile would fail while it prepares a forward pass that asks for gradients.
+# The missing backward pass is an operator too: PyTorch traces it for its shapes, and it raises where it is executed. If
+# the formula itself raised, torch.compile would fail while it prepares a forward pass that asks for gradients.
 no_backward = torch.library.custom_op("flashmoe::no_backward", _no_backward, mutates_args=())
 
 
 def call(number: int, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
-    """A call of the operator, `number` being its context's; past PyTorch where that has no part in it, since its way to
-    an operator takes the host as long as the call itself (docs/measured.md)."""
+    """A call of the operator; `number` is its context's. Bypasses PyTorch where PyTorch has no part in the call,
+    because PyTorch's way to an operator takes the host as long as the call itself (docs/measured.md)."""
     try:
         if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
             return by_operator(number, tensors, options, main_grad)
@@ -400,7 +404,7 @@ def call(number: int, tensors: Tensors, options: Options, main_grad: bool = Fals
 
 
 def _is_on_meta(tensors: Tensors) -> bool:
-    """Whether one is on the device ``meta``, of which the operator makes what has no values either."""
+    """Whether a tensor is on the device ``meta``. For such tensors the operator makes a result without values."""
     return any(each.is_meta for each in tensors if each is not None)
 
 
@@ -408,8 +412,8 @@ def saving_contexts() -> tuple[Any, Any]:
     """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=saving_contexts)``: what calls of
     the layer keep is saved, and only what is around them is computed again.
 
-    Without it a backward pass makes each call once more, on all ranks alike. Under ``torch.compile`` it is needed:
-    PyTorch cannot compile that an operator with effects is computed again.
+    Without it a backward pass makes each call once more, on all ranks alike. Under ``torch.compile`` it is needed,
+    because PyTorch cannot compile that an operator with effects is computed again.
     """
     return create_selective_checkpoint_contexts([torch.ops.flashmoe.moe_kept.default])
 
@@ -418,11 +422,11 @@ _REQUIRED = ("x", "gate_up_proj", "down_proj")
 
 
 def check_tensors(tensors: Mapping[str, Any]) -> None:
-    """Raises `InvalidArgument` for one, by its name, that is no tensor of PyTorch, or sparse or nested, and
-    `NotImplementedError` where one carries a forward-mode derivative, as under ``torch.func.jvp``.
+    """Raises `InvalidArgument` for a tensor, which it names, that is no tensor of PyTorch, or is sparse or nested.
+    Raises `NotImplementedError` if a tensor carries a forward-mode derivative, as under ``torch.func.jvp``.
 
-    To be called before the operator: PyTorch has errors of its own for the former; of the latter it passes the values
-    alone, and takes the result for a constant.
+    To be called before the operator. For the former, PyTorch has errors of its own. Of a tensor with a derivative,
+    PyTorch passes only the values, and takes the result for a constant.
     """
     for name, tensor in tensors.items():
         if tensor is None and name not in _REQUIRED:
@@ -441,8 +445,8 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
 
 @moe.register_fake
 def _(*args: Any, **kwargs: Any) -> Tensor:
-    """y, [T, H], contiguous, of x's dtype or, of x in FP8, bfloat16: the checks of the arguments are left to the call.
-    But there is none where a tensor is on the device ``meta``: then all must be, or y would be memory that nobody has
+    """y, [T, H], contiguous, of x's dtype, or bfloat16 for x in FP8. The arguments are checked by the call, not here.
+    One check is needed: if a tensor is on the device ``meta``, all must be, or y would be memory that nobody has
     written to."""
     return _fake(_SIGNATURE.bind(*args, **kwargs).arguments)
 
@@ -481,7 +485,7 @@ def _fake_kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         return torch.empty(2, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
     if cuda_training.missing(tensors, False):
         size, counts = 0, 0
-    elif getattr(contexts.get(given["context"]), "ranks", 1) != 1:  # as many rows as it will have received
+    elif getattr(contexts.get(given["context"]), "ranks", 1) != 1:  # the size depends on how many rows it receives
         size, counts = torch.library.get_ctx().new_dynamic_size(), len(cuda_training.ALONE)
     else:
         size, counts = tensors.x.shape[0] * cuda_training.kept_token_bytes(tensors, options), 0
@@ -505,7 +509,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _refused(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    """Gradients that there are none of, one per argument of the call, None for those that need none."""
+    """Gradients of an operator that has none: one per argument of the call, None for arguments that need none."""
     needed = ctx.needs_input_grad
     saved = zip(ctx.positions, ctx.saved_tensors, strict=True)
     inputs = {position: tensor for position, tensor in saved if needed[position]}
@@ -518,12 +522,12 @@ _PLACES = {
     for position, name in enumerate(_SIGNATURE.parameters)
     if name in Tensors._fields
 }
-"""Where each tensor among the arguments is in `Tensors`."""
-_CONSTANT = Tensors._fields.index("choice_bias")  # moves a choice, which has no derivative
+"""For each position of a tensor among the arguments, its place in `Tensors`."""
+_CONSTANT = Tensors._fields.index("choice_bias")  # it moves a choice, which has no derivative
 _PARAMETERS = sorted(set(range(*map(Tensors._fields.index, ("gate_up_proj", "gate_up_scale")))) - {_CONSTANT})
 """The places of weights and biases that have gradients."""
 _FIRST_TENSOR = 2
-"""Of the arguments of `_Kept`: `Tensors`, in their order."""
+"""The position among the arguments of `_Kept` where `Tensors` begin, in their order."""
 _OPTION_POSITIONS = {list(_SIGNATURE.parameters).index(name): name for name in _OPTIONS}
 _MAIN_GRAD = list(_KEPT.parameters).index("main_grad")
 
@@ -543,20 +547,23 @@ def _save(
     inputs: Mapping[int, Tensor],
     places: Mapping[int, int],
 ) -> None:
-    """For `_gradients`: `inputs` and their `places` in `Tensors`, by their positions among the call's arguments."""
+    """Saves what `_gradients` needs: `inputs` and their `places` in `Tensors`, by their positions among the call's
+    arguments."""
     ctx.set_materialize_grads(False)
     ctx.context, ctx.options, ctx.places = context, options, places
     ctx.save_for_backward(*kept, *inputs.values())
 
 
 def _with_main_grad(inputs: Mapping[int, Tensor], places: Mapping[int, int]) -> dict[int, Tensor]:
-    """By their places. Saved tensors may be others by then (checkpointing detaches them): these have the attribute."""
+    """The parameters by their places. Saved tensors may be other objects later (checkpointing detaches them); these
+    here have the attribute."""
     return {places[position]: each for position, each in inputs.items() if places[position] in _PARAMETERS}
 
 
 def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, *_: None) -> tuple[Any, ...]:
-    """One gradient per argument of the call, None for those that need none, or are added to a `main_grad`."""
-    saved = ctx.saved_tensors  # checkpointing makes calls here, which tell of themselves
+    """One gradient per argument of the call. None for arguments that need none, or whose gradient is added to a
+    `main_grad`."""
+    saved = ctx.saved_tensors  # checkpointing makes calls here, which report their own errors
     try:
         return _gradients_of(ctx, saved, grad, logits)
     except Exception as error:
@@ -571,7 +578,7 @@ def _gradients_of(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None, logits
     needed, (kept, counted, *inputs) = ctx.needs_input_grad, saved
     given = list(ctx.places.values())
     if grad is None:
-        grad = torch.zeros_like(inputs[given.index(0)])  # of x's shape; only the logits led here
+        grad = torch.zeros_like(inputs[given.index(0)])  # of x's shape; only the logits have a gradient
     wanted = [position for position, place in ctx.places.items() if needed[position] and place != _CONSTANT]
     of_call = _OfCall(ctx.context, grad, logits, kept, counted, inputs, given)
     places = [ctx.places[each] for each in wanted]
@@ -579,7 +586,7 @@ def _gradients_of(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None, logits
         results = _accumulate(of_call, ctx.options, places, ctx.parameters)
     elif goes_through_torch(grad, inputs):
         results = moe_backward(*of_call, places, **ctx.options)
-    else:  # past PyTorch's way to an operator, which takes the host longer than all of this
+    else:  # without PyTorch's way to an operator, which takes the host longer than all of this
         results = _gradients_at(of_call, ctx.options, places)
     gradients = dict(zip(wanted, results, strict=True))
     return tuple(gradients.get(position) for position in range(len(needed)))
@@ -588,8 +595,8 @@ def _gradients_of(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None, logits
 def _accumulate(
     of_call: _OfCall, options: Mapping[str, Any], wanted: Sequence[int], parameters: Mapping[int, Tensor]
 ) -> list[Any]:
-    """As `_gradients_at`, but the gradients of `parameters` are added to their `main_grad`, and None here."""
-    if torch.is_grad_enabled():  # create_graph: nothing would tell what is missing
+    """As `_gradients_at`, but adds the gradients of `parameters` to their `main_grad`, and returns None for them."""
+    if torch.is_grad_enabled():  # create_graph: nobody would notice what is missing
         raise _no_second_derivatives()
     sums = {place: _main_grad_of(Tensors._fields[place], parameters[place]) for place in wanted if place in parameters}
     others = of_call.empty({0, *wanted} - sums.keys())

@@ -1,4 +1,5 @@
-"""The router's rule by PyTorch, for a router of another type than x: the operator multiplies those of one type."""
+"""The router's rule in PyTorch, for a router of another type than x: the operator multiplies tensors of one type
+only."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from .arguments import Options
 from .reference.routing import LEAST_SUM
 
 _OF_ROUTER = ("score", "round_logits", "routed_scale", "groups", "top_groups")
-"""The options that are the router's alone."""
+"""The options that only a router has."""
 
 
 class Routed(NamedTuple):
-    """Logits [T, E], and ids and weights [T, K], of tokens; all but the ids are float32 and have gradients."""
+    """The routing of tokens: logits [T, E], ids and weights [T, K]. Logits and weights are float32 and have
+    gradients."""
 
     logits: Tensor
     ids: Tensor
@@ -23,8 +25,8 @@ class Routed(NamedTuple):
 
 
 def route(x: Tensor, router: Tensor, bias: Tensor | None, choice_bias: Tensor | None, options: Options) -> Routed:
-    """What `options` say of x [T, H] by router [E, H], in float32. Of experts that are equally good the lower ids are
-    chosen, as by the operator."""
+    """The routing of x [T, H] by router [E, H], in float32, as `options` say. Of experts that are equally good the
+    lower ids are chosen, as the operator does."""
     logits = torch.nn.functional.linear(x.float(), router.float(), None if bias is None else bias.float())
     if options.round_logits:
         logits = logits.to(x.dtype).float()
@@ -33,20 +35,20 @@ def route(x: Tensor, router: Tensor, bias: Tensor | None, choice_bias: Tensor | 
     weights = scores.gather(1, ids)
     if options.renormalize and options.score == "sigmoid":
         weights = weights / (weights.sum(dim=1, keepdim=True) + LEAST_SUM)
-    elif options.renormalize:  # by themselves: all scores but the chosen ones may be all of the sum
+    elif options.renormalize:  # from the chosen logits alone: other scores may make up all of the sum
         weights = logits.gather(1, ids).softmax(dim=1)
     return Routed(logits, ids, (weights * options.routed_scale).contiguous())
 
 
 def of_given_routing(options: Options) -> Options:
-    """`options` without what they say of a router."""
+    """`options` without those of a router."""
     usual = Options()
     return options._replace(**{name: getattr(usual, name) for name in _OF_ROUTER})
 
 
 @torch.no_grad()
 def _choice_values(logits: Tensor, scores: Tensor, choice_bias: Tensor | None, options: Options) -> Tensor:
-    """[T, E]: by what experts are chosen, -inf outside of the best groups."""
+    """[T, E]: the values by which experts are chosen, -inf outside of the best groups."""
     if options.groups == 1 and choice_bias is None:
         return logits
     values = scores if choice_bias is None else scores + choice_bias
@@ -58,5 +60,5 @@ def _choice_values(logits: Tensor, scores: Tensor, choice_bias: Tensor | None, o
 
 
 def _chosen(values: Tensor, count: int) -> Tensor:
-    """The places of the largest of each row, of equal ones the first."""
+    """The places of the largest values of each row; of equal ones the first."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()

@@ -42,48 +42,48 @@ class Event(NamedTuple):
     actor: str
     """``os`` or ``processor N``."""
     kind: str
-    """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``; of a backward pass
-    ``gradients`` (products over rows); of the OS, ``schedule``. On a GPU also ``rehearse`` (a task without rows) and
-    ``form`` (until all packets have become tiles); within products ``epilogue`` (from accumulators to memory); around
-    others ``send`` (rows to other ranks) and ``return`` (what follows a warp's role: sums, and waits for what they
-    need)."""
+    """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``; in a backward pass also
+    ``gradients`` (products over rows); for the OS actor ``schedule``. On a GPU also ``rehearse`` (a task without rows)
+    and ``form`` (until all packets have become tiles); within products ``epilogue`` (from accumulators to memory);
+    around others ``send`` (rows to other ranks) and ``return`` (what follows a warp's role: sums, and waits for what
+    they need)."""
     start_ns: int
-    """Nanoseconds of CLOCK_MONOTONIC, which processes of one machine share; on a GPU, of its global timer."""
+    """Nanoseconds of CLOCK_MONOTONIC, which the processes of one machine share; on a GPU, of its global timer."""
     end_ns: int
     """Nanoseconds, not before `start_ns`."""
     index: int
-    """The tile, or the token block, that the task works on. On a GPU, where warps reduce and combine a piece at a time:
-    the piece."""
+    """The tile, or the token block, that the task works on. On a GPU, where warps reduce and combine in pieces: the
+    piece."""
     column: int
     """The block of columns; 0 where the kind has none. ``reduce`` on a GPU: 256 x source rank + group of columns."""
     warp: int = 0
-    """On a GPU, the warp of the thread block. The first is one of the consumers, and the account of its multiprocessor
-    is its own."""
+    """On a GPU, the warp of the thread block. The first warp is one of the consumers; the account of its multiprocessor
+    is an account of this warp's time."""
     expert: int = -1
-    """Of a product: the expert, E the shared one; -1 where there is none."""
+    """For a product: the expert; E means the shared expert. -1 where there is none."""
 
 
 @dataclass(frozen=True)
 class CallTrace:
-    """One rank's events of one call, and what tells how they lie beside other ranks'."""
+    """One rank's events of one call, and what is needed to place them beside other ranks' events."""
 
     rank: int
     backward: bool
-    """Whether it is a backward pass."""
+    """Whether the call is a backward pass."""
     processors: int
     start_ns: int
-    """Of the first thread block's first instruction; CPU engine: of the call."""
+    """The time of the first thread block's first instruction; CPU engine: of the call's start."""
     end_ns: int
     events: list[Event]
     engine: str = "cpu"
     """``cpu`` or ``cuda``."""
     left_out: dict[int, int] = field(default_factory=dict)
-    """Processors with more events than there is room for: how many are missing, the last ones."""
+    """For processors with more events than there is room for: how many events are missing. These are the last ones."""
     offset_ns: int = 0
-    """What to add to times for those of the machine's CLOCK_MONOTONIC."""
+    """What to add to times to get the machine's CLOCK_MONOTONIC."""
     error_ns: int = 0
-    """How far that may be off: half the time that the device's answer took, and what the two clocks drifted apart until
-    a second answer."""
+    """How far the sum may be off: half the time that the device's answer took, and what the two clocks drifted apart
+    until a second answer."""
 
     @property
     def wall_ns(self) -> int:
@@ -91,7 +91,7 @@ class CallTrace:
         return self.end_ns - self.start_ns
 
     def on_host_clock(self) -> CallTrace:
-        """The same by CLOCK_MONOTONIC, which ranks of one machine share."""
+        """The same trace by CLOCK_MONOTONIC, which ranks of one machine share."""
         by = self.offset_ns
         return replace(
             self,
@@ -129,8 +129,8 @@ _OTHER_COLOUR = ("#d4508b", "bad")
 def write_traces(path: str | Path, traces_by_rank: Sequence[Sequence[CallTrace]], about: Mapping[str, Any]) -> None:
     """Write what `Context.trace` returned on each rank, rank 0 first, by `write_perfetto`, on the machine's clock.
 
-    `about` becomes the file's ``otherData``, with each rank's ``clock_error_us`` beside it: how far its spans may be
-    off against the host's clock. Those of two ranks may be off by both.
+    `about` becomes the file's ``otherData``. Each rank's ``clock_error_us`` is added to it: how far its spans may be
+    off against the host's clock. Between spans of two ranks both errors add up.
     """
     events = [[event for trace in traces for event in trace.on_host_clock().events] for traces in traces_by_rank]
     errors = [max((trace.error_ns for trace in traces), default=0) / 1000 for traces in traces_by_rank]
@@ -142,9 +142,9 @@ def write_perfetto(
 ) -> None:
     """Write Chrome trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
-    A rank is a process, an actor a thread, as is each further warp of one; a task is a span named by its kind with
-    `index`, `column` and where there is one `expert` as arguments; times in microseconds. `about`: the file's
-    ``otherData``.
+    A rank becomes a process. An actor becomes a thread, and so does each further warp of an actor. A task becomes a
+    span named by its kind, with `index`, `column` and, if there is one, `expert` as arguments. Times are in
+    microseconds. `about`: the file's ``otherData``.
     """
     origin = _span(events_by_rank)[0]
     records: list[dict[str, Any]] = []
@@ -231,14 +231,14 @@ def _draw_rank(
         top, bottom = rows[event.actor] - 0.42, rows[event.actor] + 0.42
         corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
         rectangles.setdefault(event.kind, []).append(corners)
-    # Waits first, so that a task within one covers it, and last what lies within tasks. Edges of the fill's colour keep
-    # a short task visible.
+    # Waits are drawn first, so that a task within a wait covers it, and what lies within tasks is drawn last. Edges of
+    # the fill's colour keep a short task visible.
     for kind in sorted(rectangles, key=lambda kind: (kind in _WITHIN_TASKS) - (kind in _AROUND_TASKS)):
         colour = _colour(kind)[0]
         edges = "none" if kind in _AROUND_TASKS else colour
         axes.add_collection(PolyCollection(rectangles[kind], facecolors=colour, edgecolors=edges, linewidths=0.7))
     stride = max(1, round(0.15 / row_inches))  # a label is 0.15 inch high
-    # os, then every processor whose number the stride divides, but for 0, whose label would cover that of os.
+    # Labels: os, and every processor whose number the stride divides, except 0, whose label would cover that of os.
     labelled = [row for row in range(len(names)) if stride == 1 or row == 0 or (row > 1 and row % stride == 1)]
     axes.set_yticks(labelled, [names[row] for row in labelled], fontsize=7.5)
     axes.set_ylim(max(1, len(names)) - 0.5, -0.5)
@@ -263,7 +263,7 @@ def _actors(events: Sequence[Event]) -> list[str]:
 
 
 def _rows(events: Sequence[Event]) -> list[tuple[str, int]]:
-    """Actors and their warps in the same order."""
+    """The actors and their warps, in the order of `_actors`."""
     return sorted({_row(event) for event in events}, key=lambda row: (_order(row[0]), row[1]))
 
 

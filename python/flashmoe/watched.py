@@ -1,6 +1,7 @@
-"""What somebody has put on a module that has its own forward run: a hook, or another forward.
+"""What somebody has put on a module to run with its forward pass: a hook, or another forward.
 
-Who reads a module's parameters without calling it looks here first, since nothing of that would have an effect.
+Code that reads a module's parameters without calling the module looks here first, because a hook or another forward
+would have no effect.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ _HOOKS = {
     "_backward_hooks": "a backward hook",
     "_backward_pre_hooks": "a backward pre-hook",
 }
-"""The attributes of a module that hold its hooks, in words."""
+"""The attributes of a module that hold its hooks, and what the hooks are called."""
 
 hooks_of_all = torch.nn.modules.module._has_any_global_hook
-"""Whether there are hooks that every module's call runs."""
+"""Whether there are hooks that run with every module's call."""
 
 
 def is_touched(module: torch.nn.Module) -> bool:
     """Whether the module has hooks, or a forward that was set on it alone."""
-    own = module.__dict__  # one expression: this is looked at in every call
+    own = module.__dict__  # one expression, because every call looks at this
     return bool(
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
@@ -35,14 +36,14 @@ def is_touched(module: torch.nn.Module) -> bool:
 
 
 def hooks_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """All hooks of the module, each with what it is in words."""
+    """All hooks of the module, each with its kind in words."""
     for attribute, words in _HOOKS.items():
         for hook in module.__dict__[attribute].values():
             yield words, hook
 
 
 def found_on(module: torch.nn.Module) -> str | None:
-    """The forward that was set on the module alone, or a hook of it, in words; None: neither."""
+    """The forward that was set on the module alone, or one of its hooks, in words; None: there is neither."""
     if (forward := module.__dict__.get("forward")) is not None:
         return f"a forward of its own, {name_of(forward)}"
     return next((f"{words}, {name_of(hook)}" for words, hook in hooks_of(module)), None)
@@ -50,5 +51,5 @@ def found_on(module: torch.nn.Module) -> str | None:
 
 def name_of(function: Any) -> str:
     """A function's name, with its module."""
-    function = getattr(function, "func", function)  # of a functools.partial
+    function = getattr(function, "func", function)  # the function of a functools.partial
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"

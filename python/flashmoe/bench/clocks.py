@@ -1,6 +1,6 @@
-"""The clocks of a GPU while it works, by NVML, which the driver brings along.
+"""The clocks of a GPU while it works, read by NVML, which comes with the driver.
 
-A GPU that is asked when its work is over has other clocks already: so they are read by a thread while calls are timed.
+A GPU that has finished its work already has other clocks. So a thread reads the clocks while calls are timed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _SM, _MEMORY = 1, 2  # nvmlClockType_t
 
 
 class Clocks:
-    """A context manager; `seen` afterwards: median, least and most of SM and memory clock (MHz) and power (W)."""
+    """A context manager. Afterwards `seen` has the median, least and most of SM clock and memory clock (MHz) and power
+    (W)."""
 
     def __init__(self, uuid: str) -> None:
-        """`uuid`: ``GPU-...``, as PyTorch and nvidia-smi name it: numbers differ where some GPUs are hidden."""
+        """`uuid`: ``GPU-...``, as PyTorch and nvidia-smi name it. Numbers of GPUs differ where some GPUs are hidden."""
         self._uuid = uuid
         self._samples: dict[str, list[float]] = {"sm_mhz": [], "memory_mhz": [], "watts": []}
         self._stop = threading.Event()
@@ -38,7 +39,7 @@ class Clocks:
         try:
             nvml = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError:
-            return self  # no driver: nothing is seen
+            return self  # no driver: there is nothing to read
         device = ctypes.c_void_p()
         if nvml.nvmlInit_v2() == 0 and not nvml.nvmlDeviceGetHandleByUUID(self._uuid.encode(), ctypes.byref(device)):
             self._thread = threading.Thread(target=self._watch, args=(nvml, device), daemon=True)
@@ -48,7 +49,7 @@ class Clocks:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(_PATIENCE)  # a driver that does not answer costs no more than the samples
+            self._thread.join(_PATIENCE)  # a driver that does not answer costs only the samples
 
     def _watch(self, nvml: ctypes.CDLL, device: ctypes.c_void_p) -> None:
         number = ctypes.c_uint()

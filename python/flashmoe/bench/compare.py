@@ -1,4 +1,4 @@
-"""What two files of one suite differ in by more than the spread of their times."""
+"""Where two files of one suite differ by more than the spread of their times."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .store import read
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one call at one point, by one timer."""
+    """The difference of one call at one point, by one timer."""
 
     point: str
     call: str
     timer: str
     before: tuple[float, float, float]
-    """Milliseconds: quartiles."""
+    """Quartiles, in milliseconds."""
     after: tuple[float, float, float]
 
     @property
     def ratio(self) -> float:
-        """Of medians, after over before."""
+        """The ratio of the medians, after over before."""
         return self.after[1] / self.before[1]
 
     @property
     def beyond_spread(self) -> bool:
-        """Whether the middle halves of both have nothing in common."""
+        """Whether the middle halves of both do not overlap."""
         return self.after[0] > self.before[2] or self.after[2] < self.before[0]
 
 
@@ -40,7 +40,8 @@ def quartiles(times: list[float]) -> tuple[float, float, float]:
 
 
 def differences(before: Path, after: Path) -> list[Difference]:
-    """Of what both have. Raises `InvalidArgument` where that is nothing, or they are of different suites."""
+    """The differences of all calls that both files have. Raises `InvalidArgument` if there are none, or if the files
+    are of different suites."""
     a, b = read(before), read(after)
     if a["suite"] != b["suite"]:
         raise InvalidArgument(f"--compare: expected files of one suite, got {a['suite']} and {b['suite']}")

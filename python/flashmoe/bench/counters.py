@@ -1,4 +1,4 @@
-"""Hardware counters of a call's kernels, which ncu reads: of one GPU, in a process of its own."""
+"""Hardware counters of a call's kernels, which ncu reads: on one GPU, in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 SECONDS = 120.0
 DURATION = "gpu__time_duration.sum"
-"""Nanoseconds of a kernel."""
+"""A kernel's time in nanoseconds."""
 WARM_UP = 2
 
 
 def read(call: str, sizes: dict[str, Any], metrics: tuple[str, ...]) -> list[dict[str, float]] | str:
-    """Of each kernel of a call of `call` (``flashmoe``, or a baseline's name) these metrics; or why they are not to be
-    had."""
+    """These metrics of each kernel in one call of `call` (``flashmoe``, or a baseline's name); or why there are
+    none."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return "ncu: not installed"
-    # Clocks as they are, and units as they are, so that numbers can be read.
+    # Clocks are not changed, and units are base units, so that numbers can be parsed.
     how = ["--csv", "--print-units", "base", "--clock-control", "none", "--profile-from-start", "off"]
     told = json.dumps({"call": call, "sizes": sizes})
     command = [ncu, *how, "--metrics", ",".join(metrics), sys.executable, "-m", __name__, told]
@@ -37,7 +37,7 @@ def read(call: str, sizes: dict[str, Any], metrics: tuple[str, ...]) -> list[dic
 
 
 def parsed(printed: str) -> list[dict[str, float]]:
-    """By kernel, the metrics of ncu's CSV; lines of its own and of the program left out."""
+    """The metrics in ncu's CSV, by kernel. Other lines, of ncu and of the program, are left out."""
     lines = printed.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if begin is None:
@@ -50,7 +50,7 @@ def parsed(printed: str) -> list[dict[str, float]]:
 
 
 def main(told: str) -> None:
-    """In the process that is counted: one rank, some calls, then one between the profiler's marks."""
+    """Runs in the process that is counted: one rank makes some calls, then one between the profiler's marks."""
     import torch
 
     from . import baselines

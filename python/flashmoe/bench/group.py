@@ -1,4 +1,4 @@
-"""Ranks that stay from one point to the next, joined to one process group of PyTorch."""
+"""Ranks that stay from one point to the next, and are joined to one process group of PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ START_SECONDS = 300.0
 
 
 class Group:
-    """`ranks` processes, each with a GPU of its own or with cores that they share."""
+    """`ranks` processes. Each has a GPU of its own, or they share cores."""
 
     def __init__(self, engine: str, ranks: int) -> None:
         self.engine, self.ranks = engine, ranks
@@ -26,7 +26,7 @@ class Group:
             raise
 
     def measure(self, suite: str, point: Point, repeats: int, timeout: float) -> dict[str, Any]:
-        """What the suite's function says in rank 0. Raises `RankFailed`, after which the group must be closed."""
+        """What the suite's function returns in rank 0. Raises `RankFailed`; then the group must be closed."""
         arguments = (self.engine, suite, point.sizes, repeats)
         return self._pool.call(_measure, [arguments] * self.ranks, timeout=timeout)[0]
 
@@ -50,5 +50,5 @@ def _measure(
         if engine == "cuda":
             import torch
 
-            torch.cuda.empty_cache()  # the next point's context does not take from PyTorch's cache
+            torch.cuda.empty_cache()  # the next point's context cannot use memory in PyTorch's cache
     return {**measured, "clocks": run.clocks}

@@ -1,4 +1,4 @@
-"""How a rank of a suite joins the process group of PyTorch's that baselines need."""
+"""How a rank of a suite joins PyTorch's process group, which baselines need."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def free_port() -> int:
 
 
 def join(engine: str, rank: int, ranks: int, port: int | None = None) -> None:
-    """In a rank's process, once. What torchrun tells its processes, these are told too. `port`: where ranks meet; None
-    for a rank alone."""
+    """Called once in a rank's process. Sets the same variables that torchrun sets for its processes. `port`: where
+    ranks meet; None for a rank that is alone."""
     import torch.distributed as dist
 
     port = free_port() if port is None else port

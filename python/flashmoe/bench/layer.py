@@ -1,4 +1,4 @@
-"""The layer that most suites measure: random weights, the same inputs for it and for all that stands beside it."""
+"""The layer that most suites measure: random weights, and the same inputs for it and for everything beside it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     import flashmoe
 
 BOUNDS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-8, "exact": 2.0**-18}
-"""The most that a result may differ from float64's, as `apart` has it. What is rounded on the way, by at most half a
-unit in the last place each: the hidden row, each weighted row and their sum; 16-bit types have 8 and 11 bits. float32's
-factors lose all but 10 bits of mantissa on a GPU: up to 2^-10 of each of the four. "exact" is float32
-multiplied as it is."""
+"""The most that a result may differ from float64's, as `apart` measures it. Three things are rounded on the way, by at
+most half a unit in the last place each: the hidden row, each weighted row and their sum. 16-bit types have 8 and 11
+bits. On a GPU float32's factors lose all but 10 bits of mantissa: up to 2^-10 of each of the four. "exact" is float32
+that is multiplied without this loss."""
 TURNS = 4
-"""Batches that calls take in turn, so that none is in the L2."""
+"""The number of batches that calls take in turn, so that no batch is in the L2."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A layer, in all ranks together, and the tokens of each."""
+    """The sizes of a layer over all ranks together, and the tokens of each rank."""
 
     hidden: int
     intermediate: int
@@ -37,7 +37,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shape: str | None = None, **sizes: Any) -> Sizes:
-        """Of a shape of the benchmarks' harness, but for what `sizes` has; or of `sizes` alone."""
+        """The sizes of a shape of the benchmarks' harness, except those that `sizes` gives; or of `sizes` alone."""
         if shape is None:
             return cls(**sizes)
         hidden, intermediate, experts, top_k, activation, _ = program("harness").SHAPES[shape]
@@ -50,14 +50,14 @@ class Sizes:
 
     @property
     def flops(self) -> int:
-        """Of a rank's tokens, in the experts' GEMMs."""
+        """Operations of the experts' GEMMs for a rank's tokens."""
         return self.tokens * self.top_k * (3 if self.gated else 2) * 2 * self.hidden * self.intermediate
 
 
 class Layer:
-    """One rank's share of it: batches ``xs`` [T, H], the router [E, H], ``w1`` [El, I or 2I, H] and ``w2`` [El, H, I]
-    of its own experts, and a context of the built-in order but for `profile`. With `like`, a further one of a model:
-    other weights, the same batches and context."""
+    """One rank's share of the layer: batches ``xs`` [T, H], the router [E, H], ``w1`` [El, I or 2I, H] and ``w2`` [El,
+    H, I] of its own experts, and a context with the built-in order, except what `profile` sets. With `like`, a further
+    layer of a model: other weights, but the same batches and context."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Layer:
         self.tensors = {"gate_up_proj": self.w1, "down_proj": self.w2}
         generator = torch.Generator(run.device).manual_seed(1 + 500_000 * number)
         self.router = torch.randn(sizes.experts, sizes.hidden, generator=generator, **make) * sizes.hidden**-0.5
-        # As the programs' functions name them.
+        # The names that the programs' functions use.
         self.experts, self.top_k, self.activation = sizes.experts, sizes.top_k, sizes.activation
         self._owns_context = like is None
         if like is not None:
@@ -99,7 +99,7 @@ class Layer:
         return self.of(self.xs[i % TURNS], **options)
 
     def of(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        """[T, H]: of x [T, H], with no more tokens than its batches have."""
+        """The result [T, H] for x [T, H], which has no more tokens than the layer's batches."""
         import flashmoe
 
         return flashmoe.moe(
@@ -119,12 +119,13 @@ class Layer:
         return BOUNDS["exact" if self.sizes.exact or on_cpu else self.sizes.dtype]
 
     def error(self, y: torch.Tensor) -> float:
-        """Of the result of batch 0: by some of each rank's tokens, in float64, with float32's routing."""
+        """The error of the result of batch 0, from some of each rank's tokens, against float64 with float32's
+        routing."""
         of_sample = program("fused_group").check
         return of_sample(self.xs[0], y, self.router, self.own, self.w1, self.w2, self.top_k, self.sizes.gated)
 
     def checked(self) -> dict[str, Any]:
-        """Calls once, and compares. Raises `Voided`."""
+        """Calls once, and checks the result. Raises `Voided`."""
         y = self(0)
         self.context.synchronize()
         return self.run.check(self.error(y), self.bound, "flashmoe's rows of sampled tokens, beside float64's")
@@ -135,7 +136,7 @@ class Layer:
         if not self._owns_context:
             return
         self.context.synchronize()
-        dist.barrier()  # a rank that closes its context must not be awaited in another's call
+        dist.barrier()  # no rank may close its context while another's call still waits for it
         self.context.close()
 
     def __enter__(self) -> Layer:
@@ -147,7 +148,8 @@ class Layer:
 
 
 class Quantised(Layer):
-    """With its experts in e4m3 and a scale for each 128 x 128; ``w1`` and ``w2`` are what these stand for."""
+    """The layer with its experts in e4m3 and a scale for each block of 128 x 128. ``w1`` and ``w2`` are the numbers
+    that these stand for."""
 
     def __init__(self, run: Run, sizes: Sizes, **further: Any) -> None:
         import torch
@@ -166,7 +168,7 @@ class Quantised(Layer):
 
     @property
     def bound(self) -> float:
-        """Rows are in e4m3 too, four bits, off by up to 2^-4, in two products."""
+        """Rows are in e4m3, too, with four bits: off by up to 2^-4, in two products."""
         return 2.0**-3
 
 
@@ -177,7 +179,7 @@ def _context(run: Run, sizes: Sizes, profile: dict[str, int], further: dict[str,
 
     processors = 1
     if run.engine == "cuda":
-        torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
+        torch.cuda.empty_cache()  # the context cannot use memory in PyTorch's cache
         processors = program("harness").processors(run.ranks)
     return flashmoe.Context.from_torch(
         engine=run.engine,

@@ -13,29 +13,29 @@ ENGINES = ("cuda", "cpu")
 
 @dataclass(frozen=True)
 class Machine:
-    """What points are made for."""
+    """The machine that points are made for."""
 
     engine: str
     gpus: int
-    """0 with the CPU engine."""
+    """The number of GPUs; 0 with the CPU engine."""
     shared: bool = False
     """Whether ranks may share a GPU: FLASHMOE_SHARE_GPUS."""
 
     @property
     def small(self) -> bool:
-        """With the CPU engine every suite has a form of seconds: it shows that the suite works, not how fast a GPU
-        is."""
+        """Whether suites are short. With the CPU engine every suite has a form that takes seconds: it shows that the
+        suite works, not how fast a GPU is."""
         return self.engine == "cpu"
 
     @property
     def groups(self) -> list[int]:
-        """Numbers of ranks to measure: 1, 2, 4, ... as far as there are GPUs; of CPUs 1 and 2."""
+        """The numbers of ranks to measure: 1, 2, 4, ... as far as there are GPUs; on CPUs 1 and 2."""
         most = 2 if self.small else self.gpus
         return [ranks for ranks in (1, 2, 4, 8, 16, 32) if ranks <= most]
 
     @property
     def several(self) -> list[int]:
-        """Those of more than one rank; with one GPU two that share it, where they may."""
+        """The numbers of ranks above 1. With one GPU these are two ranks that share it, where ranks may do so."""
         return self.groups[1:] or [2] * self.shared
 
 
@@ -44,35 +44,35 @@ class Point:
     """One measurement."""
 
     name: str
-    """Among those of its suite."""
+    """The point's name, unique in its suite."""
     ranks: int
-    """0: it needs neither ranks nor a GPU, and is measured in the command's own process."""
+    """0: the point needs neither ranks nor a GPU, and is measured in the command's own process."""
     sizes: dict[str, Any] = field(default_factory=dict)
     """What the suite's function is called with."""
     kills: bool = False
-    """Whether it kills ranks: it starts its own, from the command's process."""
+    """Whether the point kills ranks. Then it starts its own ranks, from the command's process."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Points, and how one is measured."""
+    """Points, and how one of them is measured."""
 
     name: str
     shows: str
-    """In one line."""
+    """What the suite shows, in one line."""
     figures: tuple[str, ...]
-    """What of the papers it regenerates."""
+    """The tables and figures of the papers that it regenerates."""
     points: Callable[[Machine], Iterable[Point]]
     measure: Callable[..., dict[str, Any]]
-    """``measure(run, **sizes)``, which every rank calls; rank 0's answer counts. It has ``check``: ``error``, the
-    ``bound`` that this may not exceed, and what it is of; ``samples``: milliseconds of every call, the slowest rank's,
-    by what was called and by timer; ``values``: all else, in ``figures`` those that say most, by name. What was not to
-    be had is in ``absent``, by name."""
+    """``measure(run, **sizes)``, which every rank calls; the answer of rank 0 counts. It has ``check``: ``error``, the
+    ``bound`` that the error may not exceed, and what the error is of. ``samples``: milliseconds of every call, those of
+    the slowest rank, by call and by timer. ``values``: everything else; the most telling ones are in its ``figures``,
+    by name. ``absent``: why something could not be measured, by name."""
     variants: tuple[dict[str, bool], ...] = ({},)
-    """The kernels of a point's layer, each by what it has besides its type and activation (`flashmoe.jit.Variant`):
-    they are compiled before ranks wait for one another."""
+    """The kernels of a point's layer. Each is given by what it has besides its type and activation
+    (`flashmoe.jit.Variant`). They are compiled before ranks wait for one another."""
     seconds: float = 600.0
-    """The most that a point may take: then its ranks are killed."""
+    """The most seconds that a point may take; then its ranks are killed."""
 
 
 class Voided(FlashMoEError):

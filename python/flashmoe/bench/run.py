@@ -1,4 +1,4 @@
-"""What a suite's function is given in each rank: the device, and the timers."""
+"""What a suite's function gets in each rank: the device, and the timers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     import torch
 
 Call = Callable[[int], Any]
-"""Of the i-th call: inputs take turns."""
+"""Makes the i-th call; inputs take turns."""
 
 
 @dataclass
 class Run:
-    """One point in one rank, whose process group is joined (`group.py`)."""
+    """One point in one rank. The rank's process group is joined (`group.py`)."""
 
     engine: str
     rank: int
     ranks: int
     repeats: int
-    """Timed calls of each kind by each timer; a multiple of 4."""
+    """The number of timed calls of each kind by each timer; a multiple of 4."""
     clocks: dict[str, Any] = field(default_factory=dict)
-    """While calls were timed."""
+    """The clocks while calls were timed."""
 
     @property
     def device(self) -> str:
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def ranks_a_gpu(self) -> int:
-        """Where they share one there is no NCCL, and no work that hides launches."""
+        """Ranks on one GPU. Where several ranks share one, there is no NCCL, and no work that hides launches."""
         return 1 if self.engine == "cpu" or self.ranks == 1 else program("harness").ranks_a_gpu(self.ranks)
 
     @property
@@ -44,9 +44,9 @@ class Run:
         return self.engine == "cpu"
 
     def samples(self, calls: dict[str, Call], cycles: int | None = None) -> dict[str, dict[str, list[float]]]:
-        """Milliseconds of single calls, of each the slowest rank's, in turn, by two timers. ``busy``: behind work (of
-        so many `cycles`) that hides launches, all ranks together; ``plain``: with the launches. CPUs have but the
-        latter."""
+        """Milliseconds of single calls, made in turn; each time is the slowest rank's. There are two timers. ``busy``:
+        a call follows work of `cycles` that hides launches, on all ranks together. ``plain``: the time includes
+        launches. CPUs have only ``plain``."""
         if not calls:
             return {}
         harness = program("harness")
@@ -75,7 +75,7 @@ class Run:
         return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
 
     def worst(self, value: float) -> float:
-        """Of all ranks."""
+        """The largest of all ranks' values."""
         if self.ranks == 1:
             return value
         import torch
@@ -86,18 +86,18 @@ class Run:
         return shared.item()
 
     def check(self, error: float, bound: float, of: str) -> dict[str, Any]:
-        """A point's ``check``. Raises `Voided`, on all ranks, if any has an error beyond the bound."""
+        """A point's ``check``. Raises `Voided` on all ranks if any rank has an error beyond the bound."""
         error = self.worst(error)
-        if not error <= bound:  # nor what is no number
+        if not error <= bound:  # also refuses NaN
             raise Voided(f"{of}: expected an error of at most {bound:g}, got {error:g}")
         return {"error": error, "bound": bound, "of": of}
 
 
 def apart(y: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far they are apart, of the norm of what is expected."""
+    """How far both are apart, relative to the norm of `expected`."""
     return ((y.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def median(timers: dict[str, list[float]]) -> float:
-    """Of a call's samples: milliseconds behind work that hides launches, where there are such."""
+    """The median of a call's samples in milliseconds: behind work that hides launches, if there are such samples."""
     return statistics.median(timers.get("busy") or timers["plain"])

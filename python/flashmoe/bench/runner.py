@@ -26,26 +26,26 @@ REPEATS = {"cuda": 32, "cpu": 8}
 
 @dataclass
 class Progress:
-    """How far a run is."""
+    """How far a run has come."""
 
     suite: Suite
     point: Point
     measured: dict[str, Any] | None
-    """None: it is about to be."""
+    """The point's results; None: the point is about to be measured."""
     done: int
     points: int
-    """Of this run, those that were there left out."""
+    """The points of this run, without those that were measured before."""
 
 
 @dataclass
 class Outcome:
     measured: int = 0
     known: int = 0
-    """Whose figures of the same sources were there."""
+    """Points whose figures, from the same sources, were there already."""
     left: int = 0
-    """For which there was no time."""
+    """Points for which there was no time."""
     wrong: list[str] = field(default_factory=list)
-    """Suite, point and why: a check or a rank failed."""
+    """For each point that failed: suite, point and why. A check or a rank failed."""
     files: list[Path] = field(default_factory=list)
 
 
@@ -60,8 +60,9 @@ def run_suites(
     tell: Callable[[Progress], None],
     ranks: Iterable[int] = (),
 ) -> Outcome:
-    """Measures what `out` has not got of these sources, points of few ranks first: a group of ranks stays from one to
-    the next. No point is begun when `budget` seconds are over. `ranks`: only points of so many; default: all."""
+    """Measures the points that `out` does not have from these sources. Points of few ranks come first, because a group
+    of ranks stays from one point to the next. No point begins after `budget` seconds. `ranks`: only points with these
+    numbers of ranks; default: all."""
     begin = time.monotonic()
     files = {suite.name: Results(out, suite, machine, device, commit) for suite in suites}
     outcome = Outcome(files=[each.path for each in files.values()])
@@ -91,7 +92,7 @@ def run_suites(
             except (FlashMoEError, OSError, subprocess.SubprocessError) as error:
                 measured = failure(error)
                 outcome.wrong.append(f"{suite.name}, {point.name}: {measured.get('voided') or measured['failed']}")
-                if group is not None:  # whatever its ranks still hold goes with them
+                if group is not None:  # whatever its ranks still hold ends with them
                     group.close()
                     group = None
             measured["seconds"] = round(time.monotonic() - start, 2)
@@ -105,11 +106,11 @@ def run_suites(
 
 
 def compile_kernels(todo: list[tuple[Suite, Point]]) -> None:
-    """Those of all points, at once: ranks that compile one after the other would have others wait for them."""
+    """Compiles the kernels of all points in parallel: ranks that compile one after the other would make others wait."""
     wanted = dict.fromkeys(variant for suite, point in todo for variant in kernels_of(suite, point))
 
     def compile_one(variant: jit.Variant) -> None:
-        with suppress(FlashMoEError):  # the point that needs it says so
+        with suppress(FlashMoEError):  # the point that needs the kernel reports the error
             jit.compile_kernel(variant)
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -117,7 +118,7 @@ def compile_kernels(todo: list[tuple[Suite, Point]]) -> None:
 
 
 def kernels_of(suite: Suite, point: Point) -> list[jit.Variant]:
-    """Of a point's layer; none of one that has no GPU."""
+    """The kernels of a point's layer; none for a point without ranks."""
     if not point.ranks:
         return []
     sizes = point.sizes
@@ -135,7 +136,8 @@ def kernels_of(suite: Suite, point: Point) -> list[jit.Variant]:
 
 
 def in_order(suites: list[Suite], machine: Machine, ranks: Iterable[int] = ()) -> list[tuple[Suite, Point]]:
-    """The first points of all suites, then their second ones: a budget that ends early has some of each."""
+    """The first points of all suites, then their second points, and so on: if the budget ends early, each suite has
+    some points."""
     points = [(i, suite, point) for suite in suites for i, point in enumerate(_by_ranks(suite, machine, ranks))]
     return [(suite, point) for _, suite, point in sorted(points, key=lambda each: (each[2].ranks, each[0]))]
 

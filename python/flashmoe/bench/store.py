@@ -1,7 +1,7 @@
-"""What runs leave: a file for each suite, device and number of GPUs, with an entry for each point.
+"""The files of runs: one for each suite, device and number of GPUs, with an entry for each point.
 
-An entry says of which sources it is. One of the sources that there are now need not be measured again: so a run goes
-on where the one before it stopped.
+An entry says from which sources it was measured. An entry from the present sources need not be measured again, so a run
+continues where the run before it stopped.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .plan import ENGINES, Machine, Point, Suite
 from .programs import program
 
 PREFIX = "bench_"
-"""Of the folders: results of the programs of ``benchmarks/`` have names of their own."""
+"""The beginning of the folders' names: results of the programs of ``benchmarks/`` have other names."""
 PACKAGES = (
     *("flashmoe", "torch", "numpy", "transformers", "triton", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13"),
     *("vllm", "sonic-moe", "deep_ep", "tutel", "deepspeed", "megatron-core", "liger-kernel"),
 )
-"""Whose versions are written down, as far as they are there."""
+"""Packages whose versions are recorded, if they are installed."""
 
 
 _NUMBERS = re.compile(r"\[[-+\d.eE,\s]+\]")
-"""An array of them."""
+"""Matches an array of numbers."""
 
 
 def detected(engine: str | None) -> tuple[Machine, str]:
-    """This machine, and its device's name. `engine`: None for ``cuda`` where there is a GPU."""
+    """This machine, and its device's name. `engine` None: ``cuda`` if there is a GPU."""
     if engine not in (None, *ENGINES):
         raise InvalidArgument(f"--engine: expected {' or '.join(ENGINES)}, got {engine!r}")
     harness = program("harness")
@@ -46,7 +46,7 @@ def detected(engine: str | None) -> tuple[Machine, str]:
 
 
 def _gpus(harness: Any) -> list[str]:
-    """Names of those that this process may use. NVML's, so that none is taken by asking."""
+    """Names of the GPUs that this process may use. NVML gives them, so that asking takes no GPU."""
     names = harness.nvidia_smi("name").splitlines()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names if visible is None else names[: len([each for each in visible.split(",") if each.strip()])]
@@ -54,7 +54,7 @@ def _gpus(harness: Any) -> list[str]:
 
 @functools.cache
 def sources_digest() -> str:
-    """Of the installed package: its Python, its library, and the kernels' sources."""
+    """The digest of the installed package's sources: its Python, its library, and the kernels' sources."""
     return program("harness").digest_of(Path(__file__).resolve().parents[1], ".")
 
 
@@ -90,13 +90,13 @@ class Results:
             self._entries = {entry["name"]: entry for entry in read(self.path)["points"]}
 
     def has(self, point: Point) -> bool:
-        """Whether it has been measured, of these sources, with these sizes."""
+        """Whether the point has been measured from these sources, with these sizes."""
         entry = self._entries.get(point.name, {})
         same = entry.get("sources_sha256") == sources_digest() and entry.get("sizes") == point.sizes
         return same and "voided" not in entry and "failed" not in entry
 
     def put(self, point: Point, measured: dict[str, Any]) -> None:
-        """The file is whole whenever the run is stopped."""
+        """Adds the point's results. The file is whole at any time, also if the run is stopped."""
         origin = {name: self._origin[name] for name in ("commit", "sources_sha256")}
         self._entries[point.name] = {
             "name": point.name,
@@ -112,14 +112,14 @@ class Results:
 
 
 def written(result: dict[str, Any]) -> str:
-    """Its JSON: the times of a call on one line, to six digits, which no timer has."""
+    """The file's JSON. The times of a call are on one line, with six digits, more than any timer has."""
     rounded = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.6g}"))
     text = json.dumps(rounded, indent=1)
     return _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises `InvalidArgument` for what is no file of this module."""
+    """The content of a file. Raises `InvalidArgument` if this module has not written it."""
     try:
         result = json.loads(path.read_text())
         if {"device", "suite", "points"} <= result.keys():

@@ -1,4 +1,4 @@
-"""Whether the arrays of a layer fit together, and the config."""
+"""Checks that the arrays of a layer fit one another and the config."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from .planned import Planned
 
 
 def checked_encoding(block: str, plan: dict[str, Planned]) -> Encoding | None:
-    """That of the experts' matrices, if they are quantised. Raise unless all are of one dtype; or the matrices are
-    quantised in one, and of one is what is left. A router may be float32 beside others of 16 bits."""
+    """The encoding of the experts' matrices, if they are quantised. Raises unless all tensors have one dtype; or the
+    matrices are quantised in one dtype, and all other tensors have one dtype. A router may be float32 beside others of
+    16 bits."""
     matrices = {name: plan[name].dtype for name in SCALE_OF if name in plan}
     quantised = not STORED_AS.keys().isdisjoint(dtype.name for dtype in matrices.values())
     of_router = {name for name in ("router", "router_bias") if name in plan}
@@ -31,7 +32,7 @@ def checked_encoding(block: str, plan: dict[str, Planned]) -> Encoding | None:
 
 
 def check_scales(block: str, plan: dict[str, Planned], encoding: Encoding | None, halves: int) -> None:
-    """Raise unless quantised matrices have scales as `flashmoe.moe` takes them."""
+    """Raises unless quantised matrices have scales as `flashmoe.moe` takes them."""
     shapes = {name: (plan[name].numbers, plan[scale].repeated) for name, scale in SCALE_OF.items() if scale in plan}
     try:
         if encoding:
@@ -41,7 +42,7 @@ def check_scales(block: str, plan: dict[str, Planned], encoding: Encoding | None
 
 
 def check_whole_blocks(encoding: Encoding, slices: int, inner: int) -> None:
-    """Raises `InvalidArgument` unless so many slices of experts with I columns have whole blocks."""
+    """Raises `InvalidArgument` unless `slices` slices of experts with I columns consist of whole blocks."""
     width, left = divmod(inner, slices)
     if left:
         raise InvalidArgument(f"slices: expected a divisor of I={inner}, got {slices}")
@@ -49,7 +50,7 @@ def check_whole_blocks(encoding: Encoding, slices: int, inner: int) -> None:
 
 
 def one_dtype(name: str, dtypes: Iterable[np.dtype]) -> np.dtype:
-    """The dtype that all are."""
+    """The one dtype that all have. Raises `CheckpointError`."""
     found = sorted(set(dtypes), key=str)
     if len(found) != 1:
         raise checkpoint_error(f"{name} dtype", "one dtype", f"mixed {', '.join(map(str, found))}")
@@ -57,7 +58,7 @@ def one_dtype(name: str, dtypes: Iterable[np.dtype]) -> np.dtype:
 
 
 def checked_sizes(block: str, plan: dict[str, Planned], gated: bool, transposed: bool) -> dict[str, int]:
-    """E, H and I, once the tensors are known to fit together."""
+    """E, H and I, after checking that the tensors fit together."""
     experts, hidden = plan["router"].shape
     down = plan["down_proj"].numbers
     order = slice(None, None, -1 if transposed else 1)
@@ -87,7 +88,7 @@ def checked_sizes(block: str, plan: dict[str, Planned], gated: bool, transposed:
 def check_config(
     block: str, row: Architecture, config: dict[str, Any] | None, *, experts: int, hidden: int, inner: int
 ) -> None:
-    """Raise unless the sizes are those of the config, as far as it says them."""
+    """Raises unless the sizes are those of the config, as far as the config gives them."""
     config = config or {}
     named = {"hidden_size": hidden, row.width: inner}
     named |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and what they say they hold: of tensors no byte is read."""
+"""The files of a checkpoint, and what they say they hold. No byte of a tensor is read here."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ..foreign import REFUSALS, checkpoint_error, parsed, read, reason, shown
 from ..tensor_file import DTYPES, MOST_HEADER_BYTES, WEIGHTS, Stored, TensorFile, read_header
 
 MOST_INDEX_BYTES = MOST_HEADER_BYTES
-"""An index names the tensors that headers describe."""
+"""An index names the same tensors that headers describe."""
 MOST_CONFIG_BYTES = 2**24
-"""Ten times what the largest have: those with a name for each of thousands of classes."""
+"""Ten times what the largest files have: those with a name for each of thousands of classes."""
 _NAME_ON_A_HUB = r"[\w-][\w.-]*/[\w.-]*[\w-](?<!\.safetensors)"
-"""As hubs name models: who published one, and its name."""
+"""Names of models on hubs: who published the model, and its own name."""
 SCALE_ENDS = ("_scale_inv", "_scale")
-"""What follows the name of a matrix in that of its scales."""
+"""What follows the name of a matrix in the name of its scales."""
 
 
 def local_path(path: str | Path, name: str = "path") -> Path:
-    """An argument of that name as a path of this machine, ``~`` being the user's home. Raises `CheckpointError`."""
+    """An argument of that name as a path of this machine; ``~`` is the user's home. Raises `CheckpointError`."""
     try:
         return Path(path).expanduser()
-    except (TypeError, RuntimeError) as error:  # no path; a user who has no home
+    except (TypeError, RuntimeError) as error:  # TypeError: no path; RuntimeError: a user without a home
         raise checkpoint_error(name, "a path", f"{shown(path)}: {error}") from None
 
 
 def tensor_files(path: str | Path) -> dict[str, Path]:
-    """The names of a checkpoint's tensors, and the file that has each; `path` as in `load_layer`. Files that an index
-    names are not opened. Raises `CheckpointError` as `load_layer`."""
+    """The names of a checkpoint's tensors, each with the file that has it; `path` as in `load_layer`. Files that an
+    index names are not opened. Raises `CheckpointError` as `load_layer` does."""
     return StoredTensors.find(local_path(path)).files
 
 
 def tensor_headers(path: str | Path) -> dict[Path, TensorFile]:
-    """A checkpoint's files and what each holds; `path` and errors as in `load_layer`."""
+    """A checkpoint's files, and what each of them holds; `path` and errors as in `load_layer`."""
     return {file: header_of(file) for file in dict.fromkeys(tensor_files(path).values())}
 
 
@@ -47,7 +47,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def model_config(folder: Path) -> dict[str, Any] | None:
-    """The language model's part of config.json, or None where there is no such file."""
+    """The language model's part of config.json; None if there is no such file."""
     path = folder / "config.json"
     if not os.path.lexists(path):
         return None
@@ -58,7 +58,7 @@ def model_config(folder: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def expecting(what: str) -> Iterator[None]:
-    """Every way in which reading a file can fail is a CheckpointError."""
+    """Turns every way in which reading a file can fail into a `CheckpointError`."""
     try:
         yield
     except REFUSALS as error:
@@ -87,7 +87,7 @@ class StoredTensors:
                 raise checkpoint_error("path", expected, f"{path}, which is neither")
             return cls._of_file(path)
         index, file = path / "model.safetensors.index.json", path / "model.safetensors"
-        # lexists: a link to nothing is a file that cannot be read, not one that is not there.
+        # lexists: a link to nothing is a file that cannot be read, not a missing file.
         if os.path.lexists(index):
             return cls._of_index(index)
         if os.path.lexists(file):
@@ -107,7 +107,7 @@ class StoredTensors:
         if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
             raise checkpoint_error("weight_map", f"an object of tensor names to file names in {index}", shown(shards))
         for shard in shards.values():
-            if shard in ("", ".", "..") or "/" in shard or "\0" in shard:  # an index must not reach out of its folder
+            if shard in ("", ".", "..") or "/" in shard or "\0" in shard:  # an index must not lead out of its folder
                 raise checkpoint_error("weight_map", f"plain file names in {index}", shown(shard))
         return cls(index, {name: index.parent / shard for name, shard in shards.items()})
 
@@ -124,7 +124,7 @@ class StoredTensors:
         return next((name + end for end in SCALE_ENDS if name + end in self._files), name + SCALE_ENDS[0])
 
     def stored(self, name: str, dtypes: Iterable[str] = tuple(DTYPES)) -> Stored:
-        """What a file says of a tensor in one of `dtypes`."""
+        """What a file says of a tensor that has one of `dtypes`."""
         path = self._files.get(name)
         if path is None:
             raise checkpoint_error("path", f"a tensor {name} in {self._origin}", "no tensor of that name")
@@ -138,7 +138,7 @@ class StoredTensors:
         return stored
 
     def matrix(self, name: str) -> Stored:
-        """The same of experts' matrices, which may be in FP8."""
+        """As `stored`, for experts' matrices, which may also be in FP8."""
         return self.stored(name, WEIGHTS)
 
 

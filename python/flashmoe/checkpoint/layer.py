@@ -23,9 +23,9 @@ SHARED = ("shared_gate_up", "shared_down", "shared_gate", "shared_gate_up_scale"
 class MoELayerOf(Generic[Weights]):
     """The weights and the routing rule of one MoE layer.
 
-    All but `choice_bias` share one dtype (see `DTYPES`), but that a router may be float32 beside others of 16 bits,
-    which `flashmoe.nn.MoE` computes and `flashmoe.moe` refuses; or the experts' matrices are quantised and have scales:
-    in FP8, or in MXFP4, whose tensors have the shapes that `flashmoe.moe` takes.
+    All tensors but `choice_bias` share one dtype (see `DTYPES`), with two exceptions. A router may be float32 beside
+    others of 16 bits: `flashmoe.nn.MoE` computes such a layer, `flashmoe.moe` refuses it. And the experts' matrices may
+    be quantised, with scales: in FP8, or in MXFP4, whose tensors have the shapes that `flashmoe.moe` takes.
 
     E is the number of experts, H the hidden size, I the intermediate size of one expert. `tensors` and `rule` are what
     `flashmoe.moe` takes.
@@ -37,7 +37,7 @@ class MoELayerOf(Generic[Weights]):
     """[E, H]"""
     gate_up_proj: Weights
     """[E, 2I, H], an expert's gate rows before its up rows; [E, I, H] where `activation` has no gate. The `options`
-    ``interleaved`` and ``transposed`` say where it is otherwise."""
+    ``interleaved`` and ``transposed`` say where this is different."""
     down_proj: Weights
     """[E, H, I], or transposed."""
     top_k: int
@@ -45,7 +45,7 @@ class MoELayerOf(Generic[Weights]):
     renormalize: bool
     """Whether a token's top-k probabilities are scaled to sum to one."""
     activation: str
-    """As `flashmoe.moe` takes it, such as ``swiglu``."""
+    """The activation's name in `flashmoe.moe`, such as ``swiglu``."""
     router_bias: np.ndarray | None = None
     """[E]"""
     choice_bias: np.ndarray | None = None
@@ -55,28 +55,30 @@ class MoELayerOf(Generic[Weights]):
     down_bias: Weights | None = None
     """[E, H]"""
     shared_gate_up: np.ndarray | None = None
-    """[2Is, H]; transposed as the experts' are."""
+    """[2Is, H]; transposed if the experts' matrices are."""
     shared_down: np.ndarray | None = None
     """[H, Is], or transposed."""
     shared_gate: np.ndarray | None = None
     """[1, H]"""
     gate_up_scale: Weights | None = None
-    """Of quantised matrices, and so are the others: as `flashmoe.moe` takes it."""
+    """The scales of gate_up_proj, if it is quantised, as `flashmoe.moe` takes them. The next three are those of other
+    matrices."""
     down_scale: Weights | None = None
     shared_gate_up_scale: np.ndarray | None = None
     shared_down_scale: np.ndarray | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """Those of `flashmoe.arguments.LayerOptions` that are not as by default."""
+    """The options of `flashmoe.arguments.LayerOptions` that differ from their defaults."""
     own_router: str = ""
-    """The name of a rule that `flashmoe.moe` does not compute: it takes the layer's experts with given routing."""
+    """The name of a router's rule that `flashmoe.moe` does not compute. It then takes the layer's experts with given
+    routing."""
     left_out: tuple[str, ...] = ()
-    """Names of what else the model's block has: a shared expert whose width is no multiple of I, and whose results the
-    model adds to the layer's."""
+    """Names of other parts of the model's block: a shared expert whose width is no multiple of I. The model adds its
+    results to the layer's."""
     slices: int = 1
-    """Into how many slices the experts are cut (see `flashmoe.slices`): their tensors then are those of slices, and I
-    is a slice's."""
+    """The number of slices into which the experts are cut (see `flashmoe.slices`). The experts' tensors then are those
+    of slices, and I is a slice's."""
     held: tuple[int, ...] | None = None
-    """Ids of the experts, or of their slices, whose tensors these are; None: all."""
+    """Ids of the experts, or of their slices, that these tensors belong to; None: all."""
 
     @property
     def experts(self) -> int:
@@ -102,7 +104,7 @@ class MoELayerOf(Generic[Weights]):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of every tensor but the quantised ones, their scales and a float32 router, as NumPy's."""
+        """NumPy's dtype of all tensors except quantised ones, their scales and a float32 router."""
         if self.router.dtype != np.float32:
             return self.router.dtype
         beside = [self.gate_up_bias, self.shared_gate, self.down_proj if self.gate_up_scale is None else None]
@@ -110,7 +112,7 @@ class MoELayerOf(Generic[Weights]):
 
     @property
     def weight_dtype(self) -> str:
-        """The dtype of the experts' matrices, as `flashmoe.Context` takes it."""
+        """The type of the experts' matrices, as `flashmoe.Context` takes it."""
         return self.dtype.name if self.gate_up_scale is None else STORED_AS[dtype_name(self.gate_up_proj)]
 
     @property
@@ -124,17 +126,18 @@ class MoELayerOf(Generic[Weights]):
         return common_kind(ENCODINGS[self.weight_dtype], shapes, halves)
 
     def _numbers(self, name: str) -> tuple[int, ...]:
-        """The shape of the matrices of that name, as numbers."""
+        """The shape of the matrices of that name, in numbers and not in packed elements."""
         shape = getattr(self, name).shape
         return shape if self.gate_up_scale is None else ENCODINGS[self.weight_dtype].numbers(shape)
 
     def with_experts(self, experts: Sequence[int]) -> Self:
-        """The layer with the weights of these experts alone, in this order; its router remains [E, H]."""
+        """The layer with the weights of only these experts, in this order; its router remains [E, H]."""
         held = tuple(experts if self.held is None else (self.held[each] for each in experts))
         return replace(self, held=held, **{name: each[experts] for name, each in self._of_experts().items()})
 
     def tensors(self) -> dict[str, Any]:
-        """The layer's tensors, by the names of `flashmoe.moe`; without the router where it is the model's own."""
+        """The layer's tensors, by the names of `flashmoe.moe`; without the router if the model computes the router
+        itself."""
         others = {} if self.own_router else {"router": self.router, "router_bias": self.router_bias}
         others["choice_bias"] = self.choice_bias
         others |= self.shared()
@@ -151,7 +154,7 @@ class MoELayerOf(Generic[Weights]):
         return {"activation": self.activation, **routing, **self.options, **sliced}
 
     def _of_experts(self) -> dict[str, Weights]:
-        """The tensors whose first axis are the experts, by the names of `flashmoe.moe`."""
+        """The tensors whose first axis is the experts, by the names of `flashmoe.moe`."""
         named = {name: getattr(self, name) for name in OF_EXPERTS}
         return {name: each for name, each in named.items() if each is not None}
 

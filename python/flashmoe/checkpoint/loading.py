@@ -69,7 +69,7 @@ def load_layer(
     check_config(block, row, config, **sizes)
     overrides = {"top_k": top_k, "renormalize": renormalize, "activation": activation}
     rule = rule_of(row, config, gated=gated, experts=sizes["experts"], **overrides)
-    fields = {name: rule.pop(name, True) for name in overrides}  # a router of the model's own has no renormalize
+    fields = {name: rule.pop(name, True) for name in overrides}  # a model with its own router has no renormalize
     if not transposed:
         rule.pop("transposed", None)
     ids = checked_ids(held, sizes["experts"], slices)
@@ -81,7 +81,7 @@ def load_layer(
         fields |= {"slices": slices, "held": None if held is None else ids}
     arrays = read_planned(plan)
     if arrays["router"].dtype == np.float32 and encoding is None and arrays["down_proj"].dtype != np.float32:
-        rule.pop("round_logits", None)  # what a linear layer in float32 gives is not rounded
+        rule.pop("round_logits", None)  # results of a float32 linear layer are not rounded
     if "choice_bias" in arrays:
         arrays["choice_bias"] = arrays["choice_bias"].astype(np.float32)
     for name in set(SCALE_OF.values()) & set(arrays):
@@ -123,7 +123,7 @@ def shipped_layer() -> tuple[MoELayer, np.ndarray]:
 def scales_of_slices(
     arrays: dict[str, np.ndarray], whole: dict[str, Planned], encoding: Encoding, how: Cut, ids: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """The scales of these slices, of those of their experts."""
+    """The scales of these slices, cut from the scales of their experts."""
     first, down = (whole[name].numbers for name in ("gate_up_proj", "down_proj"))
     experts = sorted({id // how.slices for id in ids})
     at = [experts.index(id // how.slices) * how.slices + id % how.slices for id in ids]

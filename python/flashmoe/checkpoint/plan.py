@@ -1,4 +1,4 @@
-"""Which tensors of a block make which of a layer's arrays."""
+"""Which tensors of a block make up which of a layer's arrays."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .files import SCALE_ENDS, StoredTensors
 from .planned import Planned
 
 _BLOCK = re.compile(
-    r"(?!mtp\.)"  # predicts further tokens, by layers that are numbered by themselves
+    r"(?!mtp\.)"  # layers that predict further tokens are numbered separately
     r"(?P<block>(?:.+\.)?layers\.(?P<layer>[0-9]+)\.(?:mlp|block_sparse_moe|feed_forward))"
     r"\.(?:(?:gate|router)\.weight$|experts\.)"
 )
 _SHARED = re.compile(r"(?P<name>shared_experts?(?:_gate)?)\.")
 _QUANTISED = {"weight_packed": "packed integers", "qweight": "packed integers"}
-"""How weights of fewer bits are stored that are not read, by the end of the name of a tensor that they have."""
+"""How weights of fewer bits, which are not read, are stored, by the end of a tensor name that shows them."""
 _BLOCKS, _BLOCK_SCALES = ENCODINGS[MXFP4].suffixes
 _MERGED = ("experts.down_proj", f"experts.down_proj{_BLOCKS}")
 _MOST_LAYER_DIGITS = 9
@@ -52,7 +52,7 @@ def find_block(names: Sequence[str], layer: int | None) -> str:
 def plan_block(
     tensors: StoredTensors, block: str, row: Architecture
 ) -> tuple[dict[str, Planned], bool, tuple[str, ...]]:
-    """The tensors of `block`, by the fields of `MoELayer`; whether its experts are gated; what is left out."""
+    """The tensors of `block`, by the fields of `MoELayer`; whether its experts are gated; and what is left out."""
     parts = {name.removeprefix(f"{block}.") for name in tensors.names if name.startswith(f"{block}.")}
     _check_not_quantised(block, parts)
     shared = {part: match["name"] for part in parts if (match := _SHARED.match(part))}
@@ -71,7 +71,7 @@ def plan_block(
     else:
         order = _projections(parts)
         gated = order is not _UNGATED
-        # As many as the router says; the first that is missing ends it, however many that are.
+        # The router says how many experts there are. The first missing tensor ends this, however large that number is.
         names = ([f"experts.{i}.{projection}.weight" for projection in order] for i in range(router.shape[0]))
         experts = [[tensors.matrix(f"{block}.{name}") for name in expert] for expert in names]
         used = {stored.name.removeprefix(f"{block}.") for expert in experts for stored in expert}
@@ -84,7 +84,7 @@ def plan_block(
 
     unknown = sorted(parts - used - {router_name} - set(row.tensors.values()))
     if unknown:
-        # Dropping a router's bias would silently give another layer than the model's.
+        # Leaving out a router's bias, for example, would silently make another layer than the model's.
         raise checkpoint_error(
             block, f"a router and routed experts alone, as {row.name} has them", f"also {', '.join(unknown[:4])}"
         )
@@ -94,7 +94,8 @@ def plan_block(
 
 
 def _plan_merged(tensors: StoredTensors, block: str, parts: set[str], first: str) -> dict[str, Planned]:
-    """The matrices of all experts in one tensor each, of which the first has that name; and their scales."""
+    """The matrices of all experts, each kind merged in one tensor, and their scales. `first`: the name of the first
+    matrix."""
     names = [f"{block}.experts.{name}" for name in (first, "down_proj")]
     packed = f"experts.down_proj{_BLOCKS}" in parts
     if packed:
@@ -120,8 +121,8 @@ def _packed(stored: Stored) -> Planned:
 
 
 def _plan_shared(tensors: StoredTensors, block: str, shared: dict[str, str]) -> dict[str, Planned]:
-    """The tensors of a shared expert with a gate in its FFN, `shared`: their names in the block, each with its module;
-    nothing where these are no such tensors."""
+    """The tensors of a shared expert with a gate in its FFN. `shared`: names of tensors in the block, each with its
+    module. Nothing if these are not such tensors."""
     module = min(shared.values(), default="")
     names = [f"{module}.{projection}.weight" for projection in _GATED]
     gate = f"{module}_gate.weight"
@@ -142,7 +143,7 @@ def _plan_shared(tensors: StoredTensors, block: str, shared: dict[str, str]) -> 
     if plan["shared_down"].dtype.name == FP8:
         of_three = [tensors.stored(tensors.scale_of(each.name)) for each in (first, second, down)]
         both, of_down = _plan_scales(f"{block}.{module}", [first, second, down], [of_three]).values()
-        # Of one expert: without the axis of experts.
+        # Planned as one expert: without the axis of experts.
         plan["shared_gate_up_scale"], plan["shared_down_scale"] = both.of_first(), of_down.of_first()
     elif scales:
         raise checkpoint_error(f"{block}.{module}", "scales of matrices in F8_E4M3 alone", f"also {min(scales)}")
@@ -152,7 +153,7 @@ def _plan_shared(tensors: StoredTensors, block: str, shared: dict[str, str]) -> 
 
 
 def odd_width(plan: dict[str, Planned], inner: int) -> tuple[str, ...]:
-    """The module of a shared expert whose width is no multiple of I."""
+    """The module of a shared expert whose width is no multiple of I; nothing if there is none."""
     if "shared_down" not in plan or plan["shared_down"].shape[1] % inner == 0:
         return ()
     return (plan["shared_down"].parts[0][1].name.split(".")[-3],)
@@ -168,7 +169,7 @@ def _check_not_quantised(block: str, parts: Iterable[str]) -> None:
 
 
 def _projections(parts: set[str]) -> list[str]:
-    """The names of an expert's matrices, down projection last."""
+    """The names of an expert's matrices, the down projection last."""
     found = {match["projection"] for match in filter(None, map(_EXPERT.fullmatch, parts))}
     if not found.isdisjoint(_MIXTRAL):
         return _MIXTRAL
@@ -176,7 +177,7 @@ def _projections(parts: set[str]) -> list[str]:
 
 
 def _plan_experts(block: str, experts: list[list[Stored]]) -> dict[str, Planned]:
-    """gate_up_proj and down_proj of each expert's matrices, gate and up [I, H], down [H, I]."""
+    """gate_up_proj and down_proj, made of each expert's matrices: gate and up [I, H], down [H, I]."""
     dtype = one_dtype(f"{block}.experts", (WEIGHTS[matrix.dtype] for expert in experts for matrix in expert))
     *first, down = zip(*experts, strict=True)  # one tuple per projection, over the experts
     for what, matrices in (("gate and up", sum(first, ())), ("down", down)):
@@ -196,9 +197,9 @@ def _plan_experts(block: str, experts: list[list[Stored]]) -> dict[str, Planned]
 
 
 def _plan_scales(block: str, matrices: list[Stored], experts: list[list[Stored]]) -> dict[str, Planned]:
-    """gate_up_scale and down_scale of the scales of each expert's matrices, which are like one's `matrices`: of blocks
-    or rows, as these lie in the merged matrices. One for a whole matrix becomes one for each of its rows, since of the
-    merged matrix gate and up have their own."""
+    """gate_up_scale and down_scale, made of the scales of each expert's matrices. `matrices`: those of one expert. The
+    scales are those of blocks or rows, as these lie in the merged matrices. One scale for a whole matrix becomes one
+    for each of its rows, because gate and up have scales of their own in the merged matrix."""
     *first, down = zip(*experts, strict=True)
 
     def joined(projections: list[tuple[Stored, ...]], matrix: Stored) -> Planned:

@@ -1,4 +1,4 @@
-"""Arrays that are to be read, of parts of tensors, and reading them."""
+"""Arrays that are to be read from parts of tensors, and the code that reads them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class Planned:
     dtype: np.dtype
     shape: tuple[int, ...]
     parts: list[tuple[tuple[int | slice, ...], Stored, Box | None]]
-    """The tensors that make it, each with its place in the array, and which part of it is read; None: all."""
+    """The tensors that make up the array. Each has its place in the array, and the part of it that is read; None: all
+    of it."""
     repeats: int = 1
-    """How often each row is repeated, once it is read."""
+    """How often each row is repeated after reading."""
 
     @classmethod
     def of(cls, stored: Stored, axes: int = 0) -> Planned:
-        """A tensor as it is; with axes of one element behind its own, if they are fewer."""
+        """A tensor as it is. If it has fewer than `axes` axes, axes of length 1 follow its own."""
         shape = stored.shape + (1,) * (axes - len(stored.shape))
         return cls(READ[stored.dtype], shape, [((), stored, None)])
 
@@ -42,15 +43,16 @@ class Planned:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The shape of the matrices that it has the elements of."""
+        """The shape of the matrices whose elements the array has."""
         dtype = STORED_AS.get(self.dtype.name)
         return self.shape if dtype is None else ENCODINGS[dtype].numbers(self.shape)
 
     def share(self, name: str, how: Cut, ids: Sequence[int]) -> Planned:
-        """Of the field `name` of a layer, that of these experts or slices; itself, if it is not of experts."""
+        """The share that these experts, or slices, have of a layer's field `name`; the array itself if the field is not
+        one of experts."""
         if name not in OF_EXPERTS:
             return self
-        if name in SCALE_OF.values():  # few bytes: of slices' experts all are read, and cut in memory
+        if name in SCALE_OF.values():  # few bytes: those of whole experts are read, and cut in memory
             return self.of_experts(sorted({id // how.slices for id in ids}))
         share = how.share(name, self.shape, ids)
         by_expert: dict[int | None, list[tuple[tuple[int | slice, ...], Stored]]] = {}
@@ -59,7 +61,7 @@ class Planned:
         parts = []
         for to, box in share.parts:
             for place, stored in by_expert.get(None) or by_expert[box[0].start]:
-                if place:  # a tensor of one expert, whose rows are some of the array's
+                if place:  # a tensor of one expert, which makes up some rows of the array
                     first = place[1].start if len(place) > 1 else 0
                     if not first <= box[1].start < first + stored.shape[0]:
                         continue
@@ -70,7 +72,7 @@ class Planned:
         return replace(self, shape=share.shape, parts=parts)
 
     def of_experts(self, ids: Sequence[int]) -> Planned:
-        """What is of these experts, whole."""
+        """The part of these experts, which are whole."""
         parts: list[tuple[tuple[int | slice, ...], Stored, Box | None]] = []
         for place, stored, _ in self.parts:
             if place:
@@ -81,17 +83,17 @@ class Planned:
         return replace(self, shape=(len(ids), *self.shape[1:]), parts=parts)
 
     def of_first(self) -> Planned:
-        """Its first entry alone, which the parts are of."""
+        """The first entry alone, to which all parts belong."""
         return replace(self, shape=self.shape[1:], parts=[(place[1:], *rest) for place, *rest in self.parts])
 
     @property
     def repeated(self) -> tuple[int, ...]:
-        """The shape once rows are repeated."""
+        """The shape after rows are repeated."""
         return (*self.shape[:-2], self.shape[-2] * self.repeats, self.shape[-1])
 
 
 def read_planned(plan: dict[str, Planned]) -> dict[str, np.ndarray]:
-    """Read the arrays, once there is memory for all of them."""
+    """Reads the arrays, after checking that there is memory for all of them."""
     largest = max(plan.values(), key=lambda planned: planned.bytes)
     needed, has = sum(planned.bytes for planned in plan.values()), machine_bytes()
     if needed > has:
@@ -109,8 +111,8 @@ def read_planned(plan: dict[str, Planned]) -> dict[str, np.ndarray]:
 
 def _allocated(planned: Planned) -> np.ndarray:
     try:
-        return np.zeros(planned.shape, planned.dtype)  # of a bias a share may have less than its shape
-    except (MemoryError, ValueError) as error:  # ValueError: more than there are addresses for
+        return np.zeros(planned.shape, planned.dtype)  # zeros: the parts of a bias may not fill a share
+    except (MemoryError, ValueError) as error:  # ValueError: more than can be addressed
         raise _no_memory(planned, "none") from error
 
 

@@ -23,30 +23,30 @@ class Membership:
 
     rank: int
     name: str
-    """The group's; empty where the rank is alone."""
+    """The group's name; empty if the rank is alone."""
     timeout_ns: int
     """Nanoseconds without progress after which a wait gives up; 0: never."""
     meet: Callable[[], Meeting] | None = None
-    """Begins a meeting with the other ranks, which may be of other machines; None: they meet in shared memory."""
+    """Begins a meeting with the other ranks, which may be on other machines; None: the ranks meet in shared memory."""
 
 
 class Gradients(NamedTuple):
     """What a backward pass reads and writes, by the names of `Tensors`."""
 
     given: Mapping[str, Any]
-    """The call's tensors; ``y``, the gradient of its result; perhaps ``router_logits``, that of the logits. These two
-    are contiguous."""
+    """The call's tensors; ``y``, the gradient of its result; and perhaps ``router_logits``, the gradient of the logits.
+    These two gradients are contiguous."""
     wanted: Mapping[str, Any]
     """Where gradients are written."""
     accumulates: bool
-    """Those of weights and biases are added to what is there, in float32."""
+    """Whether gradients of weights and biases are added to what is there, in float32."""
 
 
 class Engine(ABC):
-    """A rank of a group as an engine has it: memory of its own, and the calls that use it."""
+    """A rank of a group, as an engine sees it: its memory, and the calls that use this memory."""
 
     room: Room
-    """What calls may be."""
+    """The bounds for calls."""
     processors: int
     """What executes tasks: threads or thread blocks."""
     heap_bytes: int
@@ -57,8 +57,8 @@ class Engine(ABC):
     """Ordinal of the CUDA device, if there is one."""
 
     def __init__(self, owner: Callable[[], int], close: Callable[[int], None]) -> None:
-        """`owner` gives the library's number of what `close` frees, and frees that itself when it is dropped: an
-        interrupt may come before the finalizer is made, or while it runs."""
+        """`owner` gives the library's number of what `close` frees. When `owner` is dropped it frees the same itself,
+        because an interrupt may come before the finalizer is made, or while it runs."""
         self._owner = owner
         self._handle = owner()
         self._process = os.getpid()
@@ -71,19 +71,22 @@ class Engine(ABC):
 
     @abstractmethod
     def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
-        """The same, and what its gradients need: a tensor of PyTorch. On the CPU engine it is two int64, whose memory
-        owns the rest; on the CUDA engine all of it, bytes on the device. And how many rows these are of, int64 on the
-        host, where that is not known from the call: among several ranks on the CUDA engine; else empty."""
+        """As `call`, but also returns what the gradients need, and how many rows that covers.
+
+        What the gradients need is a tensor of PyTorch. On the CPU engine it is two int64, whose memory owns the rest;
+        on the CUDA engine it is all of it, bytes on the device. The numbers of rows are int64 on the host, where the
+        call does not show them: among several ranks on the CUDA engine. Otherwise this tensor is empty.
+        """
 
     @abstractmethod
     def backward(self, kept: Any, counted: Any, options: Options, gradients: Gradients) -> None:
-        """The gradients of the call of these options that left `kept` and `counted`."""
+        """Computes the gradients of the call with these options that left `kept` and `counted`."""
 
     @abstractmethod
     def refuse(self, reason: str) -> None:
-        """In place of a call that this rank cannot begin, where there are several: tells the others, so that the call
-        is over on all, or does nothing if the engine cannot. Raises `PeerTimeout` where an earlier call was refused
-        that not all ranks have come to in time."""
+        """Takes the place of a call that this rank cannot begin, if there are several ranks. Tells the other ranks, so
+        that the call is over on all; does nothing if the engine cannot do that. Raises `PeerTimeout` if not all ranks
+        have come in time to an earlier call that was refused."""
 
     @abstractmethod
     def last_call(self) -> CallReport | None:
@@ -107,7 +110,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _read_recorded(self) -> None:
-        """Adds the last call to those recorded, if it has not been so."""
+        """Adds the last call to those recorded, unless it has been added already."""
 
     @property
     def closed(self) -> bool:
@@ -115,11 +118,11 @@ class Engine(ABC):
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Frees what the engine has. Idempotent."""
+        """Frees what the engine holds. Idempotent."""
         self._finalizer()
 
     def checked_handle(self) -> int:
-        """The library's number of this rank; raises `FlashMoEError` where it cannot be used."""
+        """The library's number of this rank. Raises `FlashMoEError` if the rank cannot be used."""
         if os.getpid() != self._process:
             raise FlashMoEError(
                 f"context: expected to be used in process {self._process}, which made it, got process {os.getpid()}, "
@@ -131,6 +134,6 @@ class Engine(ABC):
 
 
 def _close(close: Callable[[int], None], handle: int, process: int) -> None:
-    """Closes a rank, but not what a fork has copied of it: its threads are not there, and would be waited for."""
+    """Closes a rank, but not a copy that a fork has made: the copy has no threads, and closing would wait for them."""
     if os.getpid() == process:
         close(handle)

@@ -21,33 +21,34 @@ from ..trace import PHASES, CallTrace, Event
 from .base import Engine, Gradients, Membership
 from .network import Joined, join
 
-_PHASES = PHASES[: PHASES.index("epilogue")]  # of which the library has sums
+_PHASES = PHASES[: PHASES.index("epilogue")]  # the phases whose sums the library has
 machines: tuple[int, ...] = ()
-"""For tests: the machines of which ranks that meet in shared memory are taken to be, by rank; none: all of one."""
+"""For tests: the machine of each rank, as ranks that meet in shared memory are to see it, by rank. Empty: all ranks are
+on one."""
 _MOST_LAYERS = 1024  # prepared at a time; a few kilobytes each
 
 
 class Prepared(NamedTuple):
-    """What calls with tensors of the same shapes and types, and the same options, have in common."""
+    """What calls have in common whose tensors have the same shapes and types, and whose options are the same."""
 
     call: Callable[..., Any]
-    """The library's: it knows the layer, where its experts are and the order of tasks."""
+    """The library's function for such calls: it knows the layer, where the experts are, and the order of tasks."""
     layer: LayerSpec
     owners: tuple[int, ...]
-    """For each expert, the rank to which this one sends its tokens."""
+    """For each expert, the rank to which this rank sends the expert's tokens."""
 
 
 class Crossed(NamedTuple):
-    """What has gone to other machines, without what messages say of themselves."""
+    """What has gone to other machines, without the headers of messages."""
 
     messages: int
     bytes: int
     bytes_of_size: tuple[int, ...]
-    """How many of the bytes were in messages of 2**n bytes to below twice as many."""
+    """How many of the bytes were in messages of at least 2**n and less than 2**(n+1) bytes, for each n."""
 
 
 class Ended(NamedTuple):
-    """A call that is over, and what the library says of it."""
+    """A call that is over, and the library's figures of it."""
 
     prepared: Prepared
     raw: Mapping[str, Any]
@@ -74,9 +75,9 @@ class CpuEngine(Engine):
         super().__init__(owner, library.context_close)
         self.heap_bytes, self.workspace_bytes = library.context_bytes(self._handle)
         self._layers: dict[Hashable, Prepared] = {}
-        """Those that were called, by all that `check` looks at but T."""
+        """Layers of earlier calls, by everything that `check` looks at except T."""
         self._report: CallReport | None = None
-        self._unread: Ended | None = None  # a call whose report was not asked for
+        self._unread: Ended | None = None  # the last call, if its report was not asked for
         self._perturbation = 0
 
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
@@ -102,7 +103,7 @@ class CpuEngine(Engine):
                 _ffi.library().context_refuse(self._handle, reason)
 
     def _call(self, tensors: Tensors, options: Options, trace: bool, keeps: bool) -> tuple[Any, Any]:
-        """The result, and what is kept, or None."""
+        """The result, and what is kept; None if nothing is."""
         handle = self.checked_handle()
         self._report = self._unread = None
         for name, each in zip(WRITTEN, tensors.written, strict=True):
@@ -117,7 +118,7 @@ class CpuEngine(Engine):
             weights = host_view(given.topk_weights)
         out = empty_like(tensors.x)
         results = believed("out", out)
-        if tuple(results.shape) != tuple(given.x.shape):  # of x's attributes, which may say what its memory is not
+        if tuple(results.shape) != tuple(given.x.shape):  # x's attributes were read, which may differ from its memory
             raise InvalidArgument(f"x: expected {list(given.x.shape)}, as its memory is, got {list(results.shape)}")
         chosen, weighted = np.empty((tokens, choices), np.int32), np.empty((tokens, choices), np.float32)
         records = self._recorded is not None
@@ -136,7 +137,7 @@ class CpuEngine(Engine):
             as_view(chosen),
             as_view(weighted),
         )
-        report = {key: raw[key] for key in raw if key != "kept"}  # what is kept belongs to who asked for it, alone
+        report = {key: raw[key] for key in raw if key != "kept"}  # what is kept belongs to the caller alone
         self._unread = Ended(prepared, report, chosen, weighted)
         if records:
             self._recorded.append(self._trace_of(raw["events"], False))
@@ -149,10 +150,10 @@ class CpuEngine(Engine):
         return self._report
 
     def _read_recorded(self) -> None:
-        """Calls have done so."""
+        """Nothing is left to read: calls add their traces themselves."""
 
     def _trace_of(self, flat: Sequence[int], backward: bool) -> CallTrace:
-        """Processors' events are without gaps, from the call's start to its end."""
+        """The events of processors have no gaps, so the first begins with the call and the last ends with it."""
         events = _events(flat)
         of_processors = [event for event in events if event.actor != "os"]
         start, end = min(event.start_ns for event in of_processors), max(event.end_ns for event in of_processors)
@@ -169,21 +170,21 @@ class CpuEngine(Engine):
         return Crossed(messages, sent, tuple(sizes))
 
     def set_tile(self, rows: int, columns: int) -> None:
-        """For tests: tiles of another shape, so that small problems have many. Same on every rank."""
+        """For tests: sets another shape of tiles, so that small problems have many tiles. The same on every rank."""
         _ffi.library().context_set_tile(self.checked_handle(), rows, columns)
 
     def perturb(self, seed: int) -> None:
-        """For tests: random delays at every atomic operation of the calls to come; 0 turns them off."""
+        """For tests: puts random delays at every atomic operation of later calls; 0 turns them off."""
         self._perturbation = seed
 
     def _prepared(self, handle: int, tensors: Tensors, options: Options) -> Prepared:
-        """The call's layer, once its arguments are checked, or known from an earlier call."""
+        """The call's layer, from an earlier call or after its arguments are checked."""
         key = _key(tensors, options)
         known = self._layers.get(key) if key is not None else None
         if known is not None and self._has_room(tensors):
             return known
         args = check(self.room, operand, tensors, options)
-        # Return groups (as many as there are columns for): the first columns travel while the last are computed.
+        # Return groups (at most one for each block of columns): the first columns travel while the last are computed.
         groups = 8 if args.layer.return_mode == "reduced" else 1
         call = _ffi.library().context_layer(
             handle, args.layer.to_map(), placements.flat(args.placement), self._order(), groups
@@ -200,7 +201,8 @@ class CpuEngine(Engine):
         return {
             "gemm1_lag": 0,
             "raster": 4,
-            # Threads get the cores in slices: the OS actor may be off its core for milliseconds, and tasks must last.
+            # The system gives threads cores in time slices: the OS actor may be off its core for milliseconds, and
+            # tasks must last as long.
             "window": 16 * self.processors,
             "gemm1_lists": 2,
             "own_first": 1,
@@ -208,7 +210,7 @@ class CpuEngine(Engine):
         }
 
     def _has_room(self, tensors: Tensors) -> bool:
-        """Whether T, of which `_key` says nothing, is as it must be."""
+        """Whether T is valid, of which `_key` says nothing."""
         tokens = tensors.x.shape[0]
         return tokens <= self.room.limits["max_tokens"] and all(
             each is None or each.shape[0] == tokens for each in _of_tokens(tensors)
@@ -249,7 +251,7 @@ class CpuEngine(Engine):
 
 
 def _expert_ids(ids: Any) -> Any:
-    """Given ids as the engine takes them, int32; the nearest for what does not fit."""
+    """The given ids as the engine takes them, int32. An id that does not fit becomes the nearest one that does."""
     view = host_view(ids)
     wide = np.from_dlpack(view)
     if wide.dtype == np.int32:
@@ -271,8 +273,8 @@ def _of_tokens(tensors: Tensors) -> tuple[Any, ...]:
 
 
 def _key(tensors: Tensors, options: Options) -> Hashable:
-    """Equal for calls that `check` treats alike but for their T; None where something is no dense tensor of NumPy or
-    PyTorch, or an option has no hash."""
+    """Equal for calls that `check` treats alike, except for their T. None if something is not a dense tensor of NumPy
+    or PyTorch, or an option has no hash."""
     try:
         key = (
             signature(tensors.x, 1),

@@ -1,8 +1,8 @@
-"""The CUDA engine: a rank is a GPU, and what its host does between two kernels.
+"""The CUDA engine: a rank is a GPU. This module is what its host does between two kernels.
 
-It is little, since an inference step of a model is hundreds of kernels: a layer's tensors and options are checked and
-prepared once, and a call finds them again by address, shape, strides, type and device. Nothing here waits for the
-device, but for reports and traces.
+The host does little, since an inference step of a model is hundreds of kernels. A layer's tensors and options are
+checked and prepared once; later calls find them by address, shape, strides, type and device. Nothing here waits for the
+device, except reports and traces.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .cuda_report import Ended, call_trace, counted, timed
 from .pulse import beating
 
 _MOST_LAYERS = 4096  # prepared at a time; a few kilobytes each
-_ALIGNMENT = 16  # of a row's address: what its copies move at a time
+_ALIGNMENT = 16  # bytes of a row's address: what its copies move at a time
 _VECTORS = ("gate_up_bias", "down_bias", "router_bias", "choice_bias")
 _GRADIENTS = {
     "gate_up": "gate_up_proj",
@@ -48,34 +48,36 @@ _GRADIENTS = {
     "shared_down": "shared_down",
     "shared_up": "shared_up",
 }
-"""What a backward pass's kernel writes of a layer's tensors."""
+"""The gradients of a layer's tensors that a backward pass's kernel writes: the kernel's names, and those of
+`flashmoe.moe`."""
 _OF_TOKENS = ("x", "topk_weights")
-"""Whose gradients are never added to what is there."""
+"""Tensors whose gradients are never added to what is there."""
 _BAD_ROW = -3
-"""What the kernel leaves as the experts of a bad row (``Choice::kBad``)."""
+"""The expert ids that the kernel leaves for a bad row (``Choice::kBad``)."""
 _ABSENT = DeviceOperand(0, (), "", 0, 0)
 _INFERENCE, _FORWARD, _BACKWARD = range(3)  # cuda::Pass
 machines: tuple[int, ...] = ()
-"""For tests: the machines of which the ranks of a group are taken to be, by rank; none: all of one, as they are. Calls
-of layers without gradients then go as between machines (docs/protocol.md), by memory that is mapped."""
-_DRIFT_SECONDS = 0.01  # longer than between most calls and their reading
-_REACH = 32 << 30  # bytes of x's extent: the kernel counts in 16-byte units, in 31 bits
+"""For tests: the machine of each rank of a group, as the group is to see it, by rank. Empty: all ranks are on one
+machine, as they really are. With machines given, calls of layers without gradients go as between machines
+(docs/protocol.md), although by mapped memory."""
+_DRIFT_SECONDS = 0.01  # longer than the time between most calls and their reading
+_REACH = 32 << 30  # bytes that x may span: the kernel counts in 16-byte units, in 31 bits
 _MOST_APART = 1 << 40  # bytes: strides of a tensor map are less
 _UNKNOWN: Any = object()
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A layer as the library knows it, and what its calls ask of Python."""
+    """A layer as the library knows it, and what Python needs for its calls."""
 
     number: int
     layer: LayerSpec
     owners: tuple[int, ...]
-    """For each expert, the rank to which this one sends its tokens."""
+    """For each expert, the rank to which this rank sends the expert's tokens."""
     experts: tuple[int, ...]
-    """Slices of experts that this rank holds."""
+    """The slices of experts that this rank holds."""
     x_bytes: int
-    """Of an element of x."""
+    """Bytes of an element of x."""
     y_type: Any
     """PyTorch's type of y."""
 
@@ -86,7 +88,7 @@ class Prepared:
 
     @property
     def choices(self) -> int:
-        """Of a token, that of a shared expert too: so many experts and weights are kept of it."""
+        """Choices of a token, with the shared expert's: as many experts and weights are kept for it."""
         return self.layer.choices + self.layer.shared_experts
 
 
@@ -99,14 +101,14 @@ class CudaEngine(Engine):
         _check_quantised(asked.layer, asked.ranks, asked.transport)
         ordinal = -1 if device is None else bounded("device", device, 0, 2**15)
         self.profile, mode = _chosen_profile(asked, profile, ordinal)
-        """In what the order of tasks differs from the built-in one."""
+        """The settings in which the order of tasks differs from the built-in order."""
         made_for = asked
         free = asked.layer.return_mode == "auto" and asked.layer.slices == 1 and asked.transport != "rdma"
         if free and mode is not None:
             made_for = replace(asked, layer=replace(asked.layer, return_mode=mode))
         self.machines = machines if asked.ranks > 1 else ()
         self.spread = len(set(self.machines)) > 1
-        """Whether ranks are taken to be of several machines."""
+        """Whether ranks are taken to be on several machines."""
         if self.spread and asked.transport == "rdma":
             raise InvalidArgument(f"machines: expected one with transport 'rdma', got {machines}")
         library = _ffi.library()
@@ -115,7 +117,7 @@ class CudaEngine(Engine):
             nvshmem.check_network()
             nvshmem_path = nvshmem.library()
 
-        order = {name: self.profile.get(name, 0) for name in PROFILE}  # 0: as built in
+        order = {name: self.profile.get(name, 0) for name in PROFILE}  # 0: the built-in value
 
         def create(made_for: ContextSpec, name: str) -> Callable[[], int] | None:
             limits = made_for.limits()
@@ -125,7 +127,7 @@ class CudaEngine(Engine):
         owner = create(made_for, who.name)
         if owner is None and self.spread:
             raise GroupError(f"machines: expected memory that all ranks have mapped with {machines}, got other")
-        if owner is None:  # on every rank: some memory is not mapped
+        if owner is None:  # the same on every rank: some memory is not mapped
             made_for = replace(asked, transport="rdma")
             _check_quantised(made_for.layer, made_for.ranks, made_for.transport)
             owner = create(made_for, f"{who.name}-rdma")
@@ -133,14 +135,15 @@ class CudaEngine(Engine):
         self.room = Room.of(made_for, who.rank)
         self._timeout_ns = who.timeout_ns
         self.rdma = made_for.transport == "rdma"
-        """Whether rows leave by puts."""
+        """Whether rows leave by NVSHMEM's puts."""
         described = library.cuda_describe(self._handle)
         self.device, self.processors, self.heap_bytes, self.workspace_bytes, self._tile_rows, self._features = described
         self.layers: dict[Any, Prepared | None] = {}
-        """Those that were called, by all that a call of them has in common. None: one whose shared expert's gate and up
-        are two matrices that do not lie as the kernel reads them; it is called with both in one."""
+        """Layers of earlier calls, by everything that calls of a layer have in common. None stands for a layer whose
+        shared expert's gate and up are two matrices that do not lie as the kernel reads them: it is called with both in
+        one matrix."""
         self._report: CallReport | None = None
-        self._unread: tuple[Prepared, int] | None = None  # layer and T of a call whose report was not asked for
+        self._unread: tuple[Prepared, int] | None = None  # layer and T of the last call, if its report is unread
         self._unread_trace: tuple[Prepared, bool] | None = (
             None  # of the last recorded call; whether it is a backward pass
         )
@@ -150,7 +153,7 @@ class CudaEngine(Engine):
         return self._call(tensors, layer, trace)
 
     def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
-        """What is kept is empty where there are no gradients."""
+        """What is kept is empty if there are no gradients."""
         import torch
 
         x, asked = tensors.x, tensors.router_logits
@@ -179,10 +182,13 @@ class CudaEngine(Engine):
         return cuda_training.KeptRouting(*found)
 
     def _call_and_keep_in_group(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
-        """The same among several ranks. The call leaves its rows where there is room for as many as there may be. What
-        is kept has room for as many as calls of the layer have had, and a few more: so they are moved there before the
-        host knows how many there are, which it reads, waiting for the device, while they move. If they do not fit, as
-        at a layer's first call, or would fit in much less, they are then moved to memory for what they need."""
+        """As `call_and_keep`, among several ranks.
+
+        The call leaves its rows in memory that has room for as many rows as there may be. What is kept gets room for as
+        many rows as earlier calls of the layer had, and a few more. So the rows can be moved there before the host
+        knows their number. While they move, the host waits for the device and reads the number. If the rows do not fit,
+        as at a layer's first call, or would fit into much less, they are then moved to memory of the right size.
+        """
         import torch
 
         x, asked, library = tensors.x, tensors.router_logits, _ffi.library()
@@ -210,7 +216,7 @@ class CudaEngine(Engine):
                         f"{rows.rows} rows of its experts, which need {at.bytes} bytes"
                     )
                 routing = routing.clone()
-                del kept, logits  # the same memory may be what they are moved to
+                del kept, logits  # the new memory may be the same
                 kept = x.new_empty(at.bytes, dtype=torch.uint8)
                 library.cuda_move_rows(*of_call, kept.data_ptr(), rows.room)
                 at.own(kept).copy_(routing)
@@ -237,14 +243,14 @@ class CudaEngine(Engine):
         at = self._kept_routing(layer, tokens, rows.room)
         ids, weights = at.choices(kept, tokens, layer.choices)
         address, row_bytes = self._rows(tensors.x, layer)
-        dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes there if it can
+        dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes there if possible
         if dx is None or not dx.is_contiguous():
             dx = dy.new_empty(dy.shape)
-        # Among several ranks biases are those of this rank's experts, and each rank's kernel adds its own.
+        # Among several ranks, biases are those of this rank's experts, and each rank's kernel adds its own part.
         alone_on_output = alone and not options.weights_on_input
         by_bias, logit_gradients = cuda_training.weights_by_bias(tensors, given, ids) if alone_on_output else None, None
         if tensors.router is not None:
-            # Also of no tokens some memory: the kernel tells by it that there is a router.
+            # Without tokens there is some memory, too: it tells the kernel that there is a router.
             logit_gradients = dy.new_empty(max(tokens, 1), library.cuda_logit_pitch(layer.layer.experts))
         elif of_weights is not None and (of_weights.dtype != weights.dtype or not of_weights.is_contiguous()):
             of_weights = weights.new_empty(of_weights.shape)
@@ -292,8 +298,8 @@ class CudaEngine(Engine):
                 cuda_training.bias_gradient(logit_gradients[:tokens, :experts], wanted["router_bias"], accumulates)
 
     def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> tuple[Tensors, Prepared]:
-        """The layer of such calls, known from an earlier one or prepared now, and the tensors that it is of: these, or
-        with a shared expert's gate and up put together."""
+        """The layer of such calls, known from an earlier call or prepared now, and the tensors to call it with: the
+        given ones, or these with a shared expert's gate and up put together."""
         self.checked_handle()
         key = _key(tensors, options, trace, pass_)
         try:
@@ -312,8 +318,8 @@ class CudaEngine(Engine):
         return self._layer(tensors._replace(shared_gate_up=both, shared_up=None), options, trace, pass_)
 
     def _call(self, tensors: Tensors, layer: Prepared, trace: bool, kept: Any = None, routing: Any = None) -> Any:
-        """The result. `kept`: memory for what gradients need, or None; `routing`: among several ranks, that for the
-        routing."""
+        """The result. `kept`: memory for what gradients need, or None. `routing`: memory for the routing, among several
+        ranks."""
         import torch
 
         handle = self.checked_handle()
@@ -357,8 +363,8 @@ class CudaEngine(Engine):
         return out
 
     def refuse(self, reason: str) -> None:
-        """Nothing, too, while a graph is captured, and of ranks that reach one another by puts alone: there the others
-        wait for the call that this one will make."""
+        """Also does nothing while a graph is captured, and for ranks that reach one another by puts alone: there the
+        other ranks wait for the next call that this rank makes."""
         if not self.closed and os.getpid() == self._process:
             _ffi.library().cuda_refuse(self._handle, reason, current_stream(self.device))
 
@@ -373,8 +379,8 @@ class CudaEngine(Engine):
         return super().record(call)
 
     def _read_recorded(self) -> None:
-        """Waits for the last call, and reads what it has left before another one overwrites it; then asks the device
-        what time it is, twice, a while apart."""
+        """Waits for the last call, and reads its trace before another call overwrites it. Then reads the device's clock
+        twice, some time apart."""
         if self._recorded is None or self._unread_trace is None:
             return
         (layer, backward), self._unread_trace = self._unread_trace, None
@@ -399,7 +405,7 @@ class CudaEngine(Engine):
         self.layers[key] = layer
 
     def _prepare(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared | None:
-        """Checks everything that `_key` looks at, and tells the library of the layer; None: see `layers`."""
+        """Checks everything that `_key` looks at, and adds the layer to the library. Returns None as `layers` says."""
         args = check(self.room, partial(device_operand, device=self.device), tensors, options)
         layer = args.layer
         _check_quantised(layer, self.room.ranks, "auto")
@@ -460,21 +466,23 @@ class CudaEngine(Engine):
         return Prepared(number, layer, owners, experts, ELEMENT_BYTES[layer.x_type], getattr(torch, layer.y_type))
 
     def _kernels(self, variants: list[jit.Variant]) -> list[Path]:
-        """Where they are, compiled if need be, for which the other ranks wait: as long as a compiler may take."""
-        if self.room.ranks == 1 or self.rdma:  # whose progress others do not see
+        """The cubins of these kernels, compiled if necessary. The other ranks wait for this, as long as a compiler may
+        take."""
+        if self.room.ranks == 1 or self.rdma:  # with puts, others do not see this rank's progress
             return jit.kernels(variants)
         with beating(partial(_ffi.library().cuda_beat, self.checked_handle()), self._timeout_ns):
             return jit.kernels(variants)
 
     def _rows(self, x: Any, layer: Prepared) -> tuple[int, int]:
-        """Address of x's first row, and bytes from one to the next. Its type, width and device are checked."""
+        """The address of x's first row, and the bytes from one row to the next. Type, width and device of x are already
+        checked."""
         address = x.data_ptr()
         stride, step = x.stride()
         row_bytes = stride * layer.x_bytes
         end = (x.storage_offset() + layer.layer.hidden) * layer.x_bytes + (x.shape[0] - 1) * row_bytes
         if x.untyped_storage().nbytes() < end:
-            refuse_unstored("x", x)  # which knows of no rows, too
-        if step != 1 or (address | row_bytes) % _ALIGNMENT:  # a single row, or not as it must be
+            refuse_unstored("x", x)  # this also handles an x without rows
+        if step != 1 or (address | row_bytes) % _ALIGNMENT:  # a single row, or a layout that is refused
             operand = _aligned("x", device_operand("x", x, "", ELEMENT_TYPES, self.device))
             address, row_bytes = operand.address, operand.row_bytes
         if row_bytes * x.shape[0] >= _REACH:
@@ -484,7 +492,8 @@ class CudaEngine(Engine):
         return address, row_bytes
 
     def _counted(self, prepared: Prepared, tokens: int) -> CallReport:
-        """Waits for the call, reads its routing and what other ranks have sent here, and counts what follows."""
+        """Waits for the call, reads its routing and what other ranks have sent here, and counts what follows from
+        these."""
         self.synchronize()
         layer, room = prepared.layer, self.room
         shared = layer.shared_experts
@@ -519,13 +528,13 @@ class CudaEngine(Engine):
         return counted(ended)
 
     def _traced(self, untimed: CallReport, layer: Prepared) -> CallReport:
-        """`untimed` with what the thread blocks recorded in that call, which is over."""
+        """`untimed` with what the thread blocks recorded in that call. The call is over."""
         if untimed.tokens == 0 and self.room.ranks == 1:
             return untimed
         return timed(untimed, self._read_trace(layer, False))
 
     def _read_trace(self, layer: Prepared, backward: bool) -> CallTrace:
-        """Of the last call, which is over and was traced."""
+        """The trace of the last call, which is over and was traced."""
         library, handle, spec = _ffi.library(), self.checked_handle(), layer.layer
         raw = np.empty(library.cuda_trace_bytes(handle), np.uint8)
         library.cuda_read_trace(handle, as_view(raw))
@@ -537,12 +546,12 @@ def current_stream(device: int) -> int:
     """PyTorch's current stream of the device, as the driver's handle."""
     import torch
 
-    return torch._C._cuda_getCurrentRawStream(device)  # without the object that torch.cuda.current_stream makes
+    return torch._C._cuda_getCurrentRawStream(device)  # not torch.cuda.current_stream, which makes an object
 
 
 def _check_quantised(layer: LayerSpec, ranks: int, transport: str) -> None:
-    """Raises `InvalidArgument` for what there is no kernel of with quantised weights: other types beside them, with FP8
-    puts, and with MXFP4 several ranks. (That calls with MXFP4 are of few tokens, the library sees to.)"""
+    """Raises `InvalidArgument` for combinations with quantised weights that have no kernel: other types of y, with FP8
+    puts, and with MXFP4 several ranks. (The library checks that calls with MXFP4 have few tokens.)"""
     if layer.weight_type == MXFP4 and ranks > 1:
         raise InvalidArgument(f"CUDA engine: ranks: expected 1 with weights of {MXFP4}, got {ranks}")
     if layer.weight_type == MXFP4 and layer.y_type not in jit.BESIDE_QUANTISED:
@@ -559,18 +568,18 @@ def _check_quantised(layer: LayerSpec, ranks: int, transport: str) -> None:
 
 
 def _place(tensor: Any) -> int:
-    """Where it is; 0: there is none."""
+    """The tensor's address; 0 if there is none."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def _chosen_profile(
     asked: ContextSpec, given: Mapping[str, int] | None, ordinal: int
 ) -> tuple[dict[str, int], str | None]:
-    """The given profile, else what is stored for contexts like this one: profile and return mode."""
+    """The given profile, else the profile and the return mode that are stored for contexts like this one."""
     if given is not None:
         return checked_profile(given), None
     layer = asked.layer
-    if layer.encoding is not None:  # none is measured
+    if layer.encoding is not None:  # quantised layers are not measured
         return {}, None
     setting = Setting(
         device=_ffi.library().cuda_device_name(ordinal),
@@ -586,8 +595,8 @@ def _chosen_profile(
 
 
 def _key(tensors: Tensors, options: Options, trace: bool, pass_: int) -> Any:
-    """Equal for calls that differ in nothing but their tokens; None if there is something in them that has no place in
-    memory, which the checks will refuse. It has where a weight's storage ends, which the checks have looked at."""
+    """Equal for calls that differ only in their tokens. None if something in the call has no place in memory, which the
+    checks will refuse. The key includes where a weight's storage ends, because the checks have looked at that."""
     x, ids, weights = tensors.x, tensors.topk_ids, tensors.topk_weights
     try:
         parts = [
@@ -618,7 +627,7 @@ def _key(tensors: Tensors, options: Options, trace: bool, pass_: int) -> Any:
 
 
 def _addresses(operands: dict[str, DeviceOperand]) -> dict[str, int]:
-    """Where the layer's tensors are, as the library takes it: 0 where there is none."""
+    """Where the layer's tensors are, as the library takes it; 0 for a missing tensor."""
     numbers = {
         "topk_ids_64": int("topk_ids" in operands and operands["topk_ids"].dtype == "int64"),
         "topk_weights_as_x": int("topk_weights" in operands and operands["topk_weights"].dtype != "float32"),
@@ -633,7 +642,7 @@ def _addresses(operands: dict[str, DeviceOperand]) -> dict[str, int]:
 
 
 def _aligned(name: str, each: DeviceOperand) -> DeviceOperand:
-    """`each`, a matrix, once its rows are known to begin where the kernel can copy them from."""
+    """`each`, a matrix, checked to have rows that begin where the kernel can copy them from."""
     for what, count in (
         ("row stride", each.row_bytes),
         ("matrix stride", each.matrix_bytes),
@@ -648,8 +657,8 @@ def _aligned(name: str, each: DeviceOperand) -> DeviceOperand:
 
 
 def _written(wanted: Mapping[str, Any], apart: bool) -> dict[str, Any]:
-    """Where the kernel writes what is wanted of a layer's tensors, by name: there, if it can. Of a shared expert's gate
-    and up it writes both or none, also where they are `apart`."""
+    """Where the kernel writes the wanted gradients of a layer's tensors, by name: into the wanted tensors, if possible.
+    Of a shared expert's gate and up the kernel writes both or none, also where they are two matrices (`apart`)."""
     import torch
 
     written = {
@@ -666,8 +675,8 @@ def _written(wanted: Mapping[str, Any], apart: bool) -> dict[str, Any]:
 
 
 def _in_one_map(operands: dict[str, DeviceOperand]) -> bool:
-    """Whether a tensor map has the shared expert's gates and ups. If they are two matrices, it goes from the one to the
-    other by a stride, forward."""
+    """Whether one tensor map can describe the shared expert's gates and ups. If they are two matrices, the map goes
+    from the gates to the ups by a stride, which must be positive."""
     if "shared_up" not in operands:
         return True
     gate, up = operands["shared_gate_up"], operands["shared_up"]
@@ -679,7 +688,8 @@ def _matrix(name: str, each: DeviceOperand) -> dict[str, int]:
 
 
 def _address(name: str, tensor: Any, **sizes: int) -> int:
-    """Of a contiguous tensor of these sizes, whose type and device are checked; 0: there is none."""
+    """The address of a contiguous tensor of these sizes, whose type and device are already checked; 0 if there is
+    none."""
     if tensor is None:
         return 0
     if tuple(tensor.shape) != tuple(sizes.values()) or not tensor.is_contiguous():

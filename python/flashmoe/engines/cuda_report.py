@@ -22,29 +22,29 @@ _EVENT = np.dtype(
 
 @dataclass(frozen=True)
 class Ended:
-    """A call that is over, as far as its rank can tell."""
+    """A call that is over, as far as its rank knows it."""
 
     layer: LayerSpec
     owners: tuple[int, ...]
-    """For each expert, the rank to which this one sends its tokens."""
+    """For each expert, the rank to which this rank sends the expert's tokens."""
     rank: int
     ranks: int
     processors: int
     """Thread blocks."""
     topk_ids: np.ndarray
-    """Slices of experts, int32 [T, K slices], -1 where dropped, and less where there is none."""
+    """Slices of experts, int32 [T, K slices]; -1 where dropped, below -1 where there is none."""
     topk_weights: np.ndarray
     """float32 [T, K slices]."""
     bad_rows: int
-    """Tokens of which no choice could be made."""
+    """Tokens for which no choice could be made."""
     load: np.ndarray
-    """[E], or [El] of this rank's experts, and behind them the shared expert: rows that each computed."""
+    """Rows that each expert computed: [E], or [El] for this rank's experts, and after these the shared expert."""
     returned: int
     """Rows that went to other ranks as results."""
     passed_on: int
-    """Rows of other machines' tokens that it has sent on to ranks of its own."""
+    """Rows of other machines' tokens that this rank has sent on to ranks of its own machine."""
     machines: tuple[int, ...]
-    """Of each rank."""
+    """The machine of each rank."""
     block_tokens: int
     """Tokens of a token block."""
     tile_rows: int
@@ -53,21 +53,21 @@ class Ended:
 
 
 def counted(call: Ended) -> CallReport:
-    """The report of a call without times, which only a trace would know."""
+    """The report of a call without times, which only a trace has."""
     layer, ids = call.layer, np.maximum(call.topk_ids, -1)
-    # Every tile of an expert but the last is full.
+    # All tiles of an expert but the last are full.
     tiles = int((-(-call.load // call.tile_rows)).sum())
-    # GEMM0 has the shared expert's tiles slice by slice.
+    # GEMM0 has tasks for each slice of the shared expert's tiles.
     sliced = tiles + max(0, layer.shared - 1) * -(-len(ids) // call.tile_rows)
     blocks = -(-len(ids) // call.block_tokens)
     features = call.task_features
     columns0 = -(-layer.intermediate // (features // 2 if layer.gated else features))
     columns1 = -(-layer.hidden // features)
     counts = {"gate": blocks, "gemm0": sliced * columns0, "gemm1": tiles * columns1, "reduce": 0, "combine": blocks}
-    owners = np.array([*call.owners, call.rank])[ids]  # a pair without an expert, -1, goes nowhere
+    owners = np.array([*call.owners, call.rank])[ids]  # a pair without an expert, -1, goes to this rank
     others = [q for q in range(call.ranks) if q != call.rank]
     here = call.machines[call.rank]
-    # A row goes to each rank of the own machine that needs it, and once to each other machine.
+    # A row goes to each rank of this machine that needs it, and once to each other machine that needs it.
     went_to = [[q] for q in others if call.machines[q] == here]
     went_to += [[q for q in others if call.machines[q] == m] for m in set(call.machines) - {here}]
     return CallReport(
@@ -108,9 +108,10 @@ def timed(untimed: CallReport, trace: CallTrace) -> CallReport:
 
 
 def call_trace(raw: np.ndarray, blocks: int, rank: int, backward: bool, experts: Sequence[int]) -> CallTrace:
-    """What the trace memory of `blocks` thread blocks has, as uint8: for each a header, as long as an event, and behind
-    it events, as many as fit. The header: how many there were, 64 bits, and when the block began and ended. `experts`:
-    the layer's numbers of those that the rank holds, and E for the shared one, which all numbers behind them are."""
+    """The trace in the memory of `blocks` thread blocks, given as uint8. Each block has a header, as long as an event,
+    and then as many events as fit. The header says how many events there were, in 64 bits, and when the block began and
+    ended. `experts`: the layer's numbers of the experts that the rank holds, and then E, which stands for the shared
+    expert and for all greater numbers."""
     per_block = raw.reshape(blocks, -1)
     headers = per_block[:, : _EVENT.itemsize].copy().view("<u8")
     per_block = per_block.view(_EVENT)

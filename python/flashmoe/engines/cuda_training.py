@@ -1,4 +1,5 @@
-"""Gradients on a GPU: which layers have them, what a call keeps, what PyTorch's operators do for layers with biases."""
+"""Gradients on a GPU: which layers have them, what a call keeps, and what PyTorch's operators do for layers with
+biases."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from ..arguments import Options, Tensors, layer_of_operands
 from ..tensors import Operand, dtype_name
 
 MOST_KEPT = 1 << 36
-"""Bytes that a call keeps at most: the backward pass numbers 16 of them at a time, in 32 bits."""
+"""The most bytes that a call keeps: the backward pass counts them in units of 16 bytes, in 32 bits."""
 
 
 def missing(tensors: Tensors, rdma: bool, spread: bool = False) -> str | None:
-    """What of a call there are no gradients of on a GPU, in words; None: there are. `rdma`: ranks reach one another by
-    puts alone; `spread`: they are taken to be of several machines."""
+    """What it is, in words, that has no gradients on a GPU; None: the call has gradients. `rdma`: ranks reach one
+    another by puts alone. `spread`: ranks are taken to be on several machines."""
     if rdma:
         return "ranks whose memory is not mapped"
     if spread:
@@ -26,7 +27,8 @@ def missing(tensors: Tensors, rdma: bool, spread: bool = False) -> str | None:
 
 
 def kept_token_bytes(tensors: Tensors, options: Options) -> int:
-    """Bytes that a call of a rank alone keeps of a token. Of the tensors nothing but shapes and types is looked at."""
+    """Bytes that a call of a rank that is alone keeps for each token. Only shapes and types of the tensors are looked
+    at."""
     given = {
         name: Operand(each.shape, dtype_name(each)) for name, each in tensors._asdict().items() if each is not None
     }
@@ -36,16 +38,16 @@ def kept_token_bytes(tensors: Tensors, options: Options) -> int:
 
 
 class KeptRouting(NamedTuple):
-    """Where a call's routing lies in what it keeps, whose last it is (``cuda::RoutingLayout``)."""
+    """Where a call's routing lies in what the call keeps. It lies at the end (``cuda::RoutingLayout``)."""
 
     ids: int
     weights: int
     logits: int
     bytes: int
-    """Of all that is kept."""
+    """Bytes of everything that is kept."""
 
     def own(self, kept: Any) -> Any:
-        """All of it."""
+        """The whole routing."""
         return kept[self.ids :]
 
     def choices(self, kept: Any, tokens: int, choices: int) -> tuple[Any, Any]:
@@ -65,26 +67,26 @@ class KeptRouting(NamedTuple):
 
 
 class KeptRoom(NamedTuple):
-    """Room for rows that a call among several ranks keeps, by which they are laid out (``gpu::KeptRoom``)."""
+    """Room for the rows that a call among several ranks keeps. It decides how they are laid out (``gpu::KeptRoom``)."""
 
     rows: int
-    """Of this rank's experts; of a shared one, those of each slice."""
+    """Rows of this rank's experts; for a shared expert, the rows of each slice."""
     received: int
-    """Of other ranks' tokens, each once; 0 where they are dispatched again."""
+    """Rows of other ranks' tokens, each once; 0 if they are dispatched again."""
     pitch: int
-    """Tokens of a rank."""
+    """The most tokens of a rank."""
 
 
 NO_ROOM = KeptRoom(0, 0, 0)
 
 
 class KeptRows(NamedTuple):
-    """How many rows such a call has kept (``cuda::KeptRows``), and its room for them."""
+    """How many rows such a call has kept (``cuda::KeptRows``), and the room for them."""
 
     rows: int
     received: int
     call: int
-    """Which of the context's calls it was."""
+    """The number of the call among the context's calls."""
     room_rows: int
     room_received: int
     pitch: int
@@ -95,24 +97,25 @@ class KeptRows(NamedTuple):
 
 
 ALONE = KeptRows(0, 0, 0, *NO_ROOM)
-"""Of a rank alone, which knows its rows without."""
+"""For a rank that is alone, whose numbers of rows need not be read."""
 
 
 def weights_by_bias(tensors: Tensors, given: Mapping[str, Any], ids: Any) -> Any:
-    """What `down_bias` owes to the gradients of combine weights, since one is ``dY . (down a + bias)``: [T, K] float64,
-    None without. `given` as in `Engine.backward`; `ids` [T, K], negative where there is no row."""
+    """The part of combine weights' gradients that comes from `down_bias`. Such a gradient is ``dY . (down a + bias)``.
+    [T, K] float64, None without the bias. `given` as in `Engine.backward`; `ids` [T, K], negative where there is no
+    row."""
     if tensors.down_bias is None:
         return None
     of_bias = given["y"].double() @ tensors.down_bias.double().T
     return of_bias.gather(1, ids.clamp(min=0).long()).where(ids >= 0, 0.0)
 
 
-_ROWS_AT_ONCE = 1024  # of x, that are widened
+_ROWS_AT_ONCE = 1024  # rows of x that are converted to float64 at a time
 
 
 def gate_gradient(logit_gradients: Any, x: Any, to: Any, accumulates: bool) -> None:
-    """Writes the gradient of the shared expert's gate, [1, H], the sum of x [T, H] times the gradients of its products
-    with them, [T] float32, or adds it to what is there."""
+    """Writes the gradient of the shared expert's gate, [1, H], or adds it to what is there. It is the sum of x [T, H]
+    times the gradients [T], float32, of the gate's products with x."""
     import torch
 
     found = x.new_zeros(x.shape[1], dtype=torch.float64)
@@ -122,7 +125,8 @@ def gate_gradient(logit_gradients: Any, x: Any, to: Any, accumulates: bool) -> N
 
 
 def bias_gradient(logit_gradients: Any, to: Any, accumulates: bool) -> None:
-    """Writes the gradient of a router's bias, [E], the sum of those of logits, [T, E], or adds it to what is there."""
+    """Writes the gradient of a router's bias, [E], or adds it to what is there. It is the sum of the gradients of
+    logits, [T, E]."""
     import torch
 
     found = logit_gradients.sum(0, dtype=torch.float64)

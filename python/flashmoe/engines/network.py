@@ -1,5 +1,5 @@
-"""How the ranks of a group on the CPU engine meet that need not be of one machine: those that can share memory do, the
-others are reached through the network."""
+"""How the ranks of a group on the CPU engine meet if they may be on several machines: ranks that can share memory do
+so, and reach the others through the network."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from ..meeting import MOST_OF_A_NAME, Meeting
 from .base import Membership
 
 INTERFACE = "FLASHMOE_INTERFACE"
-"""The environment variable that names the network interfaces, or addresses of this host, where others reach a rank,
-separated by commas. Default: the address by which a rank met rank 0; all of the host's where ranks met in a store."""
+"""The environment variable that names the network interfaces, or addresses of this host, at which others reach a rank,
+separated by commas. Default: the address by which a rank met rank 0; all of the host's addresses if the ranks met in a
+store."""
 
 
 class Joined(NamedTuple):
     """A rank that has joined."""
 
     owner: Callable[[], int]
-    """Gives the library's number of the context, and owns that."""
+    """Gives the library's number of the context, and owns the context."""
     network: Callable[[], int] | None
-    """The same of what carries messages to other machines; None where all ranks are on one."""
+    """Gives the library's number of what carries messages to other machines, and owns that; None if all ranks are on
+    one."""
     hosts: tuple[str, ...]
-    """By rank."""
+    """The host of each rank."""
     here: tuple[int, ...]
     """The ranks of this machine."""
 
 
 def join(library: Any, limits: dict[str, Any], who: Membership, meet: Callable[[], Meeting]) -> Joined:
-    """Joins the group: every rank must. Raises the same on all if one fails."""
+    """Joins the group; every rank must do so. If one rank fails, all raise the same error."""
     meeting = meet()
     try:
         return _join(library, limits, who, meeting)
@@ -61,13 +63,13 @@ def _join(library: Any, limits: dict[str, Any], who: Membership, meeting: Meetin
     machines = [names.index(each) for each in names]
     here = tuple(rank for rank, each in enumerate(names) if each == mine["machine"])
     of_all = "".join(["couriers ", *(each["nonce"] for each in said)]).encode()
-    # Under a name that only these ranks have: others of the machine may have a group of the same name.
+    # A name that only these ranks have, since other processes of the machine may have a group of the same name.
     name = f"{who.name[:100]}-{hashlib.sha256(of_all).hexdigest()[:16]}-{here[0]}"
     network = None
     if len(here) == len(said):
         owner = library.context_create(limits, who.rank, name, who.timeout_ns, [])
     else:
-        # Raises where this rank was given no secret: nothing that others say opens anything to a network.
+        # Raises if this rank was given no secret: nothing that other ranks say may open anything to a network.
         key = meeting.key(of_all).hex()
         where = openssl.library(), _reached_at(meeting)
         network = library.network_open(who.rank, len(said), key, who.timeout_ns, *where)
@@ -81,16 +83,16 @@ def _join(library: Any, limits: dict[str, Any], who: Membership, meeting: Meetin
         meeting.exchange("joined", True)
         return Joined(owner, network, hosts, here)
     except BaseException:
-        owner = network = None  # who keeps the error keeps this frame: nothing listens on for that long
+        owner = network = None  # the error keeps this frame alive: nothing may go on listening meanwhile
         raise
 
 
 def _reached_at(meeting: Meeting) -> str:
-    """Interfaces or addresses at which the others reach this rank; empty: all of the host's."""
+    """Interfaces or addresses at which the other ranks reach this rank; empty: all of the host's."""
     if named := os.environ.get(INTERFACE):
         return named
-    met = (meeting.address or "").removeprefix("::ffff:")  # IPv4's in IPv6's form
-    return "" if "%" in met else met  # an address that counts on one link alone is nothing to others
+    met = (meeting.address or "").removeprefix("::ffff:")  # an IPv4 address in IPv6's form
+    return "" if "%" in met else met  # an address of one link alone means nothing to other hosts
 
 
 def _check_agreement(

@@ -1,4 +1,4 @@
-"""What a rank of a group says while its host is at work inside a call, so that the others wait for it."""
+"""A sign of life from a rank of a group whose host is at work inside a call, so that the other ranks wait for it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from collections.abc import Callable, Iterator
 from ..errors import FlashMoEError
 
 _PER_TIMEOUT = 8
-"""A wait compares two looks at its peers, half a timeout apart: each stretch has some beats, also of a busy host."""
+"""A wait compares two looks at its peers, half a timeout apart. There must be some beats between them, even from a busy
+host."""
 
 
 @contextlib.contextmanager
 def beating(beat: Callable[[], None], timeout_ns: int) -> Iterator[None]:
-    """While the block runs a thread calls `beat` several times in a timeout; 0, which is none: never."""
+    """Lets a thread call `beat` several times in a timeout, while the block runs. With `timeout_ns` 0, which means
+    none, never."""
     over = threading.Event()
 
     def go_on() -> None:
         while not over.wait(timeout_ns / _PER_TIMEOUT * 1e-9):
             try:
                 beat()
-            except FlashMoEError:  # the context is closed meanwhile, or the device is lost, as the call will say
+            except FlashMoEError:  # the context was closed, or the device is lost: the call will say so
                 return
 
     if timeout_ns == 0:

@@ -1,1 +1,1 @@
-"""FlashMoE in frameworks that load and run models. Importing this imports none of them."""
+"""FlashMoE in frameworks that load and run models. Importing this package imports none of them."""

@@ -1,4 +1,4 @@
-"""What frameworks have as the operator takes it."""
+"""Converts what frameworks have to what the operator takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..spec import STORED_AS
 
 
 def as_taken(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights of a token's experts, of which the operator takes float32 and x's type, `dtype`."""
+    """The weights of tokens' experts in a type that the operator takes: float32 or x's type, `dtype`."""
     return weights if weights.dtype in (torch.float32, dtype) else weights.to(torch.float32)
 
 
@@ -22,8 +22,8 @@ def shape_of(
     shared_intermediate: int = 0,
     beside: torch.dtype | None = None,
 ) -> Shape:
-    """What a context is made for whose calls have such a `down_proj` of all experts. `beside`: the type of biases,
-    which is that of x; default, where weights are quantised: bfloat16."""
+    """What a context is made for, if its calls have `weights` as the `down_proj` of all experts. `beside`: the type of
+    biases, which is x's type; the default, where weights are quantised, is bfloat16."""
     device = weights.device.index if weights.device.type == "cuda" else None
     dtype = str(weights.dtype).removeprefix("torch.")
     sizes = hidden, intermediate, weights.shape[0], top_k, shared_intermediate

@@ -1,4 +1,4 @@
-"""Which releases of a framework an integration is for."""
+"""Checks that a framework's release is one that an integration is written for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Release = tuple[int, int]
 
 
 def check_release(integration: str, framework: str, oldest: Release, newest: Release, advice: str = "") -> Release:
-    """The release of `framework`, which is the module of that name in lower case. Raises `ImportError` unless it is one
-    of these. `advice`: what the message ends with."""
+    """The release of `framework`; its module has the same name in lower case. Raises `ImportError` unless the release
+    is in [oldest, newest]. `advice`: what the message ends with."""
     expected = f"flashmoe.integrations.{integration}: expected {framework} {_said(oldest)} to {_said(newest)}"
     try:
         release = importlib.import_module(framework.lower()).__version__

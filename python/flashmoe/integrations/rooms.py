@@ -10,7 +10,8 @@ from ..growing import Shape
 
 
 class GroupRoom:
-    """A context for layers of one shape on a group, which all its ranks replace by a larger one at the same call."""
+    """A context for layers of one shape in a group. All ranks of the group replace it by a larger one at the same
+    call."""
 
     def __init__(self, group: Any, shape: Shape) -> None:
         self.shape = shape
@@ -18,16 +19,17 @@ class GroupRoom:
         self._context: Context | None = None
 
     def context(self, tokens: int) -> Context:
-        """With room for T tokens of a rank; collective, with the same T on all, where there is none yet."""
+        """A context with room for T tokens of a rank. If there is none yet, making it is collective, with the same T on
+        all ranks."""
         if self._context is None or tokens > self._context.limits["max_tokens"]:
-            self._context = None  # first, so that both need not fit into memory
+            self._context = None  # before the new one is made: memory may not hold both
             self._context = Context.from_torch(
                 self._group, max_tokens=tokens, return_mode="direct", **self.shape._asdict()
             )
         return self._context
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupRoom:
-        """The same: copies of a layer share it."""
+        """The same object, because copies of a layer share it."""
         return self
 
 
@@ -35,7 +37,7 @@ _rooms: weakref.WeakValueDictionary[tuple[Any, Shape], GroupRoom] = weakref.Weak
 
 
 def room_of(group: Any, shape: Shape) -> GroupRoom:
-    """The one that the layers of a shape share, for as long as one of them lives."""
+    """The room that the layers of a shape share in a group, as long as one of them lives."""
     found = _rooms.get((group, shape))
     if found is None:
         found = _rooms[group, shape] = GroupRoom(group, shape)

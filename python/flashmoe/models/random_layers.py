@@ -20,7 +20,7 @@ DTYPES = {
 """The dtypes of the operator, by name."""
 
 MAX_SKEW = 16.0
-"""Long before it, all tokens have the same experts."""
+"""With a skew far below this, all tokens already have the same experts."""
 
 
 def random_layer(
@@ -28,13 +28,13 @@ def random_layer(
 ) -> tuple[MoELayer, np.ndarray]:
     """A layer with random weights, and hidden states [tokens, H] that route through it with a given skew.
 
-    `skew` s: the expert of popularity rank j = 1..E is chosen by a share of the tokens proportional to
-    j**-s, at most by all of them; the shares add up to K. So s = 0 loads every expert alike, s = 1 is Zipf's
-    law, and the larger s, the heavier the first. Which expert has which rank is random. The loads come within
-    a few percent of that (they are fitted to the tokens), up to sampling noise.
+    `skew` s: the expert of popularity rank j = 1..E is chosen by a share of the tokens proportional to j**-s, at most
+    by all of them; the shares add up to K. So s = 0 loads every expert alike, s = 1 is Zipf's law, and the larger s is,
+    the more the first experts are loaded. Which expert has which rank is random. The loads come within a few percent of
+    these shares (they are fitted to the tokens), up to sampling noise.
 
-    Weights have variance 1 / (columns), hidden states about 1, so that results are of order 1. The same
-    arguments give the same bits.
+    Weights have variance 1 / (columns), hidden states about 1, so that results are of order 1. The same arguments give
+    the same bits.
     """
     if dtype not in DTYPES:
         raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -59,10 +59,11 @@ def random_layer(
 
 
 def target_shares(experts: int, top_k: int, skew: float) -> np.ndarray:
-    """float64 [E], descending: the share of tokens that choose the expert of popularity rank 1..E; sum K."""
+    """float64 [E], descending: the share of tokens that choose the expert of popularity rank 1..E. The shares add up to
+    K."""
     law = np.arange(1, experts + 1, dtype=np.float64) ** -skew
-    # A token chooses an expert once at most: who would get more than every token gets every token, and the
-    # law's proportions hold among the rest.
+    # A token chooses an expert at most once. So an expert that would get more than every token gets every token, and
+    # the law's proportions hold among the rest.
     full = 0
     while full < top_k and law[full] * (top_k - full) > law[full:].sum():
         full += 1
@@ -76,9 +77,9 @@ def router_and_tokens(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Router [E, H] and hidden states [tokens, H] whose routing has the target shares.
 
-    Every hidden state has the same component along one direction of +-1 signs, and the rest of it is random
-    and orthogonal to that. A router row's component along the direction is then a constant added to the
-    expert's logits: a bias per expert, by means of weights alone.
+    Every hidden state has the same component along one direction, a vector of +-1 signs; the rest of it is random and
+    orthogonal to this direction. So a router row's component along the direction adds a constant to the expert's
+    logits: a bias for each expert, made by weights alone.
 
     Raises `InvalidArgument` for a skew outside [0, MAX_SKEW].
     """
@@ -99,8 +100,8 @@ def router_and_tokens(
 def _fit_bias(logits: np.ndarray, target: np.ndarray, top_k: int) -> np.ndarray:
     """float32 [E]: what to add to `logits` [T, E] so that a share target[e] of the tokens chooses expert e.
 
-    The logits are about normal, so a share translates to a bias through the normal quantile (probit); a few
-    corrections by the difference of the quantiles, wanted minus seen, make up for what that neglects.
+    The logits are about normal, so a share translates to a bias through the normal quantile (probit). This neglects
+    something; a few corrections by the difference of the quantiles, wanted minus seen, make up for it.
     """
     tokens, experts = logits.shape
     wanted = _probit(target, tokens)
@@ -116,7 +117,7 @@ def _fit_bias(logits: np.ndarray, target: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def _probit(shares: np.ndarray, tokens: int) -> np.ndarray:
-    """The normal quantile of shares, kept half a token away from none and all."""
+    """The normal quantile of shares, which are kept half a token away from none and from all."""
     margin = 0.5 / max(tokens, 1)
     quantile = NormalDist().inv_cdf
     return np.array([quantile(share) for share in np.clip(shares, margin, 1 - margin)])

@@ -13,13 +13,13 @@ class ModelShape:
     """The sizes of one MoE layer of a published model."""
 
     name: str
-    """As `find` takes it: lower case."""
+    """The name that `find` takes, in lower case."""
     hidden: int
     """H."""
     intermediate: int
     """I, of one routed expert."""
     experts: int
-    """E, routed experts only."""
+    """E, the number of routed experts."""
     top_k: int
     """K."""
     activation: str = "swiglu"
@@ -27,9 +27,9 @@ class ModelShape:
     renormalize: bool = True
     """Whether a token's K weights are scaled to sum to one."""
     shared: str = ""
-    """The dense experts that the model adds for every token; not part of the layers made here."""
+    """The dense experts that the model adds for every token. The layers made here do not have them."""
     differs: str = ""
-    """What the model does besides or instead of softmax, top-k and the activation; not emulated."""
+    """What the model does besides or instead of softmax, top-k and the activation. It is not emulated."""
 
     @property
     def weights(self) -> int:
@@ -68,12 +68,12 @@ MODELS = (
     ModelShape("llama-4-scout", 5120, 8192, 16, 1, shared="1, I=8192", differs=_LLAMA4),
     ModelShape("llama-4-maverick", 5120, 8192, 128, 1, shared="1, I=8192", differs=_LLAMA4),
 )
-"""Published shapes; all but ``flashmoe-paper`` (the source paper's benchmark) and ``qwen2-moe`` (a common
-benchmark with Qwen1.5-MoE's sizes and 64 experts) are those of a model one can download."""
+"""Published shapes. All are those of a model that one can download, except ``flashmoe-paper`` (the source paper's
+benchmark) and ``qwen2-moe`` (a common benchmark with Qwen1.5-MoE's sizes and 64 experts)."""
 
 
 def find(name: str) -> ModelShape:
-    """The shape of that name, upper or lower case. Raises `InvalidArgument` with the names there are."""
+    """The shape of that name, in upper or lower case. Raises `InvalidArgument`, which lists the known names."""
     for shape in MODELS:
         if shape.name == name.lower():
             return shape
@@ -82,9 +82,9 @@ def find(name: str) -> ModelShape:
 
 
 def scaled(shape: ModelShape, scale: float) -> ModelShape:
-    """`shape` with H and I times `scale`, to the nearest multiple of 8 and at least 8; E and K as they are.
+    """`shape` with H and I times `scale`, to the nearest multiple of 8 and at least 8. E and K do not change.
 
-    Routing and its imbalance stay those of the full model while the arithmetic shrinks with the square.
+    Routing and its imbalance stay those of the full model, while the arithmetic shrinks with the square of `scale`.
     """
     if not 0 < scale <= 1:
         raise InvalidArgument(f"scale: expected 0 < scale <= 1, got {scale}")

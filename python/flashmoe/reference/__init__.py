@@ -1,8 +1,8 @@
 """The definition of the operator, in float64: what every engine must compute, and nothing about how.
 
-It shares no code with the engines: numpy, one plain loop over the experts, all experts' weights in one place.
-`forward` has the layer, `backward` its gradients, `routing`, `activations` and `quantised` what they are made of. How
-far an engine may be off is another matter, see `flashmoe.tolerance`.
+The reference shares no code with the engines: numpy, one plain loop over the experts, all experts' weights in one
+place. `forward` has the layer, `backward` its gradients. `routing`, `activations` and `quantised` are the parts of
+both. `flashmoe.tolerance` says how far an engine may be off.
 """
 
 from .activations import activate, activate_backward

@@ -11,7 +11,7 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 def _gelu(z: np.ndarray) -> np.ndarray:
-    return 0.5 * z * _erfc(-z / math.sqrt(2.0))  # = z (1 + erf(z / sqrt 2)) / 2, without its cancellation
+    return 0.5 * z * _erfc(-z / math.sqrt(2.0))  # = z (1 + erf(z / sqrt 2)) / 2, without the cancellation
 
 
 def _gelu_slope(z: np.ndarray) -> np.ndarray:
@@ -31,7 +31,7 @@ def _silu_slope(z: np.ndarray) -> np.ndarray:
 
 def _gelu_tanh(z: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
-        return z / (1.0 + np.exp(-_twice_the_argument(z)))  # = z (1 + tanh(..)) / 2, without its cancellation
+        return z / (1.0 + np.exp(-_twice_the_argument(z)))  # = z (1 + tanh(..)) / 2, without the cancellation
 
 
 def _gelu_tanh_slope(z: np.ndarray) -> np.ndarray:
@@ -41,7 +41,7 @@ def _gelu_tanh_slope(z: np.ndarray) -> np.ndarray:
 
 
 def _twice_the_argument(z: np.ndarray) -> np.ndarray:
-    """Of tanh."""
+    """Twice the argument of tanh."""
     return math.sqrt(8.0 / math.pi) * (z + 0.044715 * z**3)
 
 
@@ -53,10 +53,10 @@ _PLAIN: dict[str, tuple[Function, Function]] = {
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
     "silu": (_silu, _silu_slope),
 }
-"""Without a gate, each with its derivative."""
+"""Activations without a gate, each with its derivative."""
 
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "clamped_swiglu": "silu"}
-"""With a gate, and what is done with this."""
+"""Activations with a gate, each with the function that is applied to the gate."""
 
 
 def activate(
@@ -68,8 +68,8 @@ def activate(
     alpha: float = 1.0,
     up_offset: float = 0.0,
 ) -> np.ndarray:
-    """The activation of pre-activations z [..., I], or [..., 2I] with a gate: gates, then ups, or in turn if
-    `interleaved`. `limit`, `alpha` and `up_offset` are of ``clamped_swiglu``. float64."""
+    """The activation of pre-activations z [..., I], or [..., 2I] with a gate: gates first and then ups, or alternating
+    if `interleaved`. `limit`, `alpha` and `up_offset` belong to ``clamped_swiglu``. float64."""
     if activation in _PLAIN:
         return _PLAIN[activation][0](z)
     if activation not in GATED:
@@ -92,8 +92,8 @@ def activate_backward(
     alpha: float = 1.0,
     up_offset: float = 0.0,
 ) -> np.ndarray:
-    """The gradient of z [..., I or 2I], for that of ``activate(z)``, [..., I]. Where there is no derivative: 0 of relu
-    at 0, that of the inside at a limit. float64."""
+    """The gradient of z [..., I or 2I], from that of ``activate(z)``, [..., I]. Where there is no derivative: 0 for
+    relu at 0, and at a limit the derivative from inside. float64."""
     if activation in _PLAIN:
         return grad * _PLAIN[activation][1](z)
     function, slope_of = _PLAIN[GATED[activation]]

@@ -1,4 +1,4 @@
-"""The layer's gradients, written out by hand: of what `moe_reference` computes, by the chain rule."""
+"""The layer's gradients, written out by hand: the chain rule for what `moe_reference` computes."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def moe_gradients(
     shared_gate: np.ndarray | None = None,
     logits_grad: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """The gradients of one rank's call, for `grad` [T, H], that of y, and `logits_grad` [T, E], what router_logits has
-    besides: float64, by the names of the arguments that have one and are given, each of its argument's shape.
+    """The gradients of one rank's call: float64, by the names of the arguments that have a gradient and are given, each
+    with the shape of its argument. `grad` [T, H] is the gradient of y. `logits_grad` [T, E] is an additional gradient
+    of router_logits.
 
-    The arguments are `moe_reference`'s, but that there are no scales. Of R ranks each has its own part of the weights'
-    gradients; these add up. Nothing is said of which experts a token has: neither choice nor drop has a derivative, and
-    with `round_logits` rounding is taken for what it is nearly, the identity.
+    The arguments are those of `moe_reference`, without scales. Each of R ranks has its own part of the weights'
+    gradients; the parts add up. Which experts a token has is taken as fixed: neither choice nor drop has a derivative.
+    With `round_logits`, rounding is taken for the identity, which it nearly is.
     """
     x, logits = np.asarray(x), None
     rule = {"renormalize": renormalize, "score": score, "routed_scale": routed_scale}
@@ -104,7 +105,8 @@ def _experts(
     activation: str,
     shape: dict[str, Any],
 ) -> dict[str, np.ndarray]:
-    """Of x as far as experts lead there, the experts' tensors, and the weights of the choices."""
+    """The gradients of x (as far as they come through the experts), of the experts' tensors, and of the weights of
+    choices."""
     found = {
         "x": np.zeros(x.shape),
         "gate_up_proj": np.zeros(up.shape),
@@ -138,7 +140,8 @@ def _experts(
 def of_logits(
     logits: np.ndarray, ids: np.ndarray, of_weights: np.ndarray, *, renormalize: bool, score: str, routed_scale: float
 ) -> np.ndarray:
-    """[T, E]: of the logits, for that of the weights of the chosen experts `ids`, all of which share in their sum."""
+    """[T, E]: the gradients of logits, from those of the weights of the chosen experts `ids`, all of which count in the
+    weights' sum."""
     g = scores(logits, score)
     chosen = np.take_along_axis(g, ids, axis=1)
     of_chosen = routed_scale * of_weights
@@ -162,7 +165,8 @@ def _shared(
     shape: dict[str, Any],
     of_x: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Of the shared expert's tensors; what leads to x through it is added to `of_x`."""
+    """The gradients of the shared expert's tensors. The part of x's gradient that comes through the shared expert is
+    added to `of_x`."""
     weight = np.ones((len(x), 1)) if gate is None else scores(x @ np.asarray(gate, np.float64).T, "sigmoid")
     z = x @ up.T
     a = activate(z, activation, **shape)

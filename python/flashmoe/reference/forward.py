@@ -20,14 +20,14 @@ class ReferenceResult:
     y: np.ndarray
     """float64 [T, H]."""
     topk_ids: np.ndarray
-    """int64 [T, K]: the experts chosen, -1 where the capacity dropped the pair, or there is none."""
+    """int64 [T, K]: the experts chosen; -1 where the capacity dropped the pair, or there is none."""
     topk_weights: np.ndarray
-    """float64 [T, K]: the weights of the pairs, of dropped ones too."""
+    """float64 [T, K]: the weights of the pairs, including dropped ones."""
     dropped: int
     """(token, k) pairs dropped."""
     scale: float
-    """Root of the sum, over all pairs, of the squared norm of the pair's term in y. Terms may cancel in y; an
-    engine's error is relative to the terms, hence to this (see `flashmoe.tolerance`)."""
+    """Root of the sum, over all pairs, of the squared norm of the pair's term in y. Terms may cancel in y. An engine's
+    error is relative to the terms, and so to this scale (see `flashmoe.tolerance`)."""
 
 
 def moe_reference(
@@ -64,15 +64,15 @@ def moe_reference(
 ) -> ReferenceResult:
     """Mixture of experts for the tokens of one rank, x [T, H], with the weights of all E experts.
 
-    Routing, unless ``topk_ids`` and ``topk_weights`` [T, K] are given; l, g over all E experts::
+    Routing, unless ``topk_ids`` and ``topk_weights`` [T, K] are given; l and g are over all E experts::
 
         l[t] = router @ x[t] + router_bias                  g[t] = softmax(l[t])
         S[t] = the top_k experts of largest l[t]; of equal ones the lower ids
         w[t,e] = g[t,e] / C[t],  C[t] = sum of g[t,e] over S[t]     (renormalize; otherwise C[t] = 1)
 
-    ``score="sigmoid"`` has g[t,e] = 1 / (1 + exp(-l[t,e])) and C[t] + 1e-20. `choice_values` has what `choice_bias` and
-    groups do to S; with `round_logits` l is rounded to x's type; `routed_scale` multiplies w. Where `no_choice` can be
-    made y[t] is NaN. Given ids of -1 are no experts.
+    With ``score="sigmoid"`` g[t,e] is 1 / (1 + exp(-l[t,e])), and 1e-20 is added to C[t]. `choice_values` says how
+    `choice_bias` and groups change S. `round_logits`: l is rounded to x's type. `routed_scale` multiplies w. For tokens
+    of `no_choice` y[t] is NaN. Given ids of -1 are no experts.
 
     Experts and combination (``act`` by element; swiglu: silu of the first I rows times the last I rows)::
 
@@ -85,17 +85,17 @@ def moe_reference(
     A shared expert (DeepSeekMoE, section 3.2) adds ``sigmoid(shared_gate @ x[t])`` (or 1) times its FFN of x.
 
     With `scales` (gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale, x_scale) weights are what
-    `dequantised` says of them. Of e4m3, not of e2m1, the experts' operands are quantised, too: x, unless it comes with
-    `x_scale`, and what ``act`` gives, both by rows (`quantised_rows`). The router sees x as it is given.
+    `dequantised` makes of them. With weights in e4m3, but not in e2m1, the experts' operands are quantised, too: x,
+    unless it comes with `x_scale`, and the result of ``act``, both by rows (`quantised_rows`). The router sees x as it
+    is given.
 
-    These are equations 5.1 (the expert), 5.2 (C) and 5.3 (the weighted sum) of the FlashDMoE thesis. The
-    capacity is that of GShard (Lepikhin et al., 2020, algorithm 1): with ``capacity_factor`` c, an expert
-    accepts the first ceil(c T K / E) of this rank's tokens that chose it, in token order. The terms of the
-    others are left out of the sum; the weights that remain stay as they are.
+    These are equations 5.1 (the expert), 5.2 (C) and 5.3 (the weighted sum) of the FlashDMoE thesis. The capacity is
+    that of GShard (Lepikhin et al., 2020, algorithm 1): with ``capacity_factor`` c, an expert takes the first ceil(c T
+    K / E) of this rank's tokens that chose it, in token order. Terms of other tokens are left out of the sum; the other
+    weights stay as they are.
 
-    Shapes: gate_up_proj [E, 2I, H] with a gate, else [E, I, H]; down_proj [E, H, I]; router [E, H];
-    router_bias [E]; gate_up_bias [E, 2I or I]; down_bias [E, H]. Any float dtype; all of it is computed in
-    float64.
+    Shapes: gate_up_proj [E, 2I, H] with a gate, else [E, I, H]; down_proj [E, H, I]; router [E, H]; router_bias [E];
+    gate_up_bias [E, 2I or I]; down_bias [E, H]. Any float dtype; everything is computed in float64.
     """
     x = np.asarray(x)
     if topk_ids is None:
@@ -143,8 +143,7 @@ def _numbers(
     shared_down_scale: np.ndarray | None = None,
     x_scale: np.ndarray | None = None,
 ) -> list[Any]:
-    """What the experts see of x, and the four matrices as they are not transposed, in float64; None where there is
-    none."""
+    """What the experts see of x, and the four matrices, not transposed, in float64; None for what is not given."""
     rows, *matrices = (None if each is None else np.asarray(each, np.float64) for each in tensors)
     if gate_up_scale is not None:
         x, *given = tensors
@@ -161,18 +160,18 @@ def _bias(bias: np.ndarray | None, expert: int) -> np.ndarray | float:
 
 
 def _intermediate(z: np.ndarray, activation: str, quantised: bool, **shape: Any) -> np.ndarray:
-    """What the second product sees of pre-activations."""
+    """What the second product gets from these pre-activations."""
     a = activate(z, activation, **shape)
     return quantised_rows(a) if quantised else a
 
 
 def _shared_weights(x: np.ndarray, gate: np.ndarray | None) -> np.ndarray:
-    """[T, 1]: of the shared expert."""
+    """[T, 1]: the weights of the shared expert."""
     return np.ones((len(x), 1)) if gate is None else scores(x @ np.asarray(gate, np.float64).T, "sigmoid")
 
 
 def computed_choices(ids: np.ndarray, capacity_factor: float | None, experts: int) -> np.ndarray:
-    """`ids` with -1 for what a capacity drops."""
+    """`ids` with -1 for choices that a capacity drops."""
     if capacity_factor is None:
         return ids
     capacity = max(1, math.ceil(capacity_factor * ids.size / experts))  # the product may be too small for a float

@@ -1,7 +1,7 @@
-"""Quantised weights and rows: what they stand for, in float64, and how rows are quantised.
+"""Quantised weights and rows: the numbers they stand for, in float64, and how rows are quantised.
 
-e4m3 and e2m1 are here lists of their numbers: what rounds to which of them is looked up, by no conversion of a library.
-Matrices of bytes are of e2m1 in blocks of 32, as the OCP Microscaling Formats have them, others of e4m3.
+Here e4m3 and e2m1 are lists of their numbers. Rounding looks the nearest number up in the list, and uses no library's
+conversion. Matrices of bytes are e2m1 in blocks of 32, by the OCP Microscaling Formats; others are e4m3.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ _E8M0 = np.append(2.0 ** np.arange(-127.0, 128.0), np.nan)
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """The nearest numbers of e4m3, of two the one with an even fraction; 448 for all beyond. float64."""
+    """The nearest numbers of e4m3; of two equally near, the one with an even fraction; 448 for everything beyond.
+    float64."""
     magnitude = np.abs(np.asarray(values, np.float64))
-    below = np.searchsorted(_MIDDLES, magnitude, side="left")  # of a middle: the number below it
+    below = np.searchsorted(_MIDDLES, magnitude, side="left")  # for a midpoint: the number below it
     tied = (below < len(_MIDDLES)) & (magnitude == _MIDDLES[np.minimum(below, len(_MIDDLES) - 1)])
     nearest = _NUMBERS[below + (tied & (below % 2 == 1))]
     return np.where(np.isnan(magnitude), np.nan, np.copysign(nearest, values))
 
 
 def row_scales(rows: np.ndarray) -> np.ndarray:
-    """[T, ceil(n / 128)]: of rows [T, n], in their type, float32 or float64."""
+    """[T, ceil(n / 128)]: the scales of rows [T, n], in the rows' type, float32 or float64."""
     blocks = _in_blocks(rows)
     return np.maximum(np.abs(blocks).max(axis=-1) / rows.dtype.type(448.0), rows.dtype.type(LEAST_SCALE))
 
 
 def quantised_rows(rows: np.ndarray) -> np.ndarray:
-    """What rows [T, n] are once they are quantised, in float64. Of float32 rows, bit for bit what any engine must make
-    of them, in float32; of float64 ones, what that approximates."""
+    """The numbers of rows [T, n] after they are quantised, in float64. For float32 rows every engine must make exactly
+    these, in float32, bit for bit. For float64 rows they are what engines approximate."""
     scale = row_scales(rows)
     scaled = _in_blocks(rows) * (rows.dtype.type(1.0) / scale)[..., None]
     numbers = rounded(scaled) * np.asarray(scale, np.float64)[..., None]
@@ -51,27 +52,27 @@ def quantised_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def scaled_rows(elements: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """What quantised rows [T, n] with scales [T, ceil(n / 128)] stand for."""
+    """The numbers that quantised rows [T, n] with scales [T, ceil(n / 128)] stand for."""
     return elements.astype(np.float64) * np.asarray(scale, np.float64)[:, np.arange(elements.shape[1]) // BLOCK]
 
 
 def rows_are_quantised(matrices: np.ndarray) -> bool:
-    """Whether matrices with scales are of a type whose rows are quantised, too: not of e2m1."""
+    """Whether rows are quantised, too, beside matrices of this type: not beside e2m1."""
     return matrices.dtype != np.uint8
 
 
 def unpacked(blocks: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """What weights of e2m1 [..., n / 32, 16] uint8, with scales [..., n / 32] of e8m0, stand for: [..., n]. A byte has
-    two, the first in its low bits."""
+    """The numbers [..., n] that weights in e2m1 [..., n / 32, 16] uint8, with scales [..., n / 32] in e8m0, stand for.
+    A byte has two elements, the first in its low bits."""
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
     numbers = _E2M1[codes] * _E8M0[scale][..., None]
     return numbers.reshape(*blocks.shape[:-2], -1)
 
 
 def dequantised(elements: np.ndarray, scale: np.ndarray, halves: int = 1) -> np.ndarray:
-    """What weights [..., rows, columns] stand for, with a scale for each block [..., blocks, blocks], row [..., rows,
-    1] or [..., rows], or matrix [..., 1, 1] or [...]. `halves`: 2 where gate rows and up rows have blocks of their
-    own. Of e2m1 as `unpacked` has it."""
+    """The numbers that weights [..., rows, columns] stand for, with a scale for each block [..., blocks, blocks], row
+    [..., rows, 1] or [..., rows], or matrix [..., 1, 1] or [...]. `halves`: 2 where gate rows and up rows have blocks
+    of their own. For e2m1 see `unpacked`."""
     if not rows_are_quantised(elements):
         return unpacked(elements, scale)
     *lead, rows, columns = elements.shape
@@ -80,12 +81,12 @@ def dequantised(elements: np.ndarray, scale: np.ndarray, halves: int = 1) -> np.
     half = rows // halves
     row, column = np.arange(rows), np.arange(columns) // BLOCK
     block = row // half * -(-half // BLOCK) + row % half // BLOCK
-    if scale.shape[-2:] != (block[-1] + 1, column[-1] + 1):  # not of blocks
+    if scale.shape[-2:] != (block[-1] + 1, column[-1] + 1):  # scales of rows or of the matrix
         block, column = (row if scale.shape[-2] == rows else np.zeros_like(row)), np.zeros_like(column)
     return elements.astype(np.float64) * scale[..., block[:, None], column]
 
 
 def _in_blocks(rows: np.ndarray) -> np.ndarray:
-    """[T, ceil(n / 128), 128], with zeros at the end."""
+    """Rows as [T, ceil(n / 128), 128], with zeros at the end."""
     count = -(-rows.shape[1] // BLOCK)
     return np.pad(rows, ((0, 0), (0, count * BLOCK - rows.shape[1]))).reshape(len(rows), count, BLOCK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 LEAST_SUM = 1e-20
-"""What is added to the sum of sigmoids that divides them."""
+"""What is added to the sum of sigmoids before it divides them."""
 
 
 def router_logits(x: np.ndarray, router: np.ndarray, router_bias: np.ndarray | None = None) -> np.ndarray:
@@ -15,7 +15,7 @@ def router_logits(x: np.ndarray, router: np.ndarray, router_bias: np.ndarray | N
 
 
 def scores(logits: np.ndarray, score: str = "softmax") -> np.ndarray:
-    """float64 [T, E]: the softmax of logits [T, E] over all E, or the sigmoid of each."""
+    """float64 [T, E]: the softmax of logits [T, E] over all E experts, or the sigmoid of each logit."""
     if score == "sigmoid":
         return 1.0 / (1.0 + np.exp(-logits))
     exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -30,14 +30,14 @@ def choice_values(
     groups: int = 1,
     top_groups: int | None = None,
 ) -> np.ndarray:
-    """float64 [T, E]: by what experts are chosen. That is their logits, or where there are groups or a bias of the
-    choice, their scores and that bias; -inf outside of the best groups, and where a logit is -inf."""
+    """float64 [T, E]: the values by which experts are chosen. These are their logits; with groups or `choice_bias`
+    these are their scores plus that bias. They are -inf outside of the best groups, and where a logit is -inf."""
     if groups == 1 and choice_bias is None:
         return logits
     values = scores(logits, score) + (0.0 if choice_bias is None else np.asarray(choice_bias, np.float64))
     values = np.where(np.isneginf(logits), -np.inf, values)
     by_group = values.reshape(len(values), groups, values.shape[1] // groups)
-    of_group = np.sort(by_group, axis=2)[:, :, -2:].sum(axis=2)  # the two best of each
+    of_group = np.sort(by_group, axis=2)[:, :, -2:].sum(axis=2)  # the two best of each group
     best = choose(of_group, groups if top_groups is None else top_groups)
     kept = np.zeros(of_group.shape, bool)
     np.put_along_axis(kept, best, True, axis=1)
@@ -45,8 +45,8 @@ def choice_values(
 
 
 def no_choice(logits: np.ndarray, choice_bias: np.ndarray | None = None) -> np.ndarray:
-    """bool [T]: the tokens of which no choice can be made by their logits [T, E]: one, or a bias of the choice, is NaN
-    or +inf, or all logits are -inf."""
+    """bool [T]: the tokens for which no choice can be made from their logits [T, E]: a logit, or an element of
+    `choice_bias`, is NaN or +inf, or all logits are -inf."""
     bad = ~(logits < np.inf).all(axis=1) | np.isneginf(logits).all(axis=1)
     if choice_bias is not None:
         bad |= ~(np.asarray(choice_bias) < np.inf).all()
@@ -54,14 +54,15 @@ def no_choice(logits: np.ndarray, choice_bias: np.ndarray | None = None) -> np.n
 
 
 def choose(values: np.ndarray, top_k: int) -> np.ndarray:
-    """ids [T, K] of the top_k experts by `values` [T, E], such as logits; of equal ones the lower ids."""
+    """ids [T, K] of the top_k experts by `values` [T, E], such as logits; of equal values the lower ids."""
     return np.argsort(-values, axis=1, kind="stable")[:, :top_k]
 
 
 def weigh(
     logits: np.ndarray, ids: np.ndarray, renormalize: bool = True, *, score: str = "softmax", routed_scale: float = 1.0
 ) -> np.ndarray:
-    """Scores of logits [T, E] at ids [T, K], divided by their sum over these if `renormalize`, times `routed_scale`."""
+    """Scores of logits [T, E] at ids [T, K], divided by their sum over these ids if `renormalize`, times
+    `routed_scale`."""
     if score == "sigmoid":
         chosen = np.take_along_axis(scores(logits, score), ids, axis=1)
         return routed_scale * chosen / ((chosen.sum(axis=1, keepdims=True) + LEAST_SUM) if renormalize else 1.0)
@@ -84,12 +85,12 @@ def route(
     groups: int,
     top_groups: int | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits [T, E], and ids and weights [T, K], of tokens x [T, H] as the layer is given them; of a token without a
-    choice (`no_choice`) ids of -1 and weights of NaN."""
+    """Logits [T, E], and ids and weights [T, K], for tokens x [T, H] as the layer is given them. A token without a
+    choice (`no_choice`) has ids of -1 and weights of NaN."""
     logits = router_logits(x, router, router_bias)
     if round_logits:
         logits = logits.astype(x.dtype).astype(np.float64)
-    with np.errstate(invalid="ignore"):  # of NaN and infinities
+    with np.errstate(invalid="ignore"):  # NaN and infinities are handled below
         by = choice_values(logits, score=score, choice_bias=choice_bias, groups=groups, top_groups=top_groups)
         ids = choose(by, top_k)
         weights = weigh(logits, ids, renormalize, score=score, routed_scale=routed_scale)
@@ -115,8 +116,8 @@ def _is_topk(logits: np.ndarray, ids: np.ndarray, slack: float) -> bool:
     kept = ids[ids != -1]
     if len(np.unique(kept)) < len(kept) or not ((kept >= 0) & (kept < len(logits))).all():
         return False
-    left_out = np.setdiff1d(np.argsort(-logits, kind="stable"), kept, assume_unique=True)  # in that order
-    order = np.concatenate([kept, left_out[len(ids) - len(kept) :][:1]])  # a -1 was the largest of them
+    left_out = np.setdiff1d(np.argsort(-logits, kind="stable"), kept, assume_unique=True)  # by descending logit
+    order = np.concatenate([kept, left_out[len(ids) - len(kept) :][:1]])  # a -1 may stand for the largest of these
     values = logits[order]
     largest_after = np.maximum.accumulate(values[::-1])[::-1][1:]
     if slack == 0.0:

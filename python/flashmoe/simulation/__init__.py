@@ -1,4 +1,4 @@
-"""A call of the layer in simulated time: the actors that run on GPUs, on a virtual clock (docs/simulation.md)."""
+"""A call of the layer in simulated time: the actors that also run on GPUs, on a virtual clock (docs/simulation.md)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ MOST_TOKENS = 65536
 
 @dataclass(frozen=True)
 class Simulated:
-    """One call, of the slowest rank where ranks differ; times in microseconds, bytes of a rank on average."""
+    """One simulated call. Where ranks differ, times are the slowest rank's, in microseconds; bytes are a rank's on
+    average."""
 
     machines: int
     gpus: int
-    """Of a machine."""
+    """GPUs of a machine."""
     tokens: int
-    """Of a rank."""
+    """Tokens of a rank."""
     call_us: float
     exposed_us: float
-    """How much sooner it would be over if links took no time: communication that nothing hides."""
+    """How much sooner the call would be over if links took no time: the communication that nothing hides."""
     first_task_us: float
     last_task_us: float
-    """From the call's begin to the first task's, and to the last one's end."""
+    """From the call's begin to the begin of the first task, and to the end of the last one."""
     busy_us: float
-    """That a GPU's thread blocks have tasks, on average."""
+    """How long a GPU's thread blocks have tasks, on average."""
     nvlink_bytes: int
     nic_bytes: int
     nic_messages: int
@@ -47,9 +48,9 @@ def simulate(
 ) -> Simulated:
     """Simulate one call of a layer of this shape, bfloat16, of `tokens` tokens on each of `machines` x `gpus` GPUs.
 
-    `nic_gb_s` is what a GPU's network interface carries each way, in GB/s. Tokens choose experts evenly, by `seed`.
-    `folded`: of several machines, which then choose alike, only the first one's ranks are simulated (the default);
-    False: all ranks. Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
+    `nic_gb_s` is what a GPU's network interface carries each way, in GB/s. Tokens choose experts evenly, drawn by
+    `seed`. Several machines choose alike; of these only the first machine's ranks are simulated, unless `folded` is
+    False. Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
     """
     for name, value, most in (
         ("tokens", tokens, MOST_TOKENS),

@@ -1,4 +1,4 @@
-"""What the simulation is given: times that were measured on one GPU, and what links carry.
+"""The inputs of the simulation: times that were measured on one GPU, and what links carry.
 
 Nothing here is fitted to a call of several GPUs. ``task_times.json`` beside this file is
 ``benchmarks/results/task_times/h100x1.json`` (``benchmarks/task_times.py``: traces of one H100).
@@ -17,72 +17,75 @@ from ..spec import GATED
 
 ELEMENT_BYTES = 2
 STAGE_BYTES = 128
-"""Of a row of either operand in a stage of the pipeline (kRowBytes, sm90/geometry.h)."""
+"""Bytes of a row of either operand in a stage of the pipeline (kRowBytes, sm90/geometry.h)."""
 FULL_ROWS = 256
 
 GPU = {
-    # Words and warps. A GPU's words between two blocks of a GPU take 0.6 us one way, of which half is the
-    # store's and half the load's that finds them; to a peer 1.4; an atomic's answer 0.6 (docs/protocol.md).
+    # Words and warps. A word between two blocks of one GPU takes 0.6 us one way; the store takes half of it, and the
+    # load that finds the word the other half. To a peer it takes 1.4 us. An atomic's answer takes 0.6 us
+    # (docs/protocol.md).
     "load_us": 0.3,
     "store_us": 0.3,
     "atomic_us": 0.6,
     "peer_store_us": 1.1,
-    # Instructions between two meetings of a warp: the scheduler publishes 32 tasks in 0.32 us, in which it meets eight
-    # times (docs/measured.md, the protocol alone).
+    # Instructions between two meetings of a warp: the scheduler publishes 32 tasks in 0.32 us, and meets eight times in
+    # that time (docs/measured.md, the protocol alone).
     "meeting_us": 0.04,
-    # Code that runs for the first time in a call (docs/measured.md, before the first task): a former's 10 us, the first
-    # band's 6, a clerk's 4, then 3 until data is there. Altogether 28 to 34 us from packets to the first task, in
-    # task_times.json.
+    # Code that runs for the first time in a call (docs/measured.md, before the first task): 10 us for a former, 6 for
+    # the first band, 4 for a clerk, then 3 until data is there. Altogether it takes 28 to 34 us from packets to the
+    # first task, in task_times.json.
     "first_former_us": 10.0,
     "first_os_us": 6.0,
     "first_task_us": 4.0,
     "fill_us": 3.0,
-    # From choices to the own packet's signal (docs/measured.md; task_times.json: 8 to 10 from gate to packets).
+    # From choices to the signal of the rank's own packet (docs/measured.md; task_times.json: 8 to 10 from gate to
+    # packets).
     "packets_us": 9.0,
-    # Of the final sums of one H100: 302 MB of rows read and results written in the 115 us behind the last task of
-    # Qwen3's layer, and the pieces of two rows (task_times.json).
+    # The final sums of one H100: 302 MB of rows read and results written in the 115 us after the last task of Qwen3's
+    # layer, and the pieces of two rows (task_times.json).
     "memory_gb_s": 2600.0,
     "sum_piece_us": 2.7,
-    # The same while the block computes (docs/measured.md, several H200s).
+    # The same sums while the block computes (docs/measured.md, several H200s).
     "sum_beside_tasks_us": 26.0,
-    # A launch and its end: a call of 1024 tokens, as it is timed, less its trace's span (task_times.json).
+    # A launch and its end: the time of a call of 1024 tokens, less the span of its trace (task_times.json).
     "launch_us": 3.0,
     "blocks": 132,
-    # One way between H200s over NVLink, from 8 blocks up; 347 out of each of four at once (docs/protocol.md).
+    # One way between H200s over NVLink, from 8 blocks up; 347 out of each of four H200s at once (docs/protocol.md).
     "nvlink_gb_s": 350.0,
 }
 NETWORK_US = 5.0
-"""One way to another machine. An assumption: no network has carried a call yet."""
+"""One way to another machine. This is an assumption: no network has carried a call yet."""
 
 GATE_FIRST_US, GATE_GB_S = 6.0, 2600.0
-"""The gate's first stage, and how fast it reads tokens: of Qwen3's layer 16.6 us with 1024 tokens, 27.8 with 8192
-(task_times.json)."""
+"""The time of the gate's first stage, and how fast the gate reads tokens. Qwen3's layer takes 16.6 us with 1024 tokens,
+27.8 with 8192 (task_times.json)."""
 CHOICE_US = 1.0
-"""Of each of a token's K experts, and once more: 3 us for 2 of 8, 9 for 8 of 128 (docs/measured.md)."""
+"""The time for each of a token's K experts, and once more: 3 us for 2 of 8, 9 for 8 of 128 (docs/measured.md)."""
 
 TaskTime = list[float]
-"""Product, rows of a tile, microseconds of a stage and of the epilogue."""
+"""The product, the rows of a tile, microseconds of a stage, microseconds of the epilogue."""
 
 
 @functools.cache
 def traced() -> dict[str, Any]:
-    """The traces' figures, see ``benchmarks/task_times.py``."""
+    """The figures of the traces; see ``benchmarks/task_times.py``."""
     file = resources.files(__package__).joinpath("task_times.json")
     return json.loads(file.read_text())
 
 
-# H, I and whether there is a gate, of the traced layers.
+# Of each traced layer: H, I and whether there is a gate.
 _LAYERS = {"paper-E64": (2048, 2048, False), "qwen3-30b": (2048, 768, True), "mixtral": (4096, 14336, True)}
 
 
 def stages(columns: int) -> int:
-    """Of a product that contracts over so many columns."""
+    """The stages of a product that sums over this number of columns."""
     return math.ceil(columns * ELEMENT_BYTES / STAGE_BYTES)
 
 
 def task_times(shape: ModelShape) -> list[TaskTime]:
-    """Of each product and number of rows, as the traced layer has them whose tasks are most like this one's: of GEMM 0
-    one with the same kind of epilogue, and of either the one with the nearest number of stages."""
+    """The times of each product and number of rows, from the traced layer whose tasks are most like this one's. For
+    GEMM 0 that is a layer with the same kind of epilogue; for both products, the one with the nearest number of stages.
+    """
     gated = shape.activation in GATED
     rows: list[TaskTime] = []
     for product, axis in enumerate((shape.hidden, shape.intermediate)):
@@ -99,10 +102,10 @@ def task_times(shape: ModelShape) -> list[TaskTime]:
 
 
 def product_times(name: str, product: int, contracted: int) -> list[TaskTime]:
-    """Of a traced layer's product, which contracts over so many stages.
+    """The times of a traced layer's product that sums over `contracted` stages.
 
-    The clock follows the power that calls take, and a few traced calls need not have that of the many that were timed
-    beside them in the same run: times are the traced calls', as much longer or shorter as the timed ones are.
+    The clock follows the power that calls take. A few traced calls need not have the clock of the many calls that were
+    timed beside them in the same run. So the times of traced calls are scaled by the ratio of timed to traced calls.
     """
     kind, layer = f"gemm{product}", traced()["layers"][name]
     timed = layer["routed"][0]["ms"] * 1e3 / layer["routed"][0]["call_ends"]

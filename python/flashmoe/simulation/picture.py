@@ -1,4 +1,4 @@
-"""A picture of how a layer scales over machines, as simulated."""
+"""A picture of how a layer scales over machines in the simulation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from . import Simulated
 
 
 def write_png(path: str | Path, title: str, nic_gb_s: float, calls: Sequence[Simulated]) -> None:
-    """Draw a call's time over the number of machines, what of it is exposed, and the bytes that a GPU sends."""
+    """Draw a call's time over the number of machines, the exposed part of it, and the bytes that a GPU sends."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and drawing is optional
     from matplotlib.figure import Figure
 

@@ -1,2 +1,2 @@
-"""Which order of tasks a GPU runs: the numbers that may be set (`knobs`), what measuring them has found (`profiles`),
-and the search that `flashmoe tune` measures by (`search`)."""
+"""The order of tasks on a GPU: the numbers that may be set (`knobs`), what measurements have found (`profiles`), and
+the search by which `flashmoe tune` measures (`search`)."""

@@ -17,26 +17,26 @@ class Knob:
     """A number that a profile may set."""
 
     most: int
-    """The least is 1."""
+    """The largest value; the smallest is 1."""
     tried: tuple[int, ...]
-    """By `flashmoe tune`, besides what is built in."""
+    """Values that `flashmoe tune` tries besides the built-in one."""
     alone: bool = True
-    """Whether it means something to a rank that has no peers."""
+    """Whether the number has a meaning for a rank without peers."""
 
 
 PROFILE = {
     "gemm1_lag": Knob(2**31, (66, 132, 264, 528, 1056, 2**31)),
-    "raster": Knob(32, (2, 4, 8, 16, 32)),  # kMaxRaster in order.h
+    "raster": Knob(32, (2, 4, 8, 16, 32)),  # kMaxRaster in order.h is 32
     "window": Knob(2**20, (66, 132, 264, 528, 1056)),
     "gemm1_lists": Knob(2, (1, 2), alone=False),
     "own_first": Knob(2**10, (1, 2, 4), alone=False),
     "senders": Knob(2**10, (8, 16, 24, 32, 48), alone=False),
 }
-"""What a profile may say, see `flashmoe.Context`."""
+"""The numbers that a profile may set, by name; see `flashmoe.Context`."""
 
 
 def checked_profile(profile: Mapping[str, int]) -> dict[str, int]:
-    """`profile` once its names and values are known to be a policy; raises `InvalidArgument`."""
+    """`profile`, checked to have known names and valid values. Raises `InvalidArgument`."""
     if not isinstance(profile, Mapping):
         raise InvalidArgument(f"profile: expected a mapping of names among {', '.join(PROFILE)}, got {profile!r}")
     if unknown := [name for name in profile if name not in PROFILE]:
@@ -45,8 +45,8 @@ def checked_profile(profile: Mapping[str, int]) -> dict[str, int]:
 
 
 def stored_profile(setting: profiles.Setting) -> tuple[dict[str, int], str | None]:
-    """What `flashmoe tune` has stored for contexts like this one, and the return mode. Nothing, with a warning, where
-    that cannot be used: it is a matter of speed alone."""
+    """The profile that `flashmoe tune` has stored for contexts like this one, and the return mode. If the profile
+    cannot be used, warns and returns nothing: only speed depends on it."""
     try:
         stored = profiles.lookup(setting)
         mode = stored.pop("return_mode", None)

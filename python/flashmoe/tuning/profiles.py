@@ -1,12 +1,12 @@
-"""Measured profiles: a JSON file of what `flashmoe tune` found fastest, and which of it a context takes.
+"""Measured profiles: a JSON file of what `flashmoe tune` found fastest, and the choice that a context makes from it.
 
 The file is ``$FLASHMOE_PROFILES``, else ``profiles.json`` in the folder of compiled kernels. It is replaced as a whole,
-so a reader sees it before a change or after it, and it is changed under a lock, so no writer undoes another's change.
-That no other user has written it, `storage` sees to.
+so a reader sees it before a change or after it. It is changed under a lock, so no writer undoes another's change.
+`storage` makes sure that no other user has written it.
 
-Ranks may differ in the order of their tasks, but not in the return mode. What `lookup` returns follows from the file
-and from what the ranks have in common, so ranks that read one file agree. If they do not (each has a file of its own,
-or it changes while they start), the first call fails with a `GroupError` that names the mode of each.
+Ranks may differ in the order of their tasks, but not in the return mode. `lookup` depends only on the file and on what
+the ranks have in common, so ranks that read one file agree. If they do not (each has a file of its own, or the file
+changes while they start), the first call fails with a `GroupError` that names the mode of each rank.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..storage import Folder
 
 VERSION = 1
 MOST_BYTES = 2**24
-"""Of the file: tens of thousands of profiles."""
+"""The most bytes of the file: tens of thousands of profiles."""
 LOCK_SECONDS = 60.0
-"""How long to wait for another process that changes the file, which takes milliseconds."""
+"""How long to wait for another process that changes the file. A change takes milliseconds."""
 _REMEDY = "set FLASHMOE_PROFILES to a file in a folder of your own"
 
 _log = logging.getLogger("flashmoe")
@@ -39,10 +39,10 @@ _noticed: set[str] = set()
 
 @dataclass(frozen=True)
 class Setting:
-    """What a group of contexts runs on and is made for."""
+    """What a group of contexts runs on, and what it is made for."""
 
     device: str
-    """The GPU's name, as the driver has it."""
+    """The GPU's name, as the driver gives it."""
     ranks: int
     dtype: str
     hidden: int
@@ -53,7 +53,7 @@ class Setting:
     """Most tokens of a rank."""
 
     def in_bucket(self) -> Setting:
-        """With the next power of two tokens: what profiles are stored for."""
+        """The setting with `tokens` rounded up to a power of two. Profiles are stored for such settings."""
         return replace(self, tokens=bucket(self.tokens))
 
     def __str__(self) -> str:
@@ -63,17 +63,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Record:
-    """A profile in the file, and what it was measured for."""
+    """A profile in the file, and the setting for which it was measured."""
 
     setting: Setting
-    """Its tokens are a power of two."""
+    """Its number of tokens is a power of two."""
     activation: str
     profile: dict[str, int | str]
-    """Names of ``flashmoe.tuning.knobs.PROFILE``, and ``return_mode``; what it does not name is as built in."""
+    """Values by the names of ``flashmoe.tuning.knobs.PROFILE``, and ``return_mode``. What is not named is as built
+    in."""
     milliseconds: float
-    """Of a call with the profile: the median."""
+    """The median time of a call with the profile."""
     built_in_milliseconds: float
-    """Of a call with nothing but what is built in, measured in turn with the profile."""
+    """The median time of a call with the built-in order, measured in turn with the profile."""
 
 
 def bucket(tokens: int) -> int:
@@ -82,14 +83,14 @@ def bucket(tokens: int) -> int:
 
 
 def path() -> Path:
-    """The file, which need not be there."""
+    """The path of the file, which need not exist."""
     given = os.environ.get("FLASHMOE_PROFILES")
     return Path(given) if given else jit.cache_folder() / "profiles.json"
 
 
 def read() -> list[Record]:
-    """All records, in the order in which they were stored. Raises `FlashMoEError` that names the file, if there is one
-    which cannot be read, or which others can have written."""
+    """All records, in the order in which they were stored. Raises `FlashMoEError`, which names the file, if the file
+    cannot be read, or if others can have written it."""
     file = path()
     try:
         with _folder(file, make=False) as folder:
@@ -99,9 +100,9 @@ def read() -> list[Record]:
 
 
 def store(*records: Record) -> Path:
-    """Add `records` to the file, in place of those for the same setting and activation; the file.
+    """Add `records` to the file, in place of records for the same setting and activation. Returns the file's path.
 
-    Raises `FlashMoEError` that names the file, if it cannot be read or written, or if others can write to it.
+    Raises `FlashMoEError`, which names the file, if the file cannot be read or written, or if others can write to it.
     """
     file = path()
     with _folder(file) as folder, folder.locked(f"{file.name}.lock", LOCK_SECONDS) as alone:
@@ -116,10 +117,10 @@ def store(*records: Record) -> Path:
 
 
 def lookup(setting: Setting) -> dict[str, int | str]:
-    """The profile stored for `setting`: that for its tokens, rounded up to a power of two, else, with a notice in the
-    log, for the nearest number of them, the larger of two; empty if there is none. Of several activations, which a
-    context does not know, the one that was stored last. Raises `FlashMoEError` as `read` does.
-    """
+    """The profile that is stored for `setting`, with its tokens rounded up to a power of two. If there is none, the
+    profile for the nearest number of tokens, of two the larger, with a notice in the log. Empty if there is none at
+    all. A context does not know its activation: if profiles for several are stored, the last one stored is taken.
+    Raises `FlashMoEError` as `read` does."""
     setting = setting.in_bucket()
     alike = [record for record in read() if replace(record.setting, tokens=setting.tokens) == setting]
     if not alike:

@@ -1,4 +1,5 @@
-"""The search of `flashmoe tune`: which candidates are timed, and which of them is taken. It measures nothing itself."""
+"""The search of `flashmoe tune`: which candidates are timed, and which of them is chosen. It measures nothing
+itself."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 SWEEPS = 2
-"""Most rounds over all knobs: what is best for one may depend on another."""
+"""The most rounds over all knobs: the best value of one knob may depend on another."""
 
 Candidate = dict[str, int | str]
-"""Values of knobs; what it does not name is as built in. So the empty one is all that is built in."""
+"""Values of knobs; a knob that is not named has its built-in value. So the empty candidate is the built-in one."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,18 @@ class Timing:
 
     @classmethod
     def of(cls, milliseconds: Sequence[float]) -> Timing:
-        """Of at least two calls."""
+        """The timing of at least two calls."""
         lower, median, upper = statistics.quantiles(milliseconds, n=4, method="inclusive")
         return cls(median, upper - lower)
 
     def beats(self, other: Timing) -> bool:
-        """Whether it is shorter by more than either spread."""
+        """Whether this time is shorter by more than either spread."""
         return other.median - self.median > max(self.spread, other.spread)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Candidates that were timed in turn, hence under the same clocks. The first is the built-in one."""
+    """Candidates that were timed in turn, and so at the same clocks. The first is the built-in one."""
 
     title: str
     candidates: tuple[Candidate, ...]
@@ -49,10 +50,10 @@ class Outcome:
 
     steps: tuple[Step, ...]
     best: Candidate
-    """The built-in one, unless another has beaten it in the last step."""
+    """The built-in candidate, unless another has beaten it in the last step."""
     timing: Timing
     built_in: Timing
-    """In turn with `timing`."""
+    """The built-in candidate's timing, measured in turn with `timing`."""
 
 
 Measure = Callable[[Sequence[Candidate]], Sequence[Timing]]
@@ -60,13 +61,13 @@ Measure = Callable[[Sequence[Candidate]], Sequence[Timing]]
 
 
 def search(knobs: Mapping[str, Sequence[int | str]], measure: Measure) -> Outcome:
-    """One knob after the other, the best of its values and the built-in one is taken, if it beats what was best so far;
-    until none changes, or after `SWEEPS` rounds. At last the best is timed against the built-in one once more: times
-    that have chosen it flatter it. Asks for at most `most_timings` timings.
-    """
+    """Tries one knob after the other. The best of its values (the built-in one included) is taken if it beats the best
+    candidate so far. This ends when no knob changes, or after `SWEEPS` rounds. At the end the best candidate is timed
+    against the built-in one once more, because the times that have chosen it flatter it. Asks for at most
+    `most_timings` timings."""
     best: Candidate = {}
     steps: list[Step] = []
-    settled = 0  # knobs, one after the other, for which nothing better than the best was found
+    settled = 0  # knobs in a row for which nothing better than the best was found
     for name, values in itertools.chain(*itertools.repeat(knobs.items(), SWEEPS)):
         if settled == len(knobs):
             break
@@ -83,13 +84,13 @@ def search(knobs: Mapping[str, Sequence[int | str]], measure: Measure) -> Outcom
 
 
 def most_timings(knobs: Mapping[str, Sequence[int | str]]) -> int:
-    """How many timings a search asks for at most."""
+    """The most timings that a search asks for."""
     line = 2  # the built-in candidate, and the best without this knob
     return SWEEPS * sum(line + len(values) for values in knobs.values()) + 2
 
 
 def _line(best: Candidate, name: str, values: Sequence[int | str]) -> list[Candidate]:
-    """The built-in candidate, `best`, and `best` with any other value of one knob; each once."""
+    """The built-in candidate, `best`, and `best` with each other value of one knob; each candidate once."""
     others = {key: value for key, value in best.items() if key != name}
     candidates: list[Candidate] = []
     for candidate in ({}, others, best, *({**others, name: value} for value in values)):

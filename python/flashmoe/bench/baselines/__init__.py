@@ -1,8 +1,8 @@
-"""What stands beside FlashMoE's layer: on the same inputs, in the same processes, by the same timers.
+"""Baselines beside FlashMoE's layer: on the same inputs, in the same processes, with the same timers.
 
-A baseline is a file here. It says what it needs (`NEEDS`) and makes the call [T, H] of a layer that it can do (`call`),
-computing with what `Layer` holds. Its result is checked as FlashMoE's is; one that fails has no time. `TABLE` has
-besides what could not be made here, and why.
+Each baseline is a file here. It says what it needs (`NEEDS`), and makes a call [T, H] for a layer that it can compute
+(`call`), from the tensors of `Layer`. Its result is checked as FlashMoE's is; a baseline that fails the check has no
+time. `TABLE` also lists baselines that could not be made here, and why.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MODULES = (
     *("pytorch", "pytorch_graph", "transformers_grouped", "transformers_batched"),
     *("torchtitan", "megatron", "deepspeed", "liger", "liger_cute", "vllm", "sonicmoe", "deepep"),
 )
-"""Those that there are, in the order in which they are timed."""
+"""All baselines, in the order in which they are timed."""
 
 
 def module(name: str) -> ModuleType:
-    """Which has ``NEEDS``, and ``call``."""
+    """The baseline's module, which has ``NEEDS`` and ``call``."""
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, Call], dict[str, str]]:
-    """Calls by name, each checked, and why the others are absent. All ranks agree, since all look at the same."""
+    """Calls by name, each checked, and why the others are absent. All ranks agree, since all look at the same facts."""
     calls: dict[str, Call] = {}
     absent: dict[str, str] = {}
     for name in names:
@@ -44,7 +44,7 @@ def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, 
             continue
         call, y = first
         error = layer.run.worst(layer.error(y))
-        # One rounding more than ours: of weighted rows, as they are added.
+        # They may have one rounding more than ours: that of weighted rows as they are added.
         if not error <= 2 * layer.bound:
             absent[name] = f"voided: expected an error of at most {2 * layer.bound:g}, got {error:g}"
             continue
@@ -59,11 +59,11 @@ def _first(baseline: ModuleType, layer: Layer) -> tuple[Call, Any]:
 
 
 def tried(run: Run, attempt: Callable[[], Result]) -> tuple[Result | None, str]:
-    """What another package's code returns, or None and why it does not: on all ranks, if it fails on any. A rank that
-    waits for one that has failed is killed with the point."""
+    """What another package's code returns; or None, and why it fails. If it fails on any rank, all ranks return None. A
+    rank that waits for a failed one is killed together with the point."""
     try:
         result, reason = attempt(), ""
-    except Exception as problem:  # of whatever kind: it is no fault of this run
+    except Exception as problem:  # of any type: it is no fault of this run
         said = str(problem).splitlines()
         result, reason = None, f"{type(problem).__name__}: {said[0][:200] if said else ''}"
     if run.worst(float(result is None)):
@@ -72,8 +72,8 @@ def tried(run: Run, attempt: Callable[[], Result]) -> tuple[Result | None, str]:
 
 
 def floors(layer: Layer) -> dict[str, Any]:
-    """The layer's bare GEMMs, on ready rows spread over the experts at random, and among several ranks the bare
-    exchange of a row for each (token, k), there and back."""
+    """The layer's bare GEMMs, on ready rows that are spread over the experts at random. With several ranks also the
+    bare exchange of one row for each (token, k), there and back."""
     from ..programs import program
 
     sizes, run = layer.sizes, layer.run
@@ -117,4 +117,4 @@ TABLE = (
     ("FasterMoE", "-", "absent: built from source; its API was not tried"),
     ("COMET (flux)", "-", "absent: built from source, for several GPUs; its API was not tried"),
 )
-"""What there is, and why others are absent: rows of the page."""
+"""Rows of the page: the baselines that exist, and why others are absent."""

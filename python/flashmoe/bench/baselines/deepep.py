@@ -1,8 +1,8 @@
 """DeepEP's dispatch and combine (version 1) around PyTorch's grouped GEMMs.
 
-Written by reading its source (``deep_ep/buffer.py``, ``tests/test_intranode.py``): dispatch sends a row once to each
-rank and says which of its experts the row is for; the sum over those is made here, before combine adds up ranks. It has
-not been run here: no machine of ours has had several GPUs and DeepEP at once.
+Written by reading its source (``deep_ep/buffer.py``, ``tests/test_intranode.py``). Dispatch sends a row once to each
+rank, and says for which of the rank's experts the row is. The sum over these experts is made here, before combine adds
+up ranks. It has not been run here: no machine of ours has had several GPUs and DeepEP at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def call(layer: Layer) -> Call:
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
         )
-        # [rows, K], -1 for experts of others: the pairs that are ours, by expert.
+        # chosen is [rows, K], -1 for experts of other ranks. These are this rank's pairs, by expert.
         order = torch.where(chosen < 0, own, chosen).flatten().argsort(stable=True)[: sum(counts)]
         source = order // layer.top_k
         results = experts(layer, rows[source], torch.tensor(counts, device=x.device))

@@ -1,7 +1,8 @@
-"""DeepSpeed's `MoE`: rows gathered to as many slots for each expert as the fullest has, experts one after the other.
+"""DeepSpeed's `MoE`: rows are gathered into slots, and experts run one after the other. Each expert has as many slots
+as the fullest one needs.
 
 Written by reading DeepSpeed 0.19.8 (``deepspeed/moe/layer.py``, ``sharded_moe.py``). Nothing is dropped, drawn at
-random or jittered; its experts are the caller's modules, which here are two matrix products and what is between them.
+random or jittered. Its experts are the caller's modules: here two matrix products, and the activation between them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def call(layer: Layer) -> Call:
         top2_2nd_expert_sampling=False,
     ).eval()
     gate, experts = moe.deepspeed_moe.gate, moe.deepspeed_moe.experts.deepspeed_experts
-    gate.wg.weight.data = layer.router.float()  # it multiplies in float32
+    gate.wg.weight.data = layer.router.float()  # the gate multiplies in float32
     for expert, w1, w2 in zip(experts, layer.w1, layer.w2, strict=True):
         expert.w1.data, expert.w2.data = w1, w2
 

@@ -1,8 +1,8 @@
 """LigerCute, the fused expert-parallel kernel that liger-cute-kernels carries.
 
-Written by reading liger-cute-kernels 0.8.5 and ``liger_kernel/ops/cute/ops/moe.py``. It will be the only one of a
-process that uses NVSHMEM, and so stands beside a layer of one rank alone, whose context uses none. It has not been run
-here: no machine of ours has had a GPU and this package at once.
+Written by reading liger-cute-kernels 0.8.5 and ``liger_kernel/ops/cute/ops/moe.py``. It must be the only user of
+NVSHMEM in its process. So it stands only beside a layer of a rank that is alone, whose context does not use NVSHMEM. It
+has not been run here: no machine of ours has had a GPU and this package at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .needs import Needs
 from .pytorch import route
 
 MOST = {"max_tokens": 32768, "hidden_size": 8192, "num_experts": 128, "top_k": 8}
-"""Capacities, which a process sets once."""
+"""Capacities, which a process can set only once."""
 
 
 def beyond_capacities(run: Run, sizes: Sizes) -> str | None:
@@ -46,7 +46,7 @@ def call(layer: Layer) -> Call:
     from liger_kernel.ops.cute.ops.moe import moe_fused
 
     configure(layer.run.device)
-    gate, up = layer.w1.chunk(2, 1)  # views, with a stride between experts, which it takes
+    gate, up = layer.w1.chunk(2, 1)  # views with a stride between experts, which the kernel accepts
 
     def forward(i: int) -> torch.Tensor:
         x = layer.xs[i % TURNS]

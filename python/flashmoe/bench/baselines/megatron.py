@@ -1,8 +1,8 @@
 """Megatron-Core's `MoELayer`: its all-to-all dispatcher, and experts that are computed one after the other.
 
-Written by reading megatron-core 0.19.2, of which it has made layers on one GPU; of several ranks none. With Transformer
-Engine it would group the GEMMs of experts; without, which is what is asked for here, it does not: the papers'
-Megatron-TE and Megatron-CUTLASS are others.
+Written by reading megatron-core 0.19.2, which has made layers on one GPU here, and none on several ranks. With
+Transformer Engine it would group the GEMMs of experts. Here it is asked for without, and does not group them: the
+papers' Megatron-TE and Megatron-CUTLASS are other configurations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a baseline needs of an installation, of a machine and of a layer: why it is absent where that is lacking."""
+"""What a baseline needs of an installation, a machine and a layer. A baseline is absent if something is lacking."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from ..run import Run
 
 @dataclass(frozen=True)
 class Needs:
-    """What is not said is not needed."""
+    """What a baseline needs. What is not named is not needed."""
 
     packages: tuple[str, ...] = ()
-    """As they are imported."""
+    """The packages, by the names under which they are imported."""
     gpu: bool = False
     one_rank: bool = False
     several_ranks: bool = False
     even: bool = False
-    """As many experts on all ranks."""
+    """All ranks have the same number of experts."""
     gated: bool = False
     bfloat16: bool = False
-    """On a GPU no other type; on CPUs others too."""
+    """On a GPU only this type; on CPUs others too."""
     further: Callable[[Run, Sizes], str | None] | None = None
-    """Why it cannot do a layer of which all else is as it needs it."""
+    """Why the baseline cannot compute a layer that meets all other needs; None if it can."""
 
     def lacks(self, run: Run, sizes: Sizes) -> str | None:
-        """Why it is absent, the same on all ranks; None if nothing is lacking."""
+        """Why the baseline is absent, the same on all ranks; None if nothing is lacking."""
         if reason := not_installed(*self.packages):
             return reason
         on_gpu = run.engine == "cuda"
@@ -46,14 +46,14 @@ class Needs:
         return self.further(run, sizes) if self.further else None
 
     def versions(self) -> dict[str, str]:
-        """Of its packages, by the names under which they are installed."""
+        """The versions of its packages, by the names under which they are installed."""
         of = metadata.packages_distributions()
         distributions = {name for package in self.packages for name in of.get(package.partition(".")[0], ())}
         return {name: metadata.version(name) for name in sorted(distributions)}
 
 
 def not_installed(*packages: str) -> str | None:
-    """Why a baseline of these packages is absent; None if all are there."""
+    """Why a baseline that needs these packages is absent; None if all are installed."""
     missing = [package for package in packages if not _there(package)]
     return f"{', '.join(missing)}: not installed" if missing else None
 
@@ -61,5 +61,5 @@ def not_installed(*packages: str) -> str | None:
 def _there(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of what it is a part of
+    except ModuleNotFoundError:  # the package that contains it is missing
         return False

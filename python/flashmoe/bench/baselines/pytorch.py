@@ -1,7 +1,8 @@
-"""The layer as PyTorch has it: softmax, top-k, sort, all-to-all, two grouped GEMMs, all-to-all, weighted sum; eager.
+"""The layer in plain PyTorch, eager: softmax, top-k, sort, all-to-all, two grouped GEMMs, all-to-all, weighted sum.
 
-Among several ranks the host reads how many rows go where, as collectives of uneven parts need. Its gradients are those
-of autograd; only of what PyTorch has none, an exchange of uneven parts and logits of another type, they are said here.
+Among several ranks the host reads how many rows go where, because collectives of uneven parts need this. Its gradients
+are those of autograd. Two gradients that PyTorch does not have are written here: that of an exchange of uneven parts,
+and that of logits of another type.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Splits = tuple[list[int], list[int]]
-"""Rows to each rank and from each rank."""
+"""Numbers of rows: to each rank, and from each rank."""
 
 NEEDS = Needs(even=True, bfloat16=True)
 
@@ -28,7 +29,7 @@ def call(layer: Layer) -> Call:
 
 
 def route(layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids [T, K], by float32's logits."""
+    """Weights and ids [T, K], from float32 logits."""
     import torch
 
     if x.is_cuda and x.dtype != torch.float32:
@@ -40,7 +41,7 @@ def route(layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def experts(layer: Layer, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """This rank's experts on their rows, which lie one expert's behind the other's."""
+    """The results of this rank's experts for their rows. The rows of one expert follow those of another."""
     import torch
     from torch.nn.functional import gelu, silu
 
@@ -55,7 +56,7 @@ def experts(layer: Layer, rows: torch.Tensor, counts: torch.Tensor) -> torch.Ten
 
 
 def forward(layer: Layer, x: torch.Tensor, splits: Splits | None = None) -> torch.Tensor:
-    """With `splits` (`read_splits`) the host reads nothing."""
+    """The layer's result for x. With `splits` (`read_splits`) the host reads nothing."""
     import torch
     import torch.distributed as dist
 
@@ -73,7 +74,7 @@ def forward(layer: Layer, x: torch.Tensor, splits: Splits | None = None) -> torc
         dist.all_to_all_single(theirs, counts)
         sent, received = splits or read_splits(layer, counts, theirs)
         arrived = _functions()["exchange"](rows, sent, received)
-        # By source, then expert: to be sorted by expert.
+        # The rows arrive by source, then by expert. They are sorted by expert.
         of_expert = torch.arange(len(layer.own), device=x.device).repeat(run.ranks)
         of_row = torch.repeat_interleave(of_expert, theirs, output_size=sum(received))
         by_expert = of_row.argsort(stable=True)
@@ -91,12 +92,12 @@ def read_splits(layer: Layer, counts: torch.Tensor, theirs: torch.Tensor) -> Spl
 
 @functools.cache
 def _functions() -> dict[str, Callable[..., torch.Tensor]]:
-    """Made once PyTorch is imported."""
+    """Functions with gradients of their own, made once PyTorch is imported."""
     import torch
     import torch.distributed as dist
 
     class Exchange(torch.autograd.Function):
-        """Rows to each rank, so many, for rows from each; their gradients go back."""
+        """Sends numbers of rows to each rank, and receives rows from each; the gradients go the other way."""
 
         @staticmethod
         def forward(ctx, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -113,7 +114,7 @@ def _functions() -> dict[str, Callable[..., torch.Tensor]]:
             return returned, None, None
 
     class Logits(torch.autograd.Function):
-        """In float32, of 16-bit factors."""
+        """Logits in float32, from factors of 16 bits."""
 
         @staticmethod
         def forward(ctx, x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """PyTorch's layer as a CUDA graph of one batch.
 
-Among several ranks the graph has the rows that this very batch sends to each rank: what no model could have captured,
-and so less than the layer costs.
+Among several ranks, the graph is fixed to the numbers of rows that this one batch sends to each rank. No model could
+capture such a graph, so its time is less than what the layer costs.
 """
 
 from __future__ import annotations

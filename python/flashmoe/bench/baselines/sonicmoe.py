@@ -1,8 +1,8 @@
-"""SonicMoE's layer of a given routing.
+"""SonicMoE's layer, with a given routing.
 
-Written by reading its source (``sonicmoe/functional/__init__.py``, `moe_general_routing_inputs`): token indices
-ascend, matrices are [2I, H, E] and [H, I, E] with E outermost in memory, gate and up rows in turn. It has not been run
-here: no machine of ours has had a GPU and SonicMoE at once.
+Written by reading its source (``sonicmoe/functional/__init__.py``, `moe_general_routing_inputs`): token indices ascend,
+matrices are [2I, H, E] and [H, I, E] with E outermost in memory, gate and up rows alternate. It has not been run here:
+no machine of ours has had a GPU and SonicMoE at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""torchtitan's routed experts of one rank: rows sorted, three of PyTorch's grouped GEMMs, rows added in a fixed order.
+"""torchtitan's routed experts of one rank: rows are sorted, go through three of PyTorch's grouped GEMMs, and are added
+in a fixed order.
 
 Written by reading torchtitan 0.3.0 (``torchtitan/models/common/moe.py``, ``token_dispatcher.py``). Its gate and up
-matrices are apart: views of ours, as its grouped GEMM takes them.
+matrices are separate. Here they are views of our matrix, which its grouped GEMM accepts.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from ..run import Call, Run
 from . import transformers_grouped
 
 MOST_BYTES = 4 << 30
-"""Of the copies: a matrix for each (token, k)."""
+"""The most bytes of copies: one matrix is copied for each (token, k)."""
 
 
 def too_many_copies(run: Run, sizes: Sizes) -> str | None:

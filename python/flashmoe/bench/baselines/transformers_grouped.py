@@ -15,8 +15,8 @@ def call(layer: Layer) -> Call:
 
 
 def block(layer: Layer, implementation: str) -> Call:
-    """With the layer's own weights, and its router in float32: one in bfloat16 rounds its logits, and chooses other
-    experts."""
+    """A block with the layer's own weights, and its router in float32: a router in bfloat16 rounds its logits, and
+    chooses other experts."""
     import torch
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts

@@ -1,4 +1,4 @@
-"""The suites by name, in the order in which they run: what most figures are made of first."""
+"""The suites by name, in the order in which they run: those that most figures need come first."""
 
 from __future__ import annotations
 

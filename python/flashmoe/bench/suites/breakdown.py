@@ -1,4 +1,4 @@
-"""What of a layer's time is communication, and how much of it is hidden."""
+"""How much of a layer's time is communication, and how much of that is hidden."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, **sizes: Any) -> dict[str, Any]:
-    """Beside PyTorch's layer, its GEMMs and its exchanges. ``hidden`` (GPUs, several): what travelling adds to a call,
-    over what collectives take, by benchmarks/group_overlap.py. ``phases``: processors' time by what they did."""
+    """Measures the layer beside PyTorch's layer, its GEMMs and its exchanges. ``hidden`` (several GPUs): what sending
+    rows adds to a call, over what collectives take, by benchmarks/group_overlap.py. ``phases``: the processors' time by
+    what they did."""
     of = Sizes.of(**sizes)
     with Layer(run, of) as layer:
         check = layer.checked()

@@ -1,4 +1,5 @@
-"""Calls of few tokens: how long, and how fast experts' weights are read; on one GPU by benchmarks/decode.py."""
+"""Calls of few tokens: how long they take, and how fast experts' weights are read. On one GPU by
+benchmarks/decode.py."""
 
 from __future__ import annotations
 
@@ -13,11 +14,13 @@ from ..run import Call, Run, apart, median
 from . import latency
 
 TOKENS = (1, 8, 64)
-"""Of each rank of a group."""
+"""Tokens of each rank of a group."""
 GROUPS = (("qwen3-30b", "bf16", 8), ("deepseek-v3", "fp8", 4), ("qwen3-30b", "fp8", 8))
-"""Shape, weights, and how many layers' take turns, so that none is in the L2: DeepSeek's are gigabytes each."""
+"""Shape, weights, and the number of layers that take turns, so that no layer is in the L2. DeepSeek's layers are
+gigabytes each."""
 SUSTAINED, APART_US = 0.86, 25.0
-"""Of a read's speed, what a layer is held to, and microseconds besides: ranks must meet twice in each."""
+"""The share of a read's speed that a layer is held to, and microseconds in addition: ranks must meet twice in each
+layer."""
 
 
 def points(machine: Machine) -> Iterator[Point]:
@@ -50,7 +53,7 @@ def measure(run: Run, shape: str | None = None, weights: str = "bf16", **sizes: 
 
 
 def error(layers: Any, weights: str) -> tuple[float, float]:
-    """Of the first layer's first tokens, and its bound: with weights in FP8 its rows are so too, whose four bits are
+    """The error of the first layer's first tokens, and its bound. With weights in FP8 rows are in FP8, too: four bits,
     off by up to 2^-4, in two products."""
     tensors = layers.weights[0]
     w1, w2 = (tensors[f"{name}_proj"].float() for name in ("gate_up", "down"))
@@ -68,9 +71,9 @@ def error(layers: Any, weights: str) -> tuple[float, float]:
 
 
 def measure_group(run: Run, weights: str, layers: int, **sizes: Any) -> dict[str, Any]:
-    """Each rank with its own tokens: `layers` calls as one CUDA graph, on as many layers' weights. ``read``: a sum over
-    memory in the same run. A layer's bound is the time to read what its tokens choose on the rank that has most of it,
-    at `SUSTAINED` of that speed."""
+    """Measures ranks with their own tokens: `layers` calls as one CUDA graph, with as many layers' weights. ``read``: a
+    sum over memory, in the same run. A layer's bound is the time to read what its tokens choose, on the rank that has
+    most of it, at `SUSTAINED` of that speed."""
     of = Sizes.of(**sizes)
     kind = Quantised if weights == "fp8" else Layer
     with kind(run, of) as first:
@@ -100,7 +103,7 @@ def measure_group(run: Run, weights: str, layers: int, **sizes: Any) -> dict[str
 
 
 def of_all(run: Run, model: list[Layer], tokens: int) -> Call:
-    """A call of each layer on the first tokens of a batch, one after the other."""
+    """One call of each layer, one after the other, on the first tokens of a batch."""
 
     def call(number: int) -> Any:
         return model[number].of(model[number].xs[0][:tokens])
@@ -112,14 +115,15 @@ def of_all(run: Run, model: list[Layer], tokens: int) -> Call:
 
 
 def run_data(run: Run) -> Any:
-    """What is read beside the calls, beyond any cache."""
+    """The memory that is read beside the calls; it is larger than any cache."""
     import torch
 
     return torch.zeros(program("decode").READ_BYTES // (4 if run.engine == "cuda" else 256), device=run.device)
 
 
 def read_bytes(model: list[Layer], tokens: int) -> float:
-    """Of the experts that all ranks' tokens choose, with their scales: each layer's on the rank that has most."""
+    """Bytes of the experts that all ranks' tokens choose, with their scales. For each layer, those on the rank that has
+    most."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What ranks are told of one that was killed, and when."""
+"""What ranks are told about a rank that was killed, and when."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..run import Run
 from .latency import small
 
 CALLS = 20
-"""Before it is killed."""
+"""Calls before the rank is killed."""
 VICTIM = 1
 
 
 def points(machine: Machine) -> Iterator[Point]:
-    for ranks in machine.groups[1:]:  # MPS promises nothing to those who share a GPU with a process that was killed
+    for ranks in machine.groups[1:]:  # MPS promises nothing to processes that share a GPU with a killed one
         sizes = {"timeout": 1.0, **small()} if machine.small else {"timeout": 4.0, "shape": "qwen3-30b", "tokens": 1024}
         yield Point(f"a rank killed x{ranks}", ranks, {"ranks": ranks, **sizes}, kills=True)
 
 
 def measure(run: Run, ranks: int, timeout: float, **sizes: Any) -> dict[str, Any]:
-    """Starts ranks of its own, one of which is killed between two calls. Raises `Voided` unless all others name it.
-    `timeout`: how many seconds a context waits for a rank, before it looks what has become of it."""
+    """Starts ranks of its own, and kills one of them between two calls. Raises `Voided` unless all others name it.
+    `timeout`: how many seconds a context waits for a rank before it looks what has become of that rank."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (run.engine, free_port(), timeout, sizes, folder)
         try:
@@ -50,7 +50,7 @@ def measure(run: Run, ranks: int, timeout: float, **sizes: Any) -> dict[str, Any
 def _die(
     rank: int, ranks: int, name: str, engine: str, port: int, timeout: float, sizes: dict[str, Any], folder: str
 ) -> None:
-    """What a rank is told goes to a file of its number, behind the seconds that it took."""
+    """Writes what a rank is told to a file with its number, after the seconds that this took."""
     from ...errors import FlashMoEError
 
     join(engine, rank, ranks, port)

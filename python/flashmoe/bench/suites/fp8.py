@@ -1,4 +1,4 @@
-"""Experts in e4m3 beside the bare GEMMs in it, and beside the same layer in bfloat16."""
+"""Experts in e4m3, beside bare GEMMs in e4m3 and beside the same layer in bfloat16."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, **sizes: Any) -> dict[str, Any]:
-    """``gemms fp8``: PyTorch's, with a scale for each row, of as many rows as the rank's tokens have, on ready ones."""
+    """``gemms fp8``: PyTorch's GEMMs, with a scale for each row, on as many ready rows as the rank's tokens have."""
     of = Sizes.of(**sizes)
     with Layer(run, of) as plain, Quantised(run, of) as layer:
         check = layer.checked()

@@ -1,4 +1,4 @@
-"""What a layer costs the host: operations that it launches, and what it calls."""
+"""What a layer costs the host: the operations that it launches, and the functions that it calls."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def launches(run: Run, **sizes: Any) -> dict[str, Any]:
 
 
 def on_gpu(call: Call) -> float:
-    """Kernels, copies and clears of a call."""
+    """Kernels, copies and clears in a call."""
     return program("harness").gpu_operations(call, CALLS) / CALLS
 
 
 def operators(call: Call) -> float:
-    """Of PyTorch, in a call on CPUs: there is nothing that one would launch."""
+    """PyTorch operators in a call on CPUs, where nothing is launched."""
     return sum(event.count for event in profiled(call, False) if event.key.startswith("aten::")) / CALLS
 
 
 def profiled(call: Call, gpu: bool) -> Any:
-    """Averages by name."""
+    """The profiler's averages by name."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -62,10 +62,10 @@ def profiled(call: Call, gpu: bool) -> Any:
 
 
 def trace_api(run: Run, **sizes: Any) -> dict[str, Any]:
-    """Of each call: how often the host calls the CUDA API, by name, and for how many microseconds. On CPUs: operators
-    of PyTorch."""
+    """For each call: how often the host calls the CUDA API, by name, and for how many microseconds. On CPUs these are
+    operators of PyTorch."""
     gpu = run.engine == "cuda"
-    # cudaDeviceSynchronize is the profile's own.
+    # cudaDeviceSynchronize is called by this profile, not by the layer.
     prefixes = ("cuda", "cuLaunch", "cuMem", "cuStream", "cuEvent") if gpu else ("aten::",)
     values: dict[str, Any] = {}
     with Layer(run, Sizes.of(**sizes)) as layer:

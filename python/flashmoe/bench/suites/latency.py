@@ -12,12 +12,12 @@ from ..plan import Machine, Point, Suite
 from ..run import Run
 
 SMALL = {"hidden": 64, "intermediate": 64, "experts": 8, "top_k": 2, "dtype": "float32"}
-"""Of the CPU engine: a layer in which a call takes a millisecond."""
+"""The CPU engine's layer: a call takes a millisecond."""
 MODELS = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5")
 
 
 def measure(run: Run, names: tuple[str, ...] = baselines.MODULES, **sizes: Any) -> dict[str, Any]:
-    """A layer of a shape of the harness, or of sizes alone, beside the baselines of these names."""
+    """Measures a layer, of a shape of the harness or of sizes alone, beside the baselines of these names."""
     of = Sizes.of(**sizes)
     with Layer(run, of) as layer:
         check = layer.checked()
@@ -44,7 +44,7 @@ def tokens(machine: Machine) -> Iterator[Point]:
             yield Point(f"paper-E64 {each} x{ranks}", ranks, {"shape": "paper-E64", "tokens": each})
         for name in MODELS:
             yield Point(f"{name} 8192 x{ranks}", ranks, {"shape": name, "tokens": 8192})
-        for in_all in (2048, 4096, 8192, 16384, 32768):  # COMET's figure: of all ranks together
+        for in_all in (2048, 4096, 8192, 16384, 32768):  # COMET's figure has tokens of all ranks together
             if (each := in_all // ranks) != 8192:
                 yield Point(f"mixtral {each} x{ranks}", ranks, {"shape": "mixtral", "tokens": each})
 
@@ -54,7 +54,7 @@ def gpus(machine: Machine) -> Iterator[Point]:
 
 
 def of_paper(machine: Machine, ranks: int) -> Point:
-    """FlashDMoE's layer, as it varies the number of GPUs."""
+    """FlashDMoE's layer, for a figure in which the number of GPUs varies."""
     sizes = small() if machine.small else {"shape": "paper-E64", "tokens": 8192}
     return Point(f"{sizes.get('shape', 'small')} {sizes['tokens']} x{ranks}", ranks, sizes)
 

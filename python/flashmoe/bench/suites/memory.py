@@ -1,4 +1,4 @@
-"""What a context takes of a GPU's memory, beside what the papers publish."""
+"""How much of a GPU's memory a context takes, beside what the papers publish."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ...memory import compare_published, plan_memory
 from ..plan import Machine, Point, Suite
 from ..run import Run
 
-COMET = {  # table 3: MB of NVSHMEM's memory by M, the tokens of all ranks
+COMET = {  # table 3: MB of NVSHMEM's memory, by M, the tokens of all ranks
     "mixtral-8x7b": {4096: 32, 8192: 64},
     "qwen2-moe": {4096: 16, 8192: 32},
     "phi-3.5-moe": {4096: 32, 8192: 64},
 }
 SIZES = {"mixtral-8x7b": (4096, 14336, 8, 2), "qwen2-moe": (2048, 1408, 64, 4), "phi-3.5-moe": (4096, 6400, 16, 2)}
 RANKS = 8
-"""Of COMET's machine."""
+"""The ranks of COMET's machine."""
 
 
 def points(machine: Machine) -> Iterator[Point]:
@@ -26,9 +26,9 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, table: str, ranks: int) -> dict[str, Any]:
-    """Bytes of a rank, by the tables of fields that the engine itself allocates from."""
+    """Computes a rank's bytes from the tables of fields that the engine itself allocates from."""
     rows = flashdmoe(ranks) if table == "flashdmoe" else comet(ranks)
-    # Each row by its own terms: their sum is what the plan says.
+    # Each row is checked by its own terms: their sum must be what the plan says.
     error = max(abs(row.pop("terms_bytes") - row["bytes"]) for row in rows)
     return {"check": run.check(error, 0.0, "the plan, beside the sum of its terms"), "values": {"rows": rows}}
 
@@ -48,7 +48,7 @@ def flashdmoe(ranks: int) -> list[dict[str, Any]]:
 
 
 def comet(ranks: int) -> list[dict[str, Any]]:
-    """Symmetric memory alone, with room for any routing."""
+    """Symmetric memory only, with room for any routing."""
     rows = []
     for name, published in COMET.items():
         hidden, inner, experts, top_k = SIZES[name]

@@ -1,4 +1,4 @@
-"""What the kernel is: registers, spills, shared memory and the instructions on it, lines, time to compile."""
+"""Facts of the kernel: registers, spills, shared memory and the instructions on it, lines, time to compile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32 as TF32": "float32"}
 _USED = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _SHARED = re.compile(r"\b(LDS|STS|LDSM|STSM|ATOMS|UBLKCP|UTMALDG|UTMASTG|UBLKRED|LDGSTS)\b")
-"""SASS's instructions that read or write shared memory, or have a copy engine do so."""
+"""SASS instructions that read or write shared memory, or that make a copy engine do so."""
 COUNTED = (
     "smsp__sass_inst_executed_op_shared.sum",
     "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
@@ -33,7 +33,7 @@ COUNTED = (
 
 def points(machine: Machine) -> Iterator[Point]:
     yield Point("lines", 0, {"dtype": None})
-    if not machine.small:  # minutes each
+    if not machine.small:  # each takes minutes
         yield from (Point(name, 0, {"dtype": dtype}) for name, dtype in DTYPES.items())
 
 
@@ -47,14 +47,14 @@ def shared_points(machine: Machine) -> Iterator[Point]:
 
 
 def lines() -> int:
-    """Of the device code that travels with the package, without empty ones."""
+    """Lines of the device code in the package, without empty lines."""
     root = source_root()
     files = [path for folder in ("include", "csrc") for path in (root / folder).rglob("*") if path.is_file()]
     return sum(bool(line.strip()) for path in files for line in path.read_text().splitlines())
 
 
 def compiled(dtype: str, cubin: Path) -> tuple[str, float]:
-    """What ptxas says of the kernel for SwiGLU, and the seconds that it took."""
+    """What ptxas prints about the kernel for SwiGLU, and the seconds that compiling took."""
     root, variant = source_root(), Variant(dtype)
     command = [str(find_nvcc()), *variant.flags, "-Xptxas", "-v", f"-I{root / 'include'}", f"-I{root / 'csrc'}"]
     start = time.monotonic()
@@ -80,8 +80,8 @@ def metrics(run: Run, dtype: str | None) -> dict[str, Any]:
 
 
 def shared_memory(run: Run, dtype: str, counted: bool = False) -> dict[str, Any]:
-    """Instructions on shared memory in the code of the kernel for SwiGLU; `counted`: by hardware counters, as they are
-    executed in a call of FlashDMoE's sizes."""
+    """Counts instructions on shared memory in the code of the kernel for SwiGLU. With `counted`, hardware counters
+    count them as they are executed, in a call of FlashDMoE's sizes."""
     return executed(run, dtype) if counted else in_code(run, dtype)
 
 
@@ -97,7 +97,7 @@ def executed(run: Run, dtype: str) -> dict[str, Any]:
 
 
 def find_nvdisasm() -> Path | None:
-    """Beside nvcc, or from the PyPI package nvidia-cuda-nvdisasm."""
+    """nvdisasm, beside nvcc or from the PyPI package nvidia-cuda-nvdisasm."""
     beside = find_nvcc().resolve().with_name("nvdisasm")
     packages = importlib.util.find_spec("nvidia")
     folders = (packages and packages.submodule_search_locations) or ()

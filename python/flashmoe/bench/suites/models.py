@@ -1,4 +1,4 @@
-"""A whole model of Transformers with its own experts and with FlashMoE's, by benchmarks/transformers_model.py."""
+"""A whole model of Transformers, with its own experts and with FlashMoE's, by benchmarks/transformers_model.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = {
 
 
 OF_GROUPS = {"": ["prefill 8192", "decode 1", "decode 32"], ", graphs": ["decode 1, graph", "decode 32, graph"]}
-"""Tokens, and sequences, of each rank."""
+"""The cases: tokens (prefill) and sequences (decode) of each rank."""
 MOST_TOKENS = 8192
 
 
@@ -69,13 +69,14 @@ def measure(run: Run, layers: int, cases: list[str]) -> dict[str, Any]:
 
 
 def bound(run: Run) -> float:
-    """Of another order of sums in each layer, and its roundings: what follows a router is not continuous."""
+    """The bound for logits. Each layer has another order of sums and other roundings, and what follows a router is not
+    continuous."""
     return 1e-3 if run.small else 0.1
 
 
 def measure_group(run: Run, of: Any, build: Callable[[], Any], layers: int, cases: list[str]) -> dict[str, Any]:
-    """As many tokens in all: Transformers' own expert parallelism with ranks that hold all of them, as it wants it, and
-    FlashMoE's with a share on each. One model after the other."""
+    """Both ways have the same number of tokens in all. Transformers' own expert parallelism requires that every rank
+    holds all of them; FlashMoE's ranks hold a share each. One model runs after the other."""
     import torch
     import torch.distributed as dist
 
@@ -95,7 +96,7 @@ def measure_group(run: Run, of: Any, build: Callable[[], Any], layers: int, case
     with torch.no_grad():
         logits = model(input_ids=ids[run.rank :][:1], use_cache=False).logits[0]
     check = run.check(apart(logits, expected), bound(run), "a rank's logits beside Transformers' own")
-    torch.manual_seed(2 + run.rank)  # each rank's own sequences
+    torch.manual_seed(2 + run.rank)  # each rank has its own sequences
     times = of.of_group(model, cases, 1)
     samples |= {f"{case}, flashmoe": {"plain": times[case]} for case in cases}
     context.synchronize()

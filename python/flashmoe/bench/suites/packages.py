@@ -1,4 +1,4 @@
-"""The layer beside each baseline that is installed, one at a time: one that fails takes no other along."""
+"""The layer beside each installed baseline, one at a time, so that a baseline that fails does not stop another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS = (("qwen3-30b", 8192), ("qwen3-30b", 32), ("mixtral", 8192), ("paper-E64
 
 
 def points(machine: Machine) -> Iterator[Point]:
-    """Of those alone that can do them: a package that is installed later adds its own."""
+    """Points of the baselines that can run here: a package that is installed later adds its own points."""
     layers = [small()] if machine.small else [{"shape": shape, "tokens": tokens} for shape, tokens in LAYERS]
     for name in baselines.MODULES:
         needs = baselines.module(name).NEEDS

@@ -1,4 +1,4 @@
-"""Experts that are spread, or chosen, in different ways, by benchmarks/parallelism.py."""
+"""Experts that are spread in different ways, or chosen unevenly, by benchmarks/parallelism.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A layer with a shared expert beside the bare GEMMs of both its parts, and beside the layer without it."""
+"""A layer with a shared expert, beside the bare GEMMs of both its parts and beside the layer without the shared
+expert."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ..run import Run
 from .latency import small
 
 WIDTH = 5632
-"""Of Qwen2-MoE's, four times an expert's; it has a gate."""
+"""The width of Qwen2-MoE's shared expert, four times an expert's; it has a gate."""
 
 
 def points(machine: Machine) -> Iterator[Point]:
@@ -25,8 +26,8 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, width: int, **sizes: Any) -> dict[str, Any]:
-    """Each rank has the shared expert whole, for its own tokens. ``gemms``: of the routed experts and of the shared
-    one, one behind the other, on ready rows."""
+    """Each rank has the whole shared expert, for its own tokens. ``gemms``: the GEMMs of the routed experts and then
+    those of the shared expert, on ready rows."""
     import torch
 
     of = Sizes.of(**sizes)
@@ -35,7 +36,8 @@ def measure(run: Run, width: int, **sizes: Any) -> dict[str, Any]:
         y = layer(0, **shared)
         layer.context.synchronize()
         routed = y.double() - shared_rows(layer.xs[0], shared)
-        # Of the routed part's norm, but rounded as the sum of both, which are about as large as one another.
+        # The error is relative to the norm of the routed part, but the rounding is that of the sum of both parts, which
+        # have about the same size.
         check = run.check(layer.error(routed), 2 * layer.bound, "rows of sampled tokens, beside float64's")
         h = torch.randn(of.tokens, width, device=run.device, dtype=layer.router.dtype)
         grouped = floors(layer)["gemms"]
@@ -57,7 +59,7 @@ def measure(run: Run, width: int, **sizes: Any) -> dict[str, Any]:
 
 
 def weights(layer: Layer, width: int) -> dict[str, Any]:
-    """The same on all ranks."""
+    """The shared expert's weights, the same on all ranks."""
     import torch
 
     hidden, like = layer.sizes.hidden, layer.router
@@ -70,7 +72,7 @@ def weights(layer: Layer, width: int) -> dict[str, Any]:
 
 
 def shared_rows(x: Any, shared: dict[str, Any]) -> Any:
-    """[T, H], in float64."""
+    """The shared expert's results [T, H], in float64."""
     import torch
 
     gate_up, down, gate = (shared[f"shared_{name}"].double() for name in ("gate_up", "down", "gate"))

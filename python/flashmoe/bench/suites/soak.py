@@ -1,4 +1,4 @@
-"""Many calls of changing size: the same tokens make the same bits, whatever came before."""
+"""Many calls of changing size: the same tokens must give the same bits, whatever calls came before."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ..run import Run
 from .latency import small
 
 LENGTHS = (0, 1, 7, 64)
-"""Of a batch, in tokens, besides a third of the most and the most."""
+"""Numbers of tokens of a batch; a third of the largest batch, and the largest, are added."""
 LOOK = 50
-"""Calls from one whose result is read to the next: reading waits for it, and most are to follow one another."""
+"""How many calls lie between two results that are read. Reading waits for a call, and most calls are to follow one
+another."""
 
 
 def points(machine: Machine) -> Iterator[Point]:
@@ -24,16 +25,17 @@ def points(machine: Machine) -> Iterator[Point]:
         if machine.small:
             yield Point(f"small x{ranks}", ranks, {**small(), "calls": 60})
             continue
-        if ranks > 1:  # of batches whose calls last a fraction of a millisecond
+        if ranks > 1:  # batches whose calls last a fraction of a millisecond
             sizes = {"shape": "qwen3-30b", "tokens": 128, "calls": 100_000}
             yield Point(f"qwen3-30b 128 x{ranks}", ranks, sizes)
         yield Point(f"qwen3-30b 2048 x{ranks}", ranks, {"shape": "qwen3-30b", "tokens": 2048, "calls": 2000})
 
 
 def measure(run: Run, calls: int, **sizes: Any) -> dict[str, Any]:
-    """Each rank draws the tokens of each of its calls, of any number or of one of few, whose bits are then compared."""
+    """Each rank draws the number of tokens of each call: any number, or one of a few numbers, whose results are
+    compared bit by bit."""
     of = Sizes.of(**sizes)
-    draw = random.Random(run.rank)  # ranks have different numbers of tokens in one call, some of them none
+    draw = random.Random(run.rank)  # ranks have different numbers of tokens in one call, some have none
     lengths = [*(each for each in LENGTHS if each <= of.tokens), of.tokens // 3, of.tokens]
     first: dict[int, str] = {}
     wrong = compared = 0

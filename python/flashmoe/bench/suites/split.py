@@ -1,4 +1,4 @@
-"""How many of a GPU's thread blocks send: what COMET divides between communication and computation."""
+"""How many of a GPU's thread blocks send: COMET divides blocks between communication and computation in this way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .latency import small
 
 SENDERS = (4, 8, 16, 24, 32, 48, 64)
 LAGS = (66, 132, 264, 528, 1056)
-"""Of GEMM 1 behind GEMM 0, in tasks: all that one GPU alone can divide its blocks by."""
+"""How many tasks GEMM 1 stays behind GEMM 0. One GPU alone has no other way to divide its blocks."""
 
 
 def points(machine: Machine) -> Iterator[Point]:

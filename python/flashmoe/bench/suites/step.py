@@ -1,4 +1,4 @@
-"""A training step of a model's experts, forward and backward, beside the same of PyTorch and NCCL."""
+"""A training step of a model's experts, forward and backward, beside the same step in PyTorch and NCCL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .latency import small
 from .training import PASSES, SAMPLE
 
 LAYERS = 12
-"""Of Qwen3-30B-A3B's 48, whose weights and gradients two GPUs have room for beside what PyTorch keeps of a step."""
+"""Layers, of the 48 of Qwen3-30B-A3B. Two GPUs have room for the weights and gradients of this number, beside what
+PyTorch keeps of a step."""
 
 
 def points(machine: Machine) -> Iterator[Point]:
@@ -28,8 +29,8 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, layers: int, **sizes: Any) -> dict[str, Any]:
-    """Each layer's result is added to what it got, as in a model; gradients are those of x, of all routers and of all
-    matrices. ``gemms``: the six grouped GEMMs of a layer on ready rows, as many times."""
+    """Each layer's result is added to the layer's input, as in a model. Gradients are those of x, of all routers and of
+    all matrices. ``gemms``: the six grouped GEMMs of a layer on ready rows, once for each layer."""
     of = Sizes.of(**sizes)
     with Layer(run, of) as first:
         model = [first, *(Layer(run, of, like=first, number=number) for number in range(1, layers))]
@@ -49,7 +50,7 @@ def measure(run: Run, layers: int, **sizes: Any) -> dict[str, Any]:
             absent["pytorch"] = reason
         else:
             calls["pytorch"] = theirs
-        # A step is as long as dozens of calls.
+        # A step takes as long as dozens of calls, so it is repeated less often.
         fewer = replace(run, repeats=max(4, run.repeats // 2))
         samples = fewer.samples(calls, cycles=program("backward").BUSY_CYCLES)
         first.context.synchronize()
@@ -95,7 +96,8 @@ def random_like(x: Any) -> Any:
 
 
 def error(layer: Layer) -> float:
-    """Of gradients of x, and of the matrices of this rank's first expert, which are of all ranks' tokens."""
+    """The error of the gradients of x, and of the matrices of this rank's first expert, to which all ranks' tokens
+    contribute."""
     import torch
 
     x = layer.xs[0].detach().requires_grad_()
@@ -107,8 +109,8 @@ def error(layer: Layer) -> float:
 
 
 def voided(layer: Layer, forward: Forward, whole: Call) -> str:
-    """Why another's step has no time: its gradients of x are not those of a layer, or it has no memory for all layers;
-    empty if it has one."""
+    """Why another implementation's step has no time: its gradients of x are wrong, or it has no memory for all layers.
+    Empty if it has a time."""
     import torch
 
     x = layer.xs[0].detach().requires_grad_()
@@ -117,14 +119,14 @@ def voided(layer: Layer, forward: Forward, whole: Call) -> str:
     if theirs is None:
         return reason
     error = layer.run.worst(apart(theirs[0][:SAMPLE], of_tokens(layer, x.detach(), dy)))
-    bound = 8 * layer.bound  # twice ours: it rounds after every operation
+    bound = 8 * layer.bound  # twice ours, because it rounds after every operation
     if not error <= bound:
         return f"voided: expected an error of at most {bound:g}, got {error:g}"
     return tried(layer.run, lambda: whole(0))[1]
 
 
 def of_tokens(layer: Layer, x: Any, dy: Any) -> Any:
-    """[S, H]: gradients of this rank's first tokens. Every rank has the terms of its own experts, for all ranks."""
+    """[S, H]: the gradients of this rank's first tokens. Every rank computes its own experts' terms for all ranks."""
     import torch
 
     gathered = [gather(layer, each[:SAMPLE]) for each in (x, dy)]
@@ -138,7 +140,7 @@ def of_tokens(layer: Layer, x: Any, dy: Any) -> Any:
 
 
 def of_expert(layer: Layer, x: Any, dy: Any) -> list[Any]:
-    """Gradients of this rank's first expert's matrices."""
+    """The gradients of the matrices of this rank's first expert."""
     import torch
 
     x, dy = gather(layer, x), gather(layer, dy)
@@ -157,7 +159,7 @@ def of_expert(layer: Layer, x: Any, dy: Any) -> list[Any]:
 
 
 def gather(layer: Layer, rows: Any) -> Any:
-    """Of all ranks, one behind the other."""
+    """The rows of all ranks, one rank's after the other's."""
     import torch
 
     if layer.run.ranks == 1:

@@ -1,4 +1,5 @@
-"""What a collective makes ranks wait for: FlashDMoE's figure 3.1, with its definitions, and the layer in its place."""
+"""What a collective makes ranks wait for: FlashDMoE's figure 3.1, by its definitions, and the layer in place of the
+collective."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, **sizes: Any) -> dict[str, Any]:
-    """Of every call: ``total``, the slowest rank's time, and ``fastest``, the fastest one's, which the paper calls the
-    actual time. All begin at a barrier, and the host goes on as ranks come out of it."""
+    """For every call: ``total``, the slowest rank's time, and ``fastest``, the fastest rank's time, which the paper
+    calls the actual time. All ranks begin at a barrier, and the host goes on as its rank leaves the barrier."""
     of = Sizes.of(**sizes)
     samples: dict[str, dict[str, list[float]]] = {}
     values: dict[str, Any] = {}
@@ -59,7 +60,7 @@ def own_times(run: Run, call: Call, repeats: int) -> list[float]:
 
 
 def of_ranks(run: Run, times: list[float]) -> tuple[list[float], list[float]]:
-    """The least and the most of all ranks, of each call."""
+    """The least and the most of all ranks' times, for each call."""
     import torch
     import torch.distributed as dist
 

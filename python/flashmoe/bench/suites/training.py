@@ -1,4 +1,4 @@
-"""A backward pass beside its bare GEMMs, and what a forward pass costs that keeps for it."""
+"""A backward pass beside its bare GEMMs, and the cost of a forward pass that keeps what the backward pass needs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ def measure(run: Run, **sizes: Any) -> dict[str, Any]:
         calls["gemms"] = floors.backward_floor_call(
             of.tokens * of.top_k, of.hidden, of.intermediate, of.experts, layer.w1.detach(), layer.w2.detach()
         )
-        # Autograd takes the host longer than a launch.
+        # Autograd takes the host longer than a launch, so the work that hides it is longer.
         samples = run.samples(calls, cycles=backward.BUSY_CYCLES)
     return {"check": check, "samples": samples, "values": {"flops": 2 * of.flops}}
 
 
 def error(layer: Layer) -> float:
-    """Of gradients of x, which follow from a token's own row; twice the roundings of a forward pass."""
+    """The error of gradients of x, which follow from a token's own row. They have twice the roundings of a forward
+    pass."""
     import torch
 
     x = layer.xs[0]
@@ -55,6 +56,6 @@ def error(layer: Layer) -> float:
 
 
 PASSES: tuple[dict[str, bool], ...] = ({}, {"keeps": True}, {"backward": True})
-"""Kernels of the forward pass without gradients, of the one with them, and of the backward pass."""
+"""The kernels of the forward pass without gradients, of the forward pass with them, and of the backward pass."""
 
 SUITE = Suite("training", "a backward pass, and a forward pass that keeps for it", (), points, measure, variants=PASSES)

@@ -16,10 +16,11 @@ COUNTED = ("flashmoe", "pytorch")
 
 
 def measure(run: Run, **sizes: Any) -> dict[str, Any]:
-    """``with_tasks``: the share of the processors' time in which they have a task, of a traced call. ``with_kernels``:
-    the share of the time from a call's start to its end in which some kernel runs, by the profiler. Neither is the
-    paper's figure, which hardware counters give: SM cycles with a warp in flight of all cycles. Where ncu is at hand
-    it is asked for that of each kernel, and ``sm_active`` is their sum over the time of the call, launches and all."""
+    """Measures three shares. ``with_tasks``: the share of the processors' time in which they have a task, from a traced
+    call. ``with_kernels``: the share of the time from a call's start to its end in which some kernel runs, by the
+    profiler. Neither is the paper's figure, which comes from hardware counters: the share of SM cycles with a warp in
+    flight. If ncu is installed, it gives this share for each kernel; ``sm_active`` is their sum over the time of the
+    call, including launches."""
     of = Sizes.of(**sizes)
     values: dict[str, Any] = {}
     with Layer(run, of) as layer:
@@ -49,7 +50,7 @@ def measure(run: Run, **sizes: Any) -> dict[str, Any]:
 
 
 def kernel_ms(call: Call, calls: int = 8) -> float:
-    """Of a call: how long at least one kernel runs."""
+    """How long at least one kernel runs during a call."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -4,7 +4,8 @@
 
     spec = with_flashmoe(get_gpt_layer_local_spec(num_experts=64, moe_grouped_gemm=False), max_tokens=4096)
 
-Megatron's router, its losses and its shared experts stay; experts, and what sends tokens to them, are the operator's.
+Megatron's router, its losses and its shared experts stay. The operator takes the place of the experts, and of what
+sends tokens to them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from ..release import check_release
 
 OLDEST, NEWEST = (0, 16), (0, 19)
-"""The releases, by major and minor number, whose `MoELayer` this has been written for."""
+"""The oldest and newest release, by major and minor number, with a `MoELayer` that this integration is written for."""
 
 RELEASE = check_release("megatron", "Megatron.Core", OLDEST, NEWEST)
 

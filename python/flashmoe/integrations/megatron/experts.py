@@ -21,13 +21,13 @@ KEYS = {
     "gate_up_proj_bias": "linear_fc1.bias",
     "down_proj_bias": "linear_fc2.bias",
 }
-"""What Megatron's `SequentialMLP` calls the parameters in distributed checkpoints: there they are of all experts, with
-the shapes [E, ...] of those here."""
+"""The names of the parameters in distributed checkpoints of Megatron's `SequentialMLP`. There the tensors are those of
+all experts, [E, ...], with the shapes of the parameters here."""
 
 
 class Experts(nn.Experts):
-    """Parameters named as in `flashmoe.nn.Experts`, drawn by the configuration's functions, and marked as those of
-    experts that are spread over ranks: `allreduce` is False then."""
+    """Parameters named as in `flashmoe.nn.Experts`. The configuration's functions draw their values. If experts are
+    spread over ranks, the parameters are marked so: `allreduce` is False."""
 
     def __init__(
         self, ids: list[int], layer: LayerSpec, *, bias: bool, config: Any, replica: int, device: torch.device
@@ -41,8 +41,8 @@ class Experts(nn.Experts):
     def reset_parameters(self) -> None:
         """Draws new weights, and clears the biases.
 
-        On a GPU by Megatron's generator for experts, of which each rank has its own. On a CPU by PyTorch's, which every
-        rank calls for all E experts: so a layer is the same however many ranks it is spread over.
+        On a GPU, Megatron's generator for experts draws, of which each rank has its own. On a CPU, PyTorch's generator
+        draws, and every rank draws for all E experts: so a layer is the same however many ranks it is spread over.
         """
         config = self._config
         if not config.perform_initialization:
@@ -59,14 +59,15 @@ class Experts(nn.Experts):
                 torch.nn.init.zeros_(bias)
 
     def _places(self, parameter: Tensor, experts: Any) -> Iterator[Tensor]:
-        """The matrix to draw each of `experts` in, which is one of no use where the expert is not here."""
+        """The matrix to draw each of `experts` in. For an expert that is not here, this is a matrix that nobody
+        uses."""
         for expert in experts:
             yield parameter[self.ids.index(expert)] if expert in self.ids else torch.empty_like(parameter[0])
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor]:
-        """This rank's part of the tensors that `SequentialMLP` saves of all experts, under the same keys."""
+        """This rank's part of the tensors that `SequentialMLP` saves for all experts, under the same keys."""
         if (metadata or {}).get("singleton_local_shards", False):
             raise refusal("singleton_local_shards", "False in a distributed checkpoint's metadata", "True")
         axis, share = len(sharded_offsets), len(self.ids)

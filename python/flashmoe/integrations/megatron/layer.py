@@ -1,4 +1,4 @@
-"""`FlashMoELayer`: what stands in the place of Megatron-Core's `MoELayer`."""
+"""`FlashMoELayer`, which takes the place of Megatron-Core's `MoELayer`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class FlashMoELayer(MoELayer):
     Parameters
     ----------
     config, submodules, layer_number, pg_collection:
-        As of `MoELayer`. `submodules.experts` is not looked at: see `experts` for the parameters.
+        As of `MoELayer`. `submodules.experts` is not used: see `experts` for the parameters.
     max_tokens:
-        The most tokens S B that a rank of the expert-parallel group brings to a call. Needed, and looked at, only where
-        that group has several ranks: its memory is made once.
+        The most tokens S B that a rank of the expert-parallel group brings to a call. Needed and used only if that
+        group has several ranks, since the group's memory is made once.
     more:
         What later releases pass: `is_mtp_layer`, `name`.
 
@@ -109,9 +109,9 @@ class FlashMoELayer(MoELayer):
         hidden_states: [S, B, H]
             Of the parameters' dtype, and on their device.
         intermediate_tensors:
-            None: a call is not cut into parts.
+            Must be None: a call is not cut into parts.
         padding_mask: [B, S]
-            As Megatron's router takes it: which tokens its losses count. All of them are computed.
+            As Megatron's router takes it: which tokens its losses count. All tokens are computed.
 
         Raises
         ------
@@ -143,7 +143,8 @@ class FlashMoELayer(MoELayer):
         return y if shared is None else y + shared
 
     def _context_number(self, x: Tensor) -> int:
-        """Of the context for a call with x, which all layers of a shape share: a rank's own, or the group's."""
+        """The number of the context for a call with x, which all layers of a shape share: a context of this rank alone,
+        or of the group."""
         config = self.config
         device = x.device.index if x.is_cuda else None
         sizes = (config.hidden_size, config.moe_ffn_hidden_size, config.num_moe_experts, config.moe_router_topk)
@@ -154,15 +155,15 @@ class FlashMoELayer(MoELayer):
         return self._room.number if alone else context_id(self._room.context(self._max_tokens))
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
-        """Nothing of the experts: their gradients are made with the others (`delay_wgrad_compute` is refused)."""
+        """Does nothing for experts: their gradients are made with the others (`delay_wgrad_compute` is refused)."""
 
 
 def chosen(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """A token's K experts and their weights, [T, K] each, of what Megatron's router returns: probabilities and the map
-    of choices, [T, E] each.
+    """A token's K experts and their weights, [T, K] each, from what Megatron's router returns: probabilities and the
+    map of choices, [T, E] each.
 
-    Ids ascend, so that the same map means the same bits. Where the router has dropped choices a row has fewer than K;
-    others, whose weight is 0, fill it up.
+    Ids ascend, so that the same map means the same bits. Where the router has dropped choices, a token has fewer than K
+    experts; other experts, with weight 0, fill its row up.
     """
     ids = routing_map.to(torch.uint8).topk(top_k, dim=-1).indices.sort(dim=-1).values
     return ids, probs.gather(-1, ids)
@@ -176,10 +177,10 @@ def _shared_experts(spec: Any, config: Any, groups: Any, name: str | None) -> to
 
 
 class _AddedToMainGrad(torch.autograd.Function):
-    """Says of experts' parameters what Megatron's fused accumulation says: their gradients, which the backward pass
-    behind this is about to add to `main_grad`, need not be added any more.
+    """Marks the experts' parameters as Megatron's fused accumulation does: their gradients need not be added any more,
+    because the backward pass that follows is about to add them to `main_grad`.
 
-    Megatron's hooks, which run behind that pass, may ask that there is a gradient: it is one without memory.
+    Megatron's hooks, which run after that pass, may require that there is a gradient: this one has no memory.
     """
 
     @staticmethod

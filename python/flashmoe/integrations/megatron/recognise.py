@@ -1,7 +1,7 @@
 """What a layer of Megatron-Core computes, in the words of `flashmoe.moe`, read from its `TransformerConfig`.
 
-Nothing here imports Megatron, whose configuration is looked at by its attributes. What the operator does not compute is
-refused by name: a layer that is nearly right would be trained for weeks.
+Nothing here imports Megatron: the configuration is read by its attributes. What the operator does not compute is
+refused by name, because a layer that is only nearly right would be trained for weeks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ FLAGS: dict[str, Any] = {
     "cuda_graph_impl": "none",
     "expert_tensor_parallel_size": 1,
 }
-"""Of a `TransformerConfig`: what the operator has one value of. Not every release of Megatron-Core has each; a
-configuration without one is as one with that value. The attribute may also be None where the value is not."""
+"""Attributes of a `TransformerConfig` for which the operator supports only this value. Not every release of
+Megatron-Core has each of them; a missing attribute counts as this value. The attribute may also be None where the value
+is not."""
 
 _OFFLOADED = ("expert_fc1", "moe_act")
-"""Parts of experts that Megatron can offload, of which there are none here."""
+"""Parts of experts that Megatron can offload, and that do not exist here."""
 _QUICK_GELU_ALPHA = 1.702
 _UNGATED = {"silu": "silu", "gelu": "gelu", "relu": "relu", "squared_relu": "relu2"}
 """The operator's activation, by the name of Megatron's function."""
@@ -55,18 +56,18 @@ def check(config: Any) -> None:
 
 
 def check_padding(config: Any) -> None:
-    """Raises `InvalidArgument` where experts are padded to a capacity, which Megatron may decide while it generates."""
+    """Raises `InvalidArgument` if experts are padded to a capacity. Megatron may turn this on while it generates."""
     if config.moe_pad_expert_input_to_capacity:
         raise refusal("moe_pad_expert_input_to_capacity", "False", "True")
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """The operator's options for what lies between the two products, and where weights are applied."""
+    """The operator's options for the activation between the two products, and for where weights are applied."""
     return activation_of(config) | {"weights_on_input": bool(config.moe_apply_probs_on_input)}
 
 
 def activation_of(config: Any) -> dict[str, Any]:
-    """The operator's activation, and its numbers."""
+    """The operator's activation, and its parameters."""
     name = _name(config.activation_func)
     if not config.gated_linear_unit:
         if name not in _UNGATED:
@@ -88,7 +89,7 @@ def activation_of(config: Any) -> dict[str, Any]:
 
 
 def _name(function: Any) -> str:
-    """That of PyTorch's function, or of one of Megatron's own."""
+    """The name of PyTorch's function, or of one of Megatron's own."""
     known = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
     if function in known:
         return known[function]

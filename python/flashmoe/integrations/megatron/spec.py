@@ -1,4 +1,4 @@
-"""`with_flashmoe`: a specification of Megatron-Core with this package's layer in the place of Megatron's."""
+"""`with_flashmoe`: a specification of Megatron-Core with this package's layer in place of Megatron's."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def with_flashmoe(spec: Any, *, max_tokens: int | None = None, pg_collection: An
     Parameters
     ----------
     spec:
-        Of an MoE layer, a transformer layer or a block, as Megatron's functions make them.
+        The specification of an MoE layer, a transformer layer or a block, as Megatron's functions make it.
     max_tokens:
         The most tokens S B that a rank brings to a call: needed where experts are on several ranks.
     pg_collection:
-        Megatron's process groups, where they are not those of its `parallel_state`: release 0.16 passes them to its own
-        class alone.
+        Megatron's process groups, if they are not those of its `parallel_state`: release 0.16 passes them only to its
+        own class.
 
     Raises
     ------
     InvalidArgument
-        There is no `MoELayer` in it.
+        There is no `MoELayer` in `spec`.
     """
     options = {"max_tokens": max_tokens}
     if pg_collection is not None:
@@ -42,7 +42,7 @@ def with_flashmoe(spec: Any, *, max_tokens: int | None = None, pg_collection: An
 
 
 def _replaced(spec: Any, options: dict[str, Any]) -> tuple[Any, int]:
-    """The copy, and how many layers have been replaced in it."""
+    """The copy, and the number of layers that were replaced in it."""
     if isinstance(spec, functools.partial) and spec.func is MoELayer:
         return functools.partial(FlashMoELayer, *spec.args, **spec.keywords, **options), 1
     if isinstance(spec, ModuleSpec) and spec.module is MoELayer:

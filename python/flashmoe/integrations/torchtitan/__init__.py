@@ -1,6 +1,6 @@
 """FlashMoE in torchtitan 0.3; see docs/torchtitan.md.
 
-An override, which torchtitan is told of by name:
+This is an override, which torchtitan gets by name:
 ``--override.imports flashmoe.integrations.torchtitan.flashmoe_experts``.
 """
 
@@ -11,7 +11,8 @@ from dataclasses import fields
 from ..release import check_release
 
 OLDEST, NEWEST = (0, 3), (0, 3)
-"""The releases, by major and minor number, whose `RoutedExperts` this has been written for."""
+"""The oldest and newest release, by major and minor number, with a `RoutedExperts` that this integration is written
+for."""
 
 RELEASE = check_release("torchtitan", "torchtitan", OLDEST, NEWEST)
 
@@ -25,8 +26,8 @@ __all__ = ["NEWEST", "OLDEST", "FlashMoEExperts", "FlashMoERoutedExperts", "flas
 
 @override(target=RoutedExperts.Config, description="Routed experts, and what sends tokens to them, by FlashMoE.")
 def flashmoe_experts(cfg: RoutedExperts.Config) -> FlashMoERoutedExperts.Config:
-    """The configuration of `FlashMoERoutedExperts` for that of torchtitan's. Raises `InvalidArgument` for experts that
-    the operator does not compute."""
+    """The configuration of `FlashMoERoutedExperts`, from torchtitan's. Raises `InvalidArgument` for experts that the
+    operator does not compute."""
     for name, got, expected in (
         ("routed_experts", type(cfg), RoutedExperts.Config),
         ("inner_experts", type(cfg.inner_experts), GroupedExperts.Config),

@@ -23,14 +23,16 @@ _IDS = Tensors._fields.index("topk_ids")
 
 class FlashMoEExperts(GroupedExperts):
     """The parameters of torchtitan's `GroupedExperts`: `w1_EFD` (gate), `w3_EFD` (up), `w2_EDF` (down), with its
-    initial weights and shardings. What wraps this module alone, as FSDP2 does, has them in place for the call."""
+    initial weights and shardings. The call runs in this module's forward, so a wrapper of this module alone, such as
+    FSDP2, has the parameters in place."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         pass
 
     def forward(self, number: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[T, D] of x [T, D], computed in its type, ids [T, K] among all E and weights [T, K]."""
+        """The result [T, D] for x [T, D], computed in x's type, with ids [T, K] among all E experts and weights [T,
+        K]."""
         w1, w2, w3 = (_local(each).to(x.dtype) for each in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         if torch.is_grad_enabled() and any(each.requires_grad for each in (x, weights, w1, w2, w3)):
             return _Merged.apply(number, x, w1, w3, w2, ids, weights)
@@ -38,8 +40,8 @@ class FlashMoEExperts(GroupedExperts):
 
 
 class FlashMoERoutedExperts(RoutedExperts):
-    """What stands in the place of torchtitan's `RoutedExperts`: its arguments, shardings and parameters. The token
-    dispatcher of its configuration is not made, and its choice makes no difference."""
+    """Takes the place of torchtitan's `RoutedExperts`, with its arguments, shardings and parameters. The token
+    dispatcher of the configuration is not made, and the choice of dispatcher makes no difference."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -48,7 +50,7 @@ class FlashMoERoutedExperts(RoutedExperts):
     def __init__(self, config: Config) -> None:
         super(RoutedExperts, self).__init__()
         if type(config.inner_experts) is not FlashMoEExperts.Config:
-            # A converter has been here: its experts would be computed without what it has changed.
+            # A converter has changed the configuration: the experts would be computed without its change.
             got = type(config.inner_experts)
             raise refusal("inner_experts", FlashMoEExperts.Config.__qualname__, f"{got.__module__}.{got.__qualname__}")
         self.inner_experts = config.inner_experts.build()
@@ -58,7 +60,7 @@ class FlashMoERoutedExperts(RoutedExperts):
         self._room: GroupRoom | GrowingContext | None = None
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """As torchtitan's: the parameters are sharded, and experts spread over the mesh ``ep``, if there is one."""
+        """As torchtitan's: shards the parameters, and spreads experts over the mesh ``ep``, if there is one."""
         super(RoutedExperts, self).parallelize(parallel_dims)
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is None and parallel_dims.tp_enabled:
@@ -73,8 +75,8 @@ class FlashMoERoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        """[B, L, D] of this rank's tokens; every rank of ``ep`` must call, with as many tokens. The numbers of tokens
-        by expert are not looked at.
+        """The results [B, L, D] for this rank's tokens. Every rank of ``ep`` must call, with the same number of tokens.
+        The numbers of tokens by expert are not read.
 
         Raises
         ------
@@ -93,7 +95,8 @@ class FlashMoERoutedExperts(RoutedExperts):
         return y.view(x_BLD.shape)
 
     def _context_number(self, x: Tensor, top_k: int) -> int:
-        """Of the context for a call with x, which all layers of a shape share: a rank's own, or the group's."""
+        """The number of the context for a call with x, which all layers of a shape share: a context of this rank alone,
+        or of the group."""
         experts, device = self.inner_experts, x.device.index if x.is_cuda else None
         dtype = str(x.dtype).removeprefix("torch.")
         shape = Shape(device, dtype, x.shape[1], self._intermediate, experts.num_experts, top_k)
@@ -104,8 +107,8 @@ class FlashMoERoutedExperts(RoutedExperts):
 
 
 class _Merged(torch.autograd.Function):
-    """A call with w1 and w3 side by side, as the operator reads them. They are put so once more for the backward
-    pass: to keep the copy would be to keep, of every layer, weights that FSDP has freed."""
+    """A call with w1 and w3 side by side, as the operator reads them. The backward pass puts them side by side once
+    more. A copy that is kept would keep weights that FSDP has freed, for every layer."""
 
     @staticmethod
     def forward(

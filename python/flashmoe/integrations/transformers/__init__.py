@@ -1,14 +1,14 @@
 """FlashMoE in models of Hugging Face's Transformers, 5.17 to 5.24; see docs/transformers.md.
 
-Importing this registers the experts implementation ``"flashmoe"``::
+Importing this package registers the experts implementation ``"flashmoe"``::
 
     import flashmoe.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="flashmoe")
 
-or, for a model that is there, ``model.set_experts_implementation("flashmoe")``. The model keeps its parameters, their
-names and its router; only its routed experts are computed by `flashmoe.moe`. Experts that compute something else are
-refused when they are called, by class and attribute. From release 5.23 on, an expert parallelism of that name is
-registered too: see `flashmoe.integrations.transformers.expert_parallel`.
+or, for a model that is already loaded, ``model.set_experts_implementation("flashmoe")``. The model keeps its
+parameters, their names and its router; `flashmoe.moe` computes only its routed experts. Experts that compute something
+else are refused when they are called; the error names the class and the attribute. From release 5.23 on, an expert
+parallelism of that name is registered too: see `flashmoe.integrations.transformers.expert_parallel`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Which releases of Transformers this is for; importing it where there is another, or none, raises `ImportError`."""
+"""The releases of Transformers that this integration is for. Importing this module raises `ImportError` where there is
+another release, or none."""
 
 from __future__ import annotations
 
 from ..release import check_release
 
 OLDEST, NEWEST = (5, 17), (5, 24)
-"""The releases, by major and minor number, whose experts interface this has been written for."""
+"""The oldest and newest release, by major and minor number, with an experts interface that this integration is written
+for."""
 
 WITH_EXPERT_PARALLELISM = (5, 23)
-"""The first release whose expert parallelism asks a registered implementation."""
+"""The first release whose expert parallelism calls a registered implementation."""
 
 INSTALLED = check_release("transformers", "Transformers", OLDEST, NEWEST)
-"""The release that is here."""
+"""The release that is installed."""

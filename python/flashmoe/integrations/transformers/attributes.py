@@ -1,5 +1,5 @@
-"""A module's attributes, what follows from them, at little of the host's time, which bounds eager decoding, and classes
-that compute by another function."""
+"""Reads a module's attributes, and what follows from them, in little of the host's time, which bounds eager decoding.
+Also makes classes that compute by another function."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ Result = TypeVar("Result")
 
 
 def tensor_of(module: torch.nn.Module, name: str) -> Tensor:
-    """The module's attribute `name`. (`getattr` looks among its parameters last.)"""
+    """The module's attribute `name`, looked up among its parameters first. (`getattr` looks there last.)"""
     found = module._parameters.get(name)
     return getattr(module, name) if found is None else found
 
 
 class Remembered:
-    """A result, and what it was made of. Copies of the module begin without: this holds its own submodules."""
+    """A result, and what it was made of. A copy of the module begins without one: the result refers to the first
+    module's own submodules."""
 
     __slots__ = ("made_of", "result")
 
@@ -33,7 +34,7 @@ class Remembered:
 
 
 def remembered(module: torch.nn.Module, name: str, made_of: tuple[Any, ...], make: Callable[[], Result]) -> Result:
-    """``make()``, where `made_of` is all that it reads, and no tensor. The module holds it under `name`."""
+    """The result of ``make()``, which reads only `made_of`, and no tensor. The module keeps the result under `name`."""
     held = module.__dict__.get(name)
     if held is None or held.made_of != made_of:
         held = module.__dict__[name] = Remembered(made_of, make())
@@ -42,7 +43,7 @@ def remembered(module: torch.nn.Module, name: str, made_of: tuple[Any, ...], mak
 
 @cache
 def computed_by(kind: type, forward: Callable[..., Any]) -> type:
-    """`kind`, whose calls are `forward`'s, a function of a module. Its modules are copied and pickled as such."""
+    """A class like `kind`, whose calls run `forward`, a function of a module. Its modules can be copied and pickled."""
     if vars(kind).get("_flashmoe_computes"):
         return kind
     own = {"forward": forward, "_flashmoe_computes": (kind, forward), "__reduce_ex__": _reduced}
@@ -50,7 +51,7 @@ def computed_by(kind: type, forward: Callable[..., Any]) -> type:
 
 
 def unpatched(kind: type) -> type:
-    """What `computed_by` was given for `kind`, also where other classes were made of that since, as FSDP2 does."""
+    """The class that `computed_by` was given for `kind`, also if other classes were derived since, as FSDP2 does."""
     return kind._flashmoe_computes[0]
 
 

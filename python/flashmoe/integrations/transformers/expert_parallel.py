@@ -1,7 +1,7 @@
-"""Transformers' own expert parallelism with its tokens sent by FlashMoE: ``ep_implementation="flashmoe"``.
+"""Transformers' own expert parallelism, with FlashMoE sending its tokens: ``ep_implementation="flashmoe"``.
 
-Transformers spreads the experts, by ``DistributedConfig(ep_size=...)``, and calls this with what every rank's router
-has chosen. Only releases from 5.23 on have the interface.
+Transformers spreads the experts, by ``DistributedConfig(ep_size=...)``, and calls this implementation with what every
+rank's router has chosen. Only releases from 5.23 on have this interface.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def register() -> None:
 
 
 class ExpertParallel(EPImplementation):
-    """The experts of one module, whose tensors are of this rank's share, as calls by all ranks of `ep_mesh`.
+    """The experts of one module, whose tensors are this rank's share, as calls by all ranks of `ep_mesh`.
 
-    Ranks of `tp_mesh` hold one batch: each brings its slice of it, and all get the whole result. Others bring a batch
-    of any size, also none.
+    Ranks of one `tp_mesh` hold the same batch: each brings its slice of the batch, and all get the whole result. Other
+    ranks bring batches of any size, also empty ones.
 
     Raises `InvalidArgument` for experts that `flashmoe.integrations.transformers.recognise` does not take.
     """
@@ -47,7 +47,8 @@ class ExpertParallel(EPImplementation):
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H]: results for hidden_states [T, H], the batch of this rank's `tp_mesh`.
 
-        top_k_index [T, K] has ids among all E, top_k_weights [T, K] is as in `experts_forward`. Every rank must call.
+        top_k_index [T, K] has ids among all E experts; top_k_weights [T, K] is as in `experts_forward`. Every rank must
+        call.
         """
         tokens, replicas = len(hidden_states), self._replicas
         share = slice(0, tokens) if replicas is None else replicas.share(tokens)
@@ -60,9 +61,9 @@ class ExpertParallel(EPImplementation):
         return y if replicas is None else replicas.gathered(y, tokens)
 
     def _context(self, sizes: tuple[int, int], mine: list[Tensor], rows: int) -> Context:
-        """The group's context, with room for what any rank brings to this call."""
+        """The group's context, with room for the most tokens that any rank brings to this call."""
         x, index, _ = mine
-        if not self.shares_batch:  # else all know it
+        if not self.shares_batch:  # otherwise all ranks know the number
             most = torch.tensor(rows, device=x.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_mesh.get_group())
             rows = int(most)

@@ -1,4 +1,4 @@
-"""The experts implementation ``"flashmoe"``: a model's own routing, and `flashmoe.moe` for its experts."""
+"""The experts implementation ``"flashmoe"``: a model keeps its own routing, and `flashmoe.moe` computes its experts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _QUANTISED = tuple(getattr(torch, encoding.stored) for encoding in ENCODINGS.val
 _PLAIN = (torch.nn.Parameter, type(None), Tensor)
 
 _CONTEXT = "_flashmoe_context"
-"""The attribute of an experts module that holds what its calls take their context from: a `GrowingContext`, or the
-`Context` of a group."""
+"""The attribute of an experts module that holds the source of its calls' contexts: a `GrowingContext`, or the `Context`
+of a group."""
 _CONTEXT_WITH_SHARED = "_flashmoe_context_with_shared"
-"""The same for calls that have the block's shared expert too."""
+"""The same attribute for calls that include the block's shared expert."""
 _LOCAL = "_flashmoe_local_experts"
-"""The attribute of an experts module that says how many experts its tensors are of, where others are on other ranks."""
+"""The attribute of an experts module that says how many experts its tensors have, where other experts are on other
+ranks."""
 _SLICES = "_flashmoe_slices"
 """The attribute of an experts module that says into how many slices its experts are cut."""
 
@@ -79,13 +80,13 @@ def experts_forward(
 def routed_operands(
     module: torch.nn.Module, options: ExpertsOptions, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensors:
-    """`operands_of`, and the choices and weights of a router."""
+    """`operands_of`, with the choices and weights of a router."""
     weights = as_taken(top_k_weights, x.dtype).contiguous()
     return operands_of(module, options, x, topk_ids=top_k_index.contiguous(), topk_weights=weights)
 
 
 def options_of(module: torch.nn.Module, options: ExpertsOptions, **routing: Any) -> Options:
-    """Those of the operator for a call of the experts module, with what `routing` says of the router, plain values."""
+    """The operator's options for a call of the experts module. `routing` has the router's options, as plain values."""
     slices = vars(module).get(_SLICES, 1)
     if torch.compiler.is_compiling():
         return Options(**options.of_operator(), slices=slices, **routing)
@@ -96,19 +97,19 @@ def options_of(module: torch.nn.Module, options: ExpertsOptions, **routing: Any)
 
 
 def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared_intermediate: int = 0) -> int:
-    """The number that stands in calls of the operator for what the experts module takes its contexts from."""
+    """The number that calls of the operator pass for the experts module's source of contexts."""
     if torch.compiler.is_compiling():
         return _number_while_compiling(id(module), top_k)
     return _number(module, options, top_k, shared_intermediate)
 
 
 def is_of_group(module: torch.nn.Module) -> bool:
-    """Whether the module's calls are those of a group of ranks."""
+    """Whether the module's calls are calls of a group of ranks."""
     return isinstance(vars(module).get(_CONTEXT), Context)
 
 
 def experts_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules of `model` that are on Transformers' experts interface, and those of Llama 4, in its order."""
+    """The modules of `model` that use Transformers' experts interface, and those of Llama 4, in the model's order."""
     return [
         module
         for module in model.modules()
@@ -118,10 +119,10 @@ def experts_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def of_group(module: torch.nn.Module, context: Context) -> None:
-    """Makes the calls of an experts module, which has this rank's share of the tensors, calls of the group.
+    """Makes the calls of an experts module into calls of the group. The module has this rank's share of the tensors.
 
-    Other implementations would take the first of the share for the first of all, so that none can be chosen any more;
-    nor is a share a state to be saved under the names of all.
+    Other implementations would take the first expert of the share for the first of all experts, so none of them can be
+    chosen any more. For the same reason a share cannot be saved under the names of all experts.
     """
     vars(module)[_CONTEXT] = context
     vars(module)[_SLICES] = len(context.placement) // module.num_experts
@@ -131,12 +132,12 @@ def of_group(module: torch.nn.Module, context: Context) -> None:
 
 
 def mark_as_share(module: torch.nn.Module, experts: int) -> None:
-    """Says that the module's tensors are of so many experts, those of this rank."""
+    """Marks the module's tensors as those of `experts` experts, this rank's."""
     vars(module)[_LOCAL] = experts
 
 
 def always_here(module: torch.nn.Module) -> None:
-    """Makes an experts module one that this implementation computes, whichever is chosen."""
+    """Makes this implementation compute an experts module, whichever implementation is chosen."""
     module.__class__ = computed_by(type(module), experts_forward)
 
 
@@ -149,7 +150,7 @@ def _refuse_state_dict(module: torch.nn.Module, prefix: str, keep_vars: bool) ->
 
 
 def operands_of(module: torch.nn.Module, options: ExpertsOptions, x: Tensor, **others: Tensor | None) -> Tensors:
-    """x, the experts' tensors, and `others`, checked as far as the operator does not."""
+    """x, the experts' tensors, and `others`, with the checks that the operator does not make."""
     tensors = Tensors(
         x.contiguous(),
         tensor_of(module, options.gate_up),
@@ -165,8 +166,9 @@ def operands_of(module: torch.nn.Module, options: ExpertsOptions, x: Tensor, **o
 
 
 def _check(module: torch.nn.Module, tensors: Tensors) -> None:
-    """Raises `InvalidArgument` for weights that are no plain tensors of a type and a place that an engine takes, or not
-    of all experts, and where autocast would compute in another type. What else tensors must be, the operator checks."""
+    """Raises `InvalidArgument` for weights that are not plain tensors of a type and on a device that an engine takes,
+    or that are not those of all experts; also if autocast would compute in another type. The operator makes the other
+    checks."""
     device = tensors.x.device.type
     if device not in _DEVICES:
         raise InvalidArgument(f"hidden_states: expected a tensor on one of {', '.join(_DEVICES)}, got one on {device}")
@@ -202,9 +204,11 @@ def _refuse_distributed(module: torch.nn.Module, tensors: Tensors) -> None:
 
 
 def _number(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared_intermediate: int = 0) -> int:
-    """The number that stands in calls of the operator for what the module takes its contexts from: see `growing`. The
-    module holds it, so that it lives no longer than the last of the modules that share it; one for calls with a shared
-    expert apart, since calls of both kinds may take turns."""
+    """The number that calls of the operator pass for the module's source of contexts; see `growing`.
+
+    The module holds the source, so the source lives no longer than the last module that shares it. Calls with a shared
+    expert have a source of their own, since calls of both kinds may take turns.
+    """
     attribute = _CONTEXT if shared_intermediate == 0 else _CONTEXT_WITH_SHARED
     held: GrowingContext | Context | None = vars(module).get(attribute)
     if isinstance(held, Context):
@@ -224,7 +228,8 @@ def _number(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared
 
 @torch.compiler.assume_constant_result
 def _number_while_compiling(identity: int, top_k: int) -> int:
-    """`_number` as a constant of what is compiled. PyTorch before 2.13 takes no module for an argument of such a
-    function, but its identity, and uses what it compiles with no other module. This one lives: it is being called."""
+    """`_number` as a constant in compiled code. PyTorch before 2.13 takes no module as an argument of such a function,
+    but takes the module's identity, and uses the compiled code with no other module. The module is alive: it is being
+    called."""
     module = ctypes.cast(identity, ctypes.py_object).value
     return _number(module, recognise(module), top_k)

@@ -1,4 +1,4 @@
-"""Whole Mixture-of-Experts blocks of Transformers' models as one call of `flashmoe.moe`, router and all."""
+"""Whole Mixture-of-Experts blocks of Transformers' models as one call of `flashmoe.moe`, including the router."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .shared import shared_operands
 from .watched import NAME_IN_MODEL, ROUTER, is_watched, names_of, own_forward
 
 Rule = Callable[[torch.nn.Module], dict[str, Any]]
-"""What a router, by its attributes, is to `flashmoe.moe`."""
+"""The arguments of `flashmoe.moe` that a router's attributes give."""
 
 
 def _softmax(gate: torch.nn.Module) -> dict[str, Any]:
-    """A linear layer of the model's type, the largest of a float32 softmax, divided by their sum or not."""
+    """A linear layer of the model's type, then the largest of a float32 softmax, divided by their sum or not."""
     rounded = tensor_of(gate, "weight").dtype != torch.float32
     return {"renormalize": vars(gate).get("norm_topk_prob", True), "round_logits": rounded}
 
 
 def _grouped_sigmoid(gate: torch.nn.Module) -> dict[str, Any]:
-    """DeepSeek-V3's, whose logits are float32."""
+    """DeepSeek-V3's router, whose logits are float32."""
     return {
         "score": "sigmoid",
-        "choice_bias": gate.e_score_correction_bias.float(),  # float32 as a rule
+        "choice_bias": gate.e_score_correction_bias.float(),  # usually float32 already
         "groups": gate.num_group,
         "top_groups": gate.topk_group,
         "renormalize": gate.norm_topk_prob,
@@ -41,16 +41,16 @@ def _grouped_sigmoid(gate: torch.nn.Module) -> dict[str, Any]:
 
 
 Forward = Callable[[Any, Tensor], Any]
-"""What a block makes of hidden states."""
+"""What a block computes from hidden states."""
 
 
 def softmax_forward(block: Any, hidden_states: Tensor) -> Tensor:
-    """A block whose router takes the largest of a softmax, as a call of the operator."""
+    """Computes a block whose router takes the largest of a softmax, as one call of the operator."""
     return _forward(block, hidden_states, _softmax)
 
 
 def grouped_forward(block: Any, hidden_states: Tensor) -> Tensor:
-    """A block with DeepSeek-V3's router as a call of the operator."""
+    """Computes a block with DeepSeek-V3's router, as one call of the operator."""
     return _forward(block, hidden_states, _grouped_sigmoid)
 
 
@@ -71,27 +71,29 @@ BLOCKS: dict[tuple[str, str], tuple[str, Forward]] = {
     ("glm4_moe", "Glm4MoeMoE"): ("Glm4MoeTopkRouter", grouped_forward),
     ("llama4", "Llama4TextMoe"): ("Llama4Router", block_forward),
 }
-"""What is known: a model's folder in Transformers and the class of its block; the class of the block's router, and what
-computes the block by `flashmoe.moe`. A router has no flags to be recognised by, as experts have: its class is known."""
+"""The blocks that are known. Key: a model's folder in Transformers and the class of its block. Value: the class of the
+block's router, and the function that computes the block by `flashmoe.moe`. A router has no flags to recognise it by, as
+experts have, so its class must be known."""
 
 
 def fuse(model: torch.nn.Module) -> torch.nn.Module:
-    """Makes every Mixture-of-Experts block of `model` one call of `flashmoe.moe`; `model` itself.
+    """Makes every Mixture-of-Experts block of `model` one call of `flashmoe.moe`. Returns `model` itself.
 
-    Parameters stay where they are, under their names: the model is saved as it was loaded, and weights that change in
-    place are seen by the next call. Where a model is asked for its router's logits, and in training, the block runs as
-    before, with its experts by FlashMoE. So it does, and warns once of each reason, where a hook, another forward or
-    another module is found at a call in the place of its router or its experts. A shared expert of which that is so
-    computes by itself. A block of Llama 4, which returns its router's logits, always calls its router, and so does one
-    whose router is of another type than x. All experts must be here: see `parallelize` for others.
+    Parameters stay where they are, under their names: the model is saved as it was loaded, and the next call sees
+    weights that change in place. In training, and if a model is asked for its router's logits, the block runs as
+    before, with its experts by FlashMoE. The block also runs as before, with one warning for each reason, if a call
+    finds a hook, another forward or another module in place of its router or its experts. A shared expert with such a
+    change computes by itself. Two kinds of block always call their router: a block of Llama 4, which returns its
+    router's logits, and a block whose router has another type than x. All experts must be on this rank: see
+    `parallelize` for other cases.
 
-    Weights of a token's experts stay float32, where models of a narrower type round them to it.
+    Weights of a token's experts stay float32, where models of a narrower type round them to that type.
 
     Raises
     ------
     InvalidArgument
-        A block's class, its router's or its experts are not among those that are known (`BLOCKS`, `recognise`), or have
-        another forward than Transformers gives them; nothing is changed then.
+        The class of a block, of its router or of its experts is not among those that are known (`BLOCKS`, `recognise`),
+        or has another forward than Transformers gives it. Nothing is changed then.
     """
     owners = [block for block in model.modules() if isinstance(getattr(block, "experts", None), torch.nn.Module)]
     known = {id(experts) for experts in experts_modules(model)}
@@ -112,7 +114,8 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _forward_of(block: torch.nn.Module) -> Forward:
-    """What is to compute the block. Raises `InvalidArgument` where that is nothing here, or the block would not ask."""
+    """The function that is to compute the block. Raises `InvalidArgument` if there is none, or if the block would not
+    use it."""
     names = names_of(type(block))
     if names not in BLOCKS:
         known = ", ".join(name for _, name in BLOCKS)
@@ -139,13 +142,13 @@ def _router_of(block: torch.nn.Module) -> str:
 
 
 def _one_call_of(block: torch.nn.Module, x: Tensor, rule: Rule) -> Tensor:
-    """[T, H]: what the block makes of x [T, H]."""
-    experts, gate = block._modules["experts"], block._modules["gate"]  # as attributes, PyTorch looks for them last
+    """[T, H]: what the block computes from x [T, H]."""
+    experts, gate = block._modules["experts"], block._modules["gate"]  # not as attributes: PyTorch looks there last
     options, routing, top_k = recognise(experts), rule(gate), gate.top_k
     weight, choice_bias = tensor_of(gate, "weight"), routing.pop("choice_bias", None)
     if weight.dtype is x.dtype:
         router, routing = {"router": weight, "choice_bias": choice_bias}, routing | {"top_k": top_k}
-    else:  # as of float32 beside x of 16 bits, which the operator does not multiply
+    else:  # for example float32 beside x of 16 bits: the operator does not multiply these
         router, routing = chosen_by(gate, x), {}
     shared = shared_operands(block, options, x, top_k)
     tensors = operands_of(experts, options, x, **router, **shared)
@@ -161,7 +164,7 @@ def chosen_by(gate: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def _with_shared(block: torch.nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """y with the results of the shared expert, where the block has one."""
+    """y plus the results of the shared expert, if the block has one."""
     modules = block._modules
     if "shared_expert" in modules:
         return y + torch.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)

@@ -1,5 +1,5 @@
-"""Llama 4's blocks, whose experts are not on Transformers' experts interface: each takes all tokens, scaled by the
-router's scores. Here an expert takes the tokens that the block's own router has chosen it for."""
+"""Llama 4's blocks, whose experts are not on Transformers' experts interface. There each expert takes all tokens,
+scaled by the router's scores. Here an expert takes only the tokens for which the block's own router has chosen it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def block_forward(block: torch.nn.Module, hidden_states: Tensor) -> tuple[Tensor
         return unpatched(type(block)).forward(block, hidden_states)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     scores, logits = block.router(x)
-    weights, index = scores.topk(block.top_k, dim=1)  # of those that are not chosen the scores are 0
+    weights, index = scores.topk(block.top_k, dim=1)  # experts that are not chosen have a score of 0
     routed = experts(x, index, weights) if of_group else experts_forward(experts, x, index, weights)
     return block.shared_expert(x) + routed, logits
 
 
 def patch_blocks(model: torch.nn.Module) -> None:
-    """Has every Llama4TextMoe of `model` compute by `block_forward`."""
+    """Makes every Llama4TextMoe of `model` compute by `block_forward`."""
     for block in model.modules():
         if is_of_llama4(block, "Llama4TextMoe"):
             block.__class__ = computed_by(type(block), block_forward)

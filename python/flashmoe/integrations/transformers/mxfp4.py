@@ -1,8 +1,9 @@
 """gpt-oss with its experts in MXFP4, as its checkpoints have them: `load_mxfp4`.
 
-By itself Transformers has such experts computed by kernels of the Hub, which lay them out anew, or makes them bfloat16
-as it loads them. Here its loader is told, by a quantisation method of another name, to leave them in the parameters
-that `flashmoe.moe` takes: ``gate_up_proj_blocks``, ``gate_up_proj_scales`` and those of ``down_proj``, uint8.
+Without this module, Transformers computes such experts with kernels of the Hub, which lay them out anew, or converts
+them to bfloat16 when it loads them. A quantisation method of another name tells its loader to leave them in the
+parameters that `flashmoe.moe` takes: ``gate_up_proj_blocks``, ``gate_up_proj_scales`` and the two of ``down_proj``,
+uint8.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ PUBLISHED = "mxfp4"
 def load_mxfp4(
     path: str | Path, *, model_class: type[transformers.PreTrainedModel] | None = None, **options: Any
 ) -> transformers.PreTrainedModel:
-    """The model of a checkpoint of gpt-oss whose experts are in MXFP4, which they stay: `flashmoe.moe` computes them,
-    whatever implementation is chosen later. Saved, it is such a checkpoint again. It does not train.
+    """The model of a checkpoint of gpt-oss whose experts are in MXFP4. They stay in MXFP4, and `flashmoe.moe` computes
+    them, whatever implementation is chosen later. Saving the model makes such a checkpoint again. The model does not
+    train.
 
     Parameters
     ----------
     path:
-        The checkpoint's folder. None is downloaded.
+        The checkpoint's folder. Nothing is downloaded.
     model_class:
         Default: the class of Transformers that the configuration names.
     options:
@@ -46,7 +48,7 @@ def load_mxfp4(
     Raises
     ------
     InvalidArgument
-        The configuration says nothing of MXFP4, or the model's experts are not of gpt-oss.
+        The configuration does not name MXFP4, or the model's experts are not gpt-oss's.
     CheckpointError
         The checkpoint lacks tensors of experts.
     """
@@ -66,7 +68,7 @@ def load_mxfp4(
 
 
 class Mxfp4ExpertsConfig(QuantizationConfigMixin):
-    """What the configuration of such a model says, and what is saved of it."""
+    """The quantisation configuration of such a model, and what is saved of it."""
 
     def __init__(self, modules_to_not_convert: list[str] | None = None, **_: Any) -> None:
         self.quant_method = METHOD
@@ -77,7 +79,7 @@ class Mxfp4ExpertsConfig(QuantizationConfigMixin):
 
 
 class Mxfp4ExpertsQuantizer(HfQuantizer):
-    """Gives a model's experts, before they are loaded, the parameters that the checkpoint has."""
+    """Gives a model's experts the parameters that the checkpoint has, before they are loaded."""
 
     def _process_model_before_weight_loading(self, model: transformers.PreTrainedModel, **_: Any) -> Any:
         modules = experts_modules(model)
@@ -103,7 +105,7 @@ def register() -> None:
 
 
 def _take_blocks(module: torch.nn.Module) -> None:
-    """Replaces the matrices of an experts module by what has them in MXFP4. Raises `InvalidArgument`."""
+    """Replaces the matrices of an experts module by parameters that hold them in MXFP4. Raises `InvalidArgument`."""
     options, encoding = recognise(module), ENCODINGS[MXFP4]
     if not options.transposed or options.gate_up_scale is not None:
         raise InvalidArgument(f"{type(module).__name__}: expected the experts of gpt-oss, got others")
@@ -116,5 +118,5 @@ def _take_blocks(module: torch.nn.Module) -> None:
         for suffix, of_this in zip(encoding.suffixes, shapes, strict=True):
             data = torch.empty(of_this, dtype=torch.uint8, device=whole.device)
             module.register_parameter(name + suffix, torch.nn.Parameter(data, requires_grad=False))
-    module._is_hf_initialized = True  # what the model would initialise is not there any more
+    module._is_hf_initialized = True  # the parameters that the model would initialise are gone
     always_here(module)

@@ -29,11 +29,11 @@ from .llama4 import patch_blocks
 from .recognise import ExpertsOptions, recognise
 
 _ONE_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
-"""In the names of checkpoints with a tensor for each expert; group 1 is the expert's id."""
+"""Matches names in checkpoints with a tensor for each expert; group 1 is the expert's id."""
 _ALL_EXPERTS = re.compile(r"(?:^|\.)experts\.([a-z_]+)$")
-"""The names of tensors of all experts, their first axis; group 1 is the tensor's own."""
+"""Matches names of tensors of all experts, which are the tensors' first axis; group 1 is the tensor's own name."""
 _AXES = {"gate_proj": 0, "up_proj": 0, "w1": 0, "w3": 0, "down_proj": 1, "w2": 1}
-"""The axis of an expert's own matrix that has its intermediate columns, by the matrix's name."""
+"""For each matrix of one expert, by name: the axis that has its intermediate columns."""
 
 
 def parallelize(
@@ -45,17 +45,18 @@ def parallelize(
     return_mode: str | None = None,
     **options: Any,
 ) -> Context:
-    """Leaves `model`, which every rank has whole, with this rank's share of the experts; collective over `group`.
+    """Leaves `model`, which every rank has whole, with this rank's share of the experts. Collective over `group`.
 
-    Afterwards every forward pass of the model is a call of all ranks, each with a batch of its own, which may be of
-    another size or empty. Ranks must make equally many: see `synced_gpus` of Transformers' ``generate``. Experts are
-    `flashmoe.moe`'s from then on, whatever experts_implementation is chosen, and ``state_dict`` is refused: it would be
-    of a share. Memory that the other experts took is free once nobody else holds it.
+    Afterwards every forward pass of the model is a call of all ranks. Each rank has a batch of its own, which may have
+    another size or be empty. Ranks must make the same number of calls: see `synced_gpus` of Transformers' ``generate``.
+    From then on `flashmoe.moe` computes the experts, whatever experts_implementation is chosen. ``state_dict`` is
+    refused, because it would be the state of a share. The memory of the other experts is free once nobody else holds
+    it.
 
     Parameters
     ----------
     model:
-        With experts modules that `flashmoe.integrations.transformers.recognise` takes, alike in sizes and type.
+        With experts modules that `flashmoe.integrations.transformers.recognise` takes, all of the same sizes and type.
     group:
         A ``torch.distributed`` process group; default: all ranks. It serves only to agree on a name.
     max_tokens:
@@ -75,7 +76,7 @@ def parallelize(
     Raises
     ------
     InvalidArgument
-        The model has no experts modules that are known, or some that are refused, or that differ.
+        The model has no known experts modules, or has some that are refused or that differ.
     GroupError, HeapError, PeerTimeout, FlashMoEError
         As `Context`.
     """
@@ -102,15 +103,16 @@ def load_parallel(
     context_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> transformers.PreTrainedModel:
-    """The model of a checkpoint with this rank's share of the experts, as after `parallelize`; collective over `group`.
+    """The model of a checkpoint with this rank's share of the experts, as after `parallelize`. Collective over `group`.
 
-    Of other ranks' experts, or slices of them, nothing is read: neither their bytes nor, where a tensor is of one
-    expert, the files that have only such.
+    Nothing is read of other ranks' experts, or of their slices: not their bytes and, if each tensor is one expert's,
+    not the files that have only such tensors.
 
     Parameters
     ----------
     path:
-        A checkpoint's folder: ``config.json`` and ``model.safetensors``, or its index and shards. None is downloaded.
+        A checkpoint's folder: ``config.json`` and ``model.safetensors``, or its index and shards. Nothing is
+        downloaded.
     group, max_tokens, top_k, return_mode:
         As in `parallelize`.
     device:
@@ -137,7 +139,7 @@ def load_parallel(
             f"path: expected a checkpoint whose experts are not in {names[method]}, got one in {path}"
         )
     kind = model_class or class_of(config)
-    _top_k_of(config, top_k)  # before anything is read
+    _top_k_of(config, top_k)  # checked before anything is read
     with torch.device("meta"):
         whole = checked_modules(kind(config))[0]
     experts, sizes, of_context = whole.num_experts, recognise(whole).sizes(whole), context_options or {}
@@ -167,7 +169,7 @@ def _load(
     part: _Part,
     options: dict[str, Any],
 ) -> transformers.PreTrainedModel:
-    """A model of `kind` with this part of its experts alone, from the checkpoint's files."""
+    """A model of `kind` with only this part of its experts, from the checkpoint's files."""
     with ExitStack() as files:
         model, info = _with_share(kind, part.mine, part.slices).from_pretrained(
             None,
@@ -185,14 +187,15 @@ def _load(
 
 
 def _together(group: Any, load: Callable[[], Any]) -> Any:
-    """What `load` returns, once all ranks have loaded: they take their time."""
+    """What `load` returns, once all ranks have loaded, which takes them different times."""
     loaded = []
     together(group, lambda: loaded.append(load()), "load its share of the model")
     return loaded[0]
 
 
 def checked_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The experts modules of a whole model, once they are all recognised and alike. Raises `InvalidArgument`."""
+    """The experts modules of a whole model, after checking that all are recognised and alike. Raises
+    `InvalidArgument`."""
     modules = experts_modules(model)
     if not modules:
         raise InvalidArgument(
@@ -236,7 +239,7 @@ def _join(
     return_mode: str | None,
     options: dict[str, Any],
 ) -> Context:
-    """A context for modules like this one, whose whole experts have H and I of `sizes`."""
+    """A context for modules like `module`. `sizes`: H and I of whole experts."""
     weights, slices = module.down_proj, options.get("slices", 1)
     ranks = place_in(group)[1]
     _check_divisor(checked_slices(slices, module.num_experts, 1, ranks, False), sizes[1])
@@ -260,7 +263,7 @@ def _check_divisor(slices: int, intermediate: int) -> None:
 
 
 def _names_of(options: ExpertsOptions) -> dict[str, str]:
-    """The names of an experts module's tensors, with those that `flashmoe.moe` has for them."""
+    """The names of an experts module's tensors, each with its name in `flashmoe.moe`."""
     names = {"gate_up_proj": options.gate_up, "down_proj": options.down}
     names |= {"gate_up_bias": options.gate_up_bias, "down_bias": options.down_bias}
     return {theirs: ours for ours, theirs in names.items() if theirs is not None}
@@ -271,17 +274,17 @@ def _cut_of(options: ExpertsOptions, slices: int) -> Cut:
 
 
 def _shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of each of an experts module's tensors, by its own name."""
+    """The shape of each tensor of an experts module, by the module's own name for it."""
     return {name: tuple(getattr(module, name).shape) for name in _names_of(recognise(module))}
 
 
 def _shrink(module: torch.nn.Module, mine: Sequence[int], slices: int) -> None:
-    """Leaves an experts module what of its tensors is of these experts, or slices."""
+    """Leaves an experts module only the parts of its tensors that belong to these experts, or slices."""
     options = recognise(module)
     for name, ours in _names_of(options).items():
         whole = getattr(module, name)
         share = _cut_of(options, slices).share(ours, tuple(whole.shape), mine)
-        part = whole.detach().new_zeros(share.shape)  # its own: a view would keep the memory of all
+        part = whole.detach().new_zeros(share.shape)  # memory of its own: a view would keep the memory of all
         for place, box in share.parts:
             part[place] = whole.detach()[box]
         setattr(module, name, torch.nn.Parameter(part, requires_grad=whole.requires_grad))
@@ -289,8 +292,8 @@ def _shrink(module: torch.nn.Module, mine: Sequence[int], slices: int) -> None:
 
 @cache
 def _with_share(kind: type, mine: tuple[int, ...], slices: int) -> type:
-    """`kind`, whose new models have a share of their experts only. Transformers' loader fills what a model has; from
-    name and module it finds out what the model is, so that both stay."""
+    """`kind`, but new models of it have only a share of their experts. Transformers' loader fills the parameters that a
+    model has. It finds out from name and module what the model is, so both stay as they are."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
@@ -301,20 +304,20 @@ def _with_share(kind: type, mine: tuple[int, ...], slices: int) -> type:
 
 
 class _Part(NamedTuple):
-    """Of every layer's experts this rank's."""
+    """This rank's experts, out of every layer's experts."""
 
     experts: int
     """E."""
     slices: int
     mine: tuple[int, ...]
-    """Ids of its experts, or slices."""
+    """Ids of this rank's experts, or slices."""
     shapes: dict[str, tuple[int, ...]]
-    """Of the tensors of all experts."""
+    """The shapes of the tensors of all experts."""
     options: ExpertsOptions
 
 
 class _Boxes:
-    """A share of a tensor in a file, as the loader takes it: ``[...]`` reads it."""
+    """A share of a tensor in a file, in a form that the loader takes: ``[...]`` reads the share."""
 
     def __init__(self, tensor: Any, share: Share) -> None:
         self._tensor = tensor
@@ -335,8 +338,8 @@ class _Boxes:
 
 
 def _share_of(path: Path, part: _Part, files: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Names of the checkpoint's tensors that are no other rank's, and what reads each when it is asked for its values:
-    a safetensors slice, or `_Boxes` of one. `files` closes what is opened."""
+    """Names of the checkpoint's tensors, without those of other ranks' experts. With each comes an object that reads
+    the tensor when its values are asked for: a safetensors slice, or `_Boxes` of one. `files` closes what is opened."""
     opened: dict[Path, Any] = {}
     names, how = _names_of(part.options), _cut_of(part.options, part.slices)
     for name, file in tensor_files(path).items():
@@ -362,11 +365,11 @@ def _share_of(path: Path, part: _Part, files: ExitStack) -> Iterator[tuple[str, 
 
 
 def _share_of_all(name: str, ours: str | None, shape: tuple[int, ...], part: _Part, how: Cut) -> Share:
-    """The share of a tensor of all experts, which `flashmoe.moe` calls `ours`. Raises `CheckpointError` where it is to
-    be cut and is none that the model has."""
+    """The share of a tensor of all experts, which `flashmoe.moe` calls `ours`. Raises `CheckpointError` if the tensor
+    is to be cut but is not one that the model has."""
     if part.slices == 1:
         rest = [slice(0, size) for size in shape[1:]]
-        # Those that follow one another are read at once. (Of one run all numbers are equally far from their positions.)
+        # Consecutive experts are read at once. (In a run of consecutive ids, each id is equally far from its position.)
         runs = [list(run) for _, run in groupby(enumerate(part.mine), lambda at: at[1] - at[0])]
         bounds = [((run[0][0], run[-1][0] + 1), (run[0][1], run[-1][1] + 1)) for run in runs]
         boxes = [((slice(*to), *rest), (slice(*of), *rest)) for to, of in bounds]
@@ -380,8 +383,8 @@ def _share_of_all(name: str, ours: str | None, shape: tuple[int, ...], part: _Pa
 def _slices_of_one(
     name: str, one: re.Match[str], tensor: Any, ids: list[int], slices: int
 ) -> Iterator[tuple[str, _Boxes]]:
-    """The slices `ids` of one expert's own matrix, by the names that as many experts would have: the loader puts the
-    matrices together in the order of their numbers. Raises `CheckpointError` for a matrix that is not known."""
+    """The slices `ids` of one expert's own matrix, under the names that this number of experts would have: the loader
+    puts the matrices together in the order of their numbers. Raises `CheckpointError` for an unknown matrix."""
     shape, axis = tuple(tensor.get_shape()), _AXES.get(name[one.end() :].split(".")[0])
     if axis is None or len(shape) != 2 or shape[axis] % slices:
         known = ", ".join(_AXES)

@@ -1,10 +1,10 @@
 """What an experts module of Transformers computes, in the words of `flashmoe.moe`.
 
-Such a module says what it computes by the attributes that ``use_experts_implementation`` has given it, by `act_fn`, and
-by `_apply_gate`, from which Transformers' own implementations (``grouped_mm``, ``batched_mm``) compute too. The name in
-its configuration says nothing: gpt-oss has ``hidden_act="silu"`` and clamps in its own `_apply_gate`. Llama 4's experts
-have no such attributes, and are known by their class. What nothing here has is refused, by class and attribute: a
-result that is nearly right would be taken for right.
+A module shows what it computes by three things: the attributes that ``use_experts_implementation`` has given it,
+`act_fn`, and `_apply_gate`. Transformers' own implementations (``grouped_mm``, ``batched_mm``) compute from these too.
+The name in the configuration shows nothing: gpt-oss has ``hidden_act="silu"`` and clamps in its own `_apply_gate`.
+Llama 4's experts have no such attributes, and are recognised by their class. Anything unknown is refused, by class and
+attribute, because a result that is only nearly right would be taken for right.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from .attributes import remembered, tensor_of
 
 _KINDS: dict[str, tuple[Any, ...]] = {
     "silu": (torch.nn.SiLU, SiLUActivation, torch.nn.functional.silu),
-    "gelu": (GELUActivation, torch.nn.functional.gelu),  # by erf; torch.nn.GELU is either of the two
+    "gelu": (GELUActivation, torch.nn.functional.gelu),  # by erf; torch.nn.GELU may be either of the two
     "gelu_tanh": (GELUTanh, NewGELUActivation, FastGELUActivation, AccurateGELUActivation),
     "relu": (torch.nn.ReLU, torch.nn.functional.relu, torch.relu),
     "relu2": (ReLUSquaredActivation,),
 }
 UNGATED = {kind: name for name, kinds in _KINDS.items() for kind in kinds}
-"""The operator's activation where `act_fn`, by function or module class, is all that lies between the two products."""
+"""The operator's activation if only `act_fn`, by its function or module class, lies between the two products."""
 
 GATED = {kind: BY_GATE[name] for kind, name in UNGATED.items() if name in BY_GATE}
-"""The same where it is applied to the gate, and multiplies up."""
+"""The operator's activation if `act_fn` is applied to the gate, and the result multiplies up."""
 
 _BLOCKS = ENCODINGS[MXFP4].suffixes[0]
-"""What follows the name of matrices in that of their elements in MXFP4."""
+"""What follows the name of a matrix in the name of its elements in MXFP4."""
 FLAGS = {
     "has_post_expert_norm": (False, "False"),
     "_is_expert_parallel": (
@@ -54,16 +54,16 @@ FLAGS = {
         'release 5.23 on DistributedConfig(ep_implementation="flashmoe")',
     ),
 }
-"""Attributes that the operator has one value of: that value, and the expectation in words. Not every release of
-Transformers has each; a module without one is as one with that value."""
+"""Attributes for which the operator supports only one value: that value, and the expectation in words. Not every
+release of Transformers has each of them; a module without one counts as having that value."""
 
 
 @dataclass(frozen=True)
 class ExpertsOptions:
-    """What an experts module computes, and the names of its tensors; None where it has no such tensor."""
+    """What an experts module computes, and the names of its tensors; None for a tensor that it does not have."""
 
     activation: str
-    """Of `flashmoe.moe`, as are those that are no names of tensors."""
+    """An argument of `flashmoe.moe`, as are all fields that are not names of tensors."""
     transposed: bool
     gate_up: str
     """[E, 2I, H], or [E, I, H] without a gate; transposed [E, H, 2I or I]."""
@@ -74,7 +74,7 @@ class ExpertsOptions:
     down_bias: str | None
     """[E, H]"""
     gate_up_scale: str | None = None
-    """Of experts in FP8 or MXFP4, as is the next."""
+    """For experts in FP8 or MXFP4, as is the next field."""
     down_scale: str | None = None
     interleaved: bool = False
     limit: float | None = None
@@ -83,7 +83,7 @@ class ExpertsOptions:
     weights_on_input: bool = False
 
     def of_operator(self) -> dict[str, Any]:
-        """The arguments of `flashmoe.moe` that are no tensors."""
+        """The arguments of `flashmoe.moe` that are not tensors."""
         names = ("activation", "transposed", "interleaved", "limit", "alpha", "up_offset", "weights_on_input")
         return {name: getattr(self, name) for name in names}
 
@@ -98,12 +98,12 @@ class ExpertsOptions:
 
 _OF_FP8 = ("gate_softcap", "swiglu_alpha", "activation_scheme")
 _READ = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "limit", "alpha", "_apply_gate", *FLAGS, *_OF_FP8)
-"""Attributes of a module that its recognition reads, but for `act_fn`, which may be a module."""
+"""The attributes of a module that its recognition reads, except `act_fn`, which may be a module."""
 
 
 def recognise(module: torch.nn.Module, *, is_share: bool = False) -> ExpertsOptions:
-    """Raises `InvalidArgument` for a module that computes what the operator does not. `is_share`: the caller knows that
-    its tensors are of this rank's experts, and calls it with the ids of all."""
+    """What the module computes. Raises `InvalidArgument` if the operator does not compute it. `is_share`: the caller
+    knows that the module's tensors are those of this rank's experts, and calls it with ids among all experts."""
     if torch.compiler.is_compiling():
         return _recognised(module, is_share)
     kind, own, act = type(module), module.__dict__, module._modules.get("act_fn")
@@ -129,7 +129,7 @@ def _recognised(module: torch.nn.Module, is_share: bool) -> ExpertsOptions:
     quantised = isinstance(module, FP8Experts)
     if quantised and (scheme := getattr(module, "activation_scheme", "dynamic")) != "dynamic":
         raise _refusal(module, "activation_scheme", "dynamic", scheme)
-    blocks = f"down_proj{_BLOCKS}" in module._parameters  # as .mxfp4 has left it
+    blocks = f"down_proj{_BLOCKS}" in module._parameters  # as the module .mxfp4 has left it
     elements, scale = ENCODINGS[MXFP4 if blocks else FP8].suffixes
     return ExpertsOptions(
         transposed=bool(getattr(module, "is_transposed", False)) and not blocks,
@@ -144,7 +144,7 @@ def _recognised(module: torch.nn.Module, is_share: bool) -> ExpertsOptions:
 
 
 def is_of_llama4(module: torch.nn.Module, name: str) -> bool:
-    """Whether a module is of Llama 4's class of that name."""
+    """Whether `module` is of Llama 4's class of that name."""
     kind = type(module)
     return kind.__name__ == name and kind.__module__ == "transformers.models.llama4.modeling_llama4"
 
@@ -163,13 +163,13 @@ def _gate(module: torch.nn.Module) -> dict[str, Any]:
         known = "the default of Transformers, act_fn(gate) * up, or that of gpt-oss"
         raise _refusal(module, "_apply_gate", known, "another function")
     halves = getattr(module, "is_concatenated", True)
-    if halves is gate.get("interleaved", False):  # it says of the weights what its gate does not do
+    if halves is gate.get("interleaved", False):  # the flag contradicts what the gate does with the weights
         raise _refusal(module, "is_concatenated", str(not halves), halves)
     return gate
 
 
 def _gate_of_fp8(module: torch.nn.Module) -> dict[str, Any]:
-    """What the gate of experts in FP8 computes, which stands for those of all models that have them."""
+    """What the gate of experts in FP8 computes. This class stands for the experts of all models in FP8."""
     if (softcap := getattr(module, "gate_softcap", None)) is not None:
         raise _refusal(module, "gate_softcap", "None", softcap)
     activation, limit = _activation(module, GATED), getattr(module, "limit", None)
@@ -184,7 +184,7 @@ def _gate_of_fp8(module: torch.nn.Module) -> dict[str, Any]:
 
 @cache
 def _gate_of_gpt_oss() -> Any:
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # not before a model has such a gate
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # imported only when a model has such a gate
 
     return GptOssExperts._apply_gate
 

@@ -1,4 +1,4 @@
-"""The shared expert of a block of Transformers as `flashmoe.moe` takes it: its parameters, as they are."""
+"""The shared expert of a block of Transformers, as `flashmoe.moe` takes it: its parameters, unchanged."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ MODULES = ("Qwen2MoeMLP", "Qwen3NextMLP", "DeepseekV3MLP", "Glm4MoeMLP")
 
 
 def shared_operands(block: torch.nn.Module, options: ExpertsOptions, x: Tensor, top_k: int) -> dict[str, Tensor | None]:
-    """The tensors of the block's shared expert by the operator's names, if they can go with its routed experts in one
-    call; nothing where there is none, or where its own module is to compute it: so it is in what is compiled, where it
-    is watched by hooks or no such module as it seems, where its width is no multiple of the experts', and in groups.
+    """The tensors of the block's shared expert, by the operator's names, if it can be computed with the block's routed
+    experts in one call.
+
+    Nothing if there is no shared expert, or if its own module is to compute it. That is so in compiled code, if hooks
+    watch the module or it is not what it seems to be, if its width is no multiple of the experts', and in groups.
     """
     if torch.compiler.is_compiling():
         return {}
@@ -48,7 +50,7 @@ def shared_operands(block: torch.nn.Module, options: ExpertsOptions, x: Tensor, 
 def _go_together(
     experts: torch.nn.Module, options: ExpertsOptions, act_fn: Any, width: int, x: Tensor, top_k: int
 ) -> bool:
-    """Whether the operator computes a shared expert of that activation and width beside the block's experts."""
+    """Whether the operator computes a shared expert with that activation and width beside the block's experts."""
     _, intermediate = options.sizes(experts)
     slices = width // intermediate
     alike = GATED.get(act_fn) or GATED.get(type(act_fn))
@@ -60,7 +62,8 @@ def _go_together(
 
 
 def _weight_of(module: Any, x: Tensor) -> torch.nn.Parameter | None:
-    """That of a linear layer as it comes, without a bias, contiguous, of x's type and place; None of anything else."""
+    """The weight of a plain linear layer without a bias, contiguous, with x's type and device; None for anything
+    else."""
     if type(module) is not torch.nn.Linear or module._parameters.get("bias") is not None or is_touched(module):
         return None
     weight = module._parameters.get("weight")

@@ -1,4 +1,4 @@
-"""Whether a fused block may pass by its modules' own calls, or somebody waits for these."""
+"""Whether a fused block may bypass the calls of its own modules, or something relies on these calls."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ...watched import found_on, hooks_of, hooks_of_all, is_touched, name_of
 from .experts import experts_forward
 
 NAME_IN_MODEL = "_flashmoe_name"
-"""The attribute of a fused block that says what the model calls it."""
+"""The attribute of a fused block that has the block's name in the model."""
 
 ROUTER = "_flashmoe_router"
-"""The attribute of a fused block that holds its router's attribute, and the name of the router's class."""
+"""The attribute of a fused block that has the name of its router's attribute, and the name of the router's class."""
 _SAID = "_flashmoe_said"
-"""The attribute of a block that holds what has been warned of."""
+"""The attribute of a block that has the warnings given so far."""
 _FOLDERS = tuple(str(Path(each.__file__).parent) for each in (transformers, torch))
 _LOGITS = "the router's logits, which a model's caller has asked for"
 
 _usual: set[tuple[Any, ...]] = set()
-"""Classes, and the forward of each, that have been found to be as they come."""
+"""Classes, each with its forward, that have been found to be unchanged."""
 
 
 def are_usual(*kinds: type) -> bool:
@@ -40,8 +40,9 @@ def are_usual(*kinds: type) -> bool:
 
 
 def is_watched(block: Any, calls_router: bool = False) -> bool:
-    """Whether a fused block's router or its experts must be called by themselves. Warns once of each reason but a
-    model's caller who has asked for the router's logits, which is none where the block `calls_router`."""
+    """Whether a fused block's router or its experts must be called by themselves. Warns once of each reason. One reason
+    gives no warning: a model's caller has asked for the router's logits. It is no reason at all if the block
+    `calls_router`."""
     modules, (attribute, router) = block._modules, block.__dict__[ROUTER]
     gate, experts = modules[attribute], modules["experts"]
     touched = is_touched(gate) or is_touched(experts) or hooks_of_all()
@@ -58,7 +59,7 @@ def is_watched(block: Any, calls_router: bool = False) -> bool:
 
 
 def _found(gate: torch.nn.Module, experts: torch.nn.Module, attribute: str, router: str) -> tuple[str, str] | None:
-    """Where there is something that must be called, and what it is, in words."""
+    """The place where something must be called, and what it is, in words; None: nothing."""
     if (found := own_forward(experts) or found_on(experts)) is not None:
         return "experts", found
     of_router = own_forward(gate) or _found_on_router(gate)
@@ -72,8 +73,8 @@ def _found(gate: torch.nn.Module, experts: torch.nn.Module, attribute: str, rout
 
 
 def _found_on_router(gate: torch.nn.Module) -> str | None:
-    """As `found_on`, but for hooks of Transformers, which stay in place, idle, once a caller has asked for the router's
-    logits. (What is compiled cannot tell.)"""
+    """As `found_on`, but without hooks of Transformers. These stay in place, idle, once a caller has asked for the
+    router's logits. (Compiled code cannot tell whether they are idle.)"""
     own, captured = [], False
     for words, hook in hooks_of(gate):
         of_transformers = getattr(hook, "__module__", None) == output_capturing.__name__
@@ -88,7 +89,8 @@ def _found_on_router(gate: torch.nn.Module) -> str | None:
 
 
 def own_forward(module: torch.nn.Module, ours: Any = experts_forward) -> str | None:
-    """A forward of the module or its class that is neither `ours` nor as Transformers or PyTorch has it, in words."""
+    """A forward of the module or its class, in words, if it is neither `ours` nor the one of Transformers or
+    PyTorch."""
     return found_on(module) if "forward" in module.__dict__ else _forward_of_class(type(module), ours)
 
 
@@ -100,13 +102,13 @@ def _forward_of_class(kind: type, ours: Any = experts_forward) -> str | None:
 
 
 def names_of(kind: type) -> tuple[str, str]:
-    """Folder and class of a module's class in Transformers."""
+    """The folder in Transformers of a module's class, and the class's name."""
     parts = kind.__module__.split(".")
     return (parts[2] if parts[:2] == ["transformers", "models"] and len(parts) > 2 else kind.__module__), kind.__name__
 
 
 def _say(block: Any, where: str, found: str) -> None:
-    """Warns of it, once."""
+    """Warns of what was found, once."""
     said = block.__dict__.setdefault(_SAID, set())
     if (where, found) in said:
         return

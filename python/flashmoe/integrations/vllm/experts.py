@@ -1,4 +1,4 @@
-"""vLLM's modular kernel with the operator for its experts."""
+"""vLLM's modular kernel, with the operator computing its experts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from vllm.platforms import current_platform
 
 from ...arguments import Options, Tensors
 from ...growing import GrowingContext
-from ...torch_op import call  # which registers the operator
+from ...torch_op import call  # importing it registers the operator
 from ..operands import as_taken
 from . import recognise
 
 
 class OneRank(PassThroughPrepareAndFinalize):
-    """Nothing before the experts, and nothing behind them."""
+    """Does nothing before the experts, and nothing after them."""
 
     def output_is_reduced(self) -> bool:
-        """False: a model may ask for sums that are not reduced over ranks yet, and of one rank they are the same."""
+        """False: a model may ask for sums that are not yet reduced over ranks. With one rank both are the same."""
         return False
 
 
 class FlashMoEExperts(mk.FusedMoEExpertsModular):
-    """Experts [E, ., .] of one rank, whose calls take their memory from `context`, and which weigh and sum.
+    """Experts [E, ., .] of one rank, which also weigh and sum. Their calls take memory from `context`.
 
-    vLLM asks the static methods of its own kernels alone, to choose among them; here they say what `recognise` does.
+    vLLM calls the static methods only of its own kernels, to choose among them; here they state what `recognise`
+    checks.
     """
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, context: GrowingContext) -> None:
@@ -58,8 +59,8 @@ class FlashMoEExperts(mk.FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """Fills `output` [T, H]. `w1`, `w2`: gate_up_proj and down_proj of `flashmoe.moe`, which quantises x itself
-        where they are in FP8; T > 0."""
+        """Fills `output` [T, H]; T > 0. `w1` and `w2` are gate_up_proj and down_proj of `flashmoe.moe`. If these are in
+        FP8, `flashmoe.moe` quantises x itself."""
         if expert_map is not None:
             raise recognise.refusal("expert_map", "None", "a map of experts to ranks")
         if activation is not self.moe_config.activation:
@@ -79,7 +80,7 @@ class FlashMoEExperts(mk.FusedMoEExpertsModular):
         output.copy_(call(self._context.number, tensors, options))
 
     def workspace_shapes(self, M: int, N: int, K: int, *others: Any) -> tuple[tuple[int, ...], ...]:
-        """None for the products: the context has memory of its own."""
+        """No workspace for the products: the context has memory of its own."""
         return (0,), (0,), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:

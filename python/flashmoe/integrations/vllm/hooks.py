@@ -1,4 +1,4 @@
-"""What the plugin puts in the place of vLLM's classes."""
+"""What the plugin puts in place of vLLM's classes."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from ..operands import shape_of
 from . import recognise
 from .experts import FlashMoEExperts, OneRank
 
-logger = init_logger(f"vllm.{__name__}")  # of vLLM's own loggers, so that it is heard
+logger = init_logger(f"vllm.{__name__}")  # one of vLLM's own loggers, so that its messages are shown
 
 
 class FlashMoEMethod(UnquantizedFusedMoEMethod):
-    """Unquantised experts: vLLM's parameters, as they are loaded, and `FlashMoEExperts`.
+    """Unquantised experts: vLLM's parameters, as they are loaded, with `FlashMoEExperts`.
 
-    Raises `InvalidArgument` for a layer that is not computed, when the model is built.
+    Raises `InvalidArgument` when the model is built, for a layer that the operator does not compute.
     """
 
     def __init__(self, moe: FusedMoEConfig) -> None:
-        super(UnquantizedFusedMoEMethod, self).__init__(moe)  # its own looks for a kernel of vLLM's that fits
+        super(UnquantizedFusedMoEMethod, self).__init__(moe)  # its own __init__ looks for a fitting kernel of vLLM's
         recognise.check(moe)
         _refuse_batch_invariance()
         self.unquantized_backend = UnquantizedMoeBackend.OOT  # weights stay as they are loaded
@@ -56,13 +56,13 @@ class FlashMoEMethod(UnquantizedFusedMoEMethod):
 
 
 class FlashMoEFp8Method(Fp8MoEMethod):
-    """Experts in FP8 with scales of blocks: vLLM's parameters, as they are loaded, and `FlashMoEExperts`.
+    """Experts in FP8 with scales of blocks: vLLM's parameters, as they are loaded, with `FlashMoEExperts`.
 
-    Raises `InvalidArgument` for a layer that is not computed, when the model is built.
+    Raises `InvalidArgument` when the model is built, for a layer that the operator does not compute.
     """
 
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts) -> None:
-        super(Fp8MoEMethod, self).__init__(layer.moe_config)  # its own looks for a kernel of vLLM's that fits
+        super(Fp8MoEMethod, self).__init__(layer.moe_config)  # its own __init__ looks for a kernel of vLLM's
         recognise.check(self.moe)
         recognise.check_fp8(quant_config)
         _refuse_batch_invariance()
@@ -72,7 +72,7 @@ class FlashMoEFp8Method(Fp8MoEMethod):
         self.experts_cls = FlashMoEExperts
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        self._init_moe_kernel(layer)  # nothing is laid out anew
+        self._init_moe_kernel(layer)  # weights keep their layout
 
     def _init_moe_kernel(self, layer: Any) -> None:
         _take_kernel(self, layer, "experts in FP8")
@@ -91,7 +91,7 @@ class FlashMoEFp8Method(Fp8MoEMethod):
 
 
 class FlashMoEFp8Config(Fp8Config):
-    """vLLM's, whose experts are `FlashMoEFp8Method`'s; linear layers and caches are as ever."""
+    """vLLM's configuration, with `FlashMoEFp8Method` for experts; linear layers and caches stay as they are."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts) and not is_layer_skipped(
@@ -105,8 +105,8 @@ class FlashMoEFp8Config(Fp8Config):
 
 
 class FlashMoERunner(MoERunner):
-    """vLLM's, which refuses what the methods here do not see: experts quantised otherwise, which vLLM would compute by
-    itself, and zero experts, in whose place a token may have expert 0 once more."""
+    """vLLM's runner, but it refuses two things that the methods here do not see: experts that are quantised in another
+    way, which vLLM would compute itself; and zero experts, in whose place a token may get expert 0 a second time."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -123,7 +123,7 @@ def _refuse_batch_invariance() -> None:
 
 
 def _take_kernel(method: FlashMoEMethod | FlashMoEFp8Method, layer: Any, what: str) -> None:
-    """Gives the method a kernel of `FlashMoEExperts` for the layer's parameters."""
+    """Gives the method a kernel of `FlashMoEExperts` with the layer's parameters."""
     method.moe_quant_config = method.get_fused_moe_quant_config(layer)
     weights = layer.w2_weight
     shape = shape_of(weights, *weights.shape[1:], method.moe.experts_per_token, beside=method.moe.in_dtype)
@@ -136,7 +136,7 @@ REPLACED = {UnquantizedFusedMoEMethod: FlashMoEMethod, MoERunner: FlashMoERunner
 
 
 def install() -> None:
-    """Registers all of them. Idempotent."""
+    """Registers all replacements. Idempotent."""
     for theirs, ours in REPLACED.items():
         found = op_registry_oot.get(theirs.__name__)
         if found is None:
@@ -151,6 +151,7 @@ def install() -> None:
         raise recognise.refusal(
             Fp8Config.__name__, "no other plugin in its place", f"{found.__module__}.{found.__name__}"
         )
-    # vLLM keeps compiled models on disk by a hash of its options and of these, and not of what plugins replace: without
-    # a row of ours it would take one for the other when FlashMoE is installed, removed or another version.
+    # vLLM keeps compiled models on disk, by a hash of its options and of these variables, but not of what plugins
+    # replace. Without this variable it would use a model compiled with FlashMoE without it, and the other way round, or
+    # with another version.
     envs.environment_variables["FLASHMOE_VERSION"] = lambda: __version__

@@ -1,7 +1,7 @@
 """What a fused layer of vLLM computes, in the words of `flashmoe.moe`, read from its configuration.
 
-Nothing here imports vLLM, whose classes are looked at by their attributes. What is not among these is refused by name:
-once the plugin is loaded, no layer is computed by anything else without a word.
+Nothing here imports vLLM: its classes are read by their attributes. Anything unknown is refused by name, because with
+the plugin loaded no layer may silently be computed by something else.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from ...errors import InvalidArgument
 from ...spec import BY_GATE, DTYPES, SCALE_BLOCK
 
 ADVICE = "set VLLM_PLUGINS to the plugins that are to be loaded, without flashmoe"
-"""How vLLM is had without this plugin."""
+"""How to use vLLM without this plugin."""
 
 PARALLEL = ("tp_size", "dp_size", "pcp_size", "ep_size", "sp_size")
-"""Of a layer's `moe_parallel_config`: over how many ranks tensors, batches, experts and sequences are spread."""
+"""Attributes of a layer's `moe_parallel_config`: the number of ranks over which tensors, batches, experts and sequences
+are spread."""
 
 FLAGS = {"moe_backend": "auto", "is_lora_enabled": False}
-"""Of a layer's `FusedMoEConfig`: what the operator has one value of."""
+"""Attributes of a layer's `FusedMoEConfig` for which the operator supports only this value."""
 
 FP8_FLAGS = {
     "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
@@ -26,11 +27,11 @@ FP8_FLAGS = {
     "store_dtype": None,
     "is_checkpoint_fp8_serialized": True,
 }
-"""Of vLLM's `Fp8Config`: what the operator has one value of. (Where a matrix has one scale, gate and up have two, of
-which vLLM makes one by quantising anew.)"""
+"""Attributes of vLLM's `Fp8Config` for which the operator supports only this value. (Where a matrix has one scale, gate
+and up have two. vLLM makes one of these by quantising anew.)"""
 
 ACTIVATIONS = (*BY_GATE, "swigluoai", "swigluoai_uninterleave")
-"""Values of vLLM's `MoEActivation` that the operator has."""
+"""Values of vLLM's `MoEActivation` that the operator supports."""
 
 
 def check(moe: Any) -> None:
@@ -59,7 +60,7 @@ def check_fp8(config: Any) -> None:
 
 
 def activation_of(name: str, limit: float | None, alpha: float | None, beta: float | None) -> dict[str, Any]:
-    """The operator's options for a value of `MoEActivation` and its numbers, None where vLLM has its default."""
+    """The operator's options for a value of `MoEActivation` and its parameters; None stands for vLLM's default."""
     if name not in ACTIVATIONS:
         raise refusal("activation", f"one of {', '.join(ACTIVATIONS)}", name)
     if name == "silu" and limit is not None:
@@ -68,7 +69,7 @@ def activation_of(name: str, limit: float | None, alpha: float | None, beta: flo
         if limit is not None:
             raise refusal("swiglu_limit", f"None with {name}", limit)
         return {"activation": BY_GATE[name]}
-    if name == "swigluoai":  # gpt-oss's, whose numbers vLLM's kernels have built in
+    if name == "swigluoai":  # gpt-oss's activation, with parameters built into vLLM's kernels
         built_in = (7.0, 1.702, 1.0)
         got = tuple(own if given is None else given for given, own in zip((limit, alpha, beta), built_in, strict=True))
         if got != built_in:
