@@ -142,6 +142,16 @@ def test_odd_arguments_of_a_call(ctx, name, value, fused, library):
     assert flashmoe.moe(**arguments).shape == (8, 16)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "torch with gradients"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_x_without_dimensions(ctx, fused, library):
+    arguments = good_call(ctx, fused, library)
+    one = arguments["x"][:1, :1].reshape(())
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^x: expected \[T, H\], got \[\]$"):
+        flashmoe.moe(**arguments | {"x": one})
+    assert flashmoe.moe(**arguments).shape == (8, 16)
+
+
 @examples
 @given(st.sampled_from(keywords(flashmoe.Context.__init__)), odd)
 def test_odd_arguments_of_a_context(name, value):

@@ -111,7 +111,7 @@ def _run(
 ) -> Any:
     """Makes a call with `_moe`'s arguments. Returns its result, or with `keeps` also what it keeps."""
     tensors = _tensors_of(given)._replace(load=load, router_logits=router_logits)
-    number, tokens = given["context"], tensors.x.shape[0]
+    number, tokens = given["context"], _tokens_of(tensors.x)
     try:
         options = _options_of(given)
         if keeps:
@@ -120,6 +120,11 @@ def _run(
     except Exception as error:
         tell(contexts.get(number), error)
         raise
+
+
+def _tokens_of(x: Tensor) -> int:
+    """T. A tensor without dimensions has none: the call's own checks refuse it, and tell the other ranks."""
+    return x.shape[0] if x.ndim else 0
 
 
 def _options_of(given: Mapping[str, Any]) -> Options:
@@ -151,7 +156,7 @@ def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     x, router = given["x"], given.get("router")
     experts = 0 if router is None else router.shape[0]
     load = x.new_zeros(given.get("load_size", 0), dtype=torch.int64)
-    return load, x.new_empty((x.shape[0], experts) if given.get("with_logits") else (0, 0), dtype=torch.float32)
+    return load, x.new_empty((_tokens_of(x), experts) if given.get("with_logits") else (0, 0), dtype=torch.float32)
 
 
 def by_operator(context: int, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
@@ -397,7 +402,7 @@ def call(number: int, tensors: Tensors, options: Options, main_grad: bool = Fals
     try:
         if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
             return by_operator(number, tensors, options, main_grad)
-        return _in_context(number, tensors.x.shape[0], lambda ctx: run(ctx, tensors, options, False))
+        return _in_context(number, _tokens_of(tensors.x), lambda ctx: run(ctx, tensors, options, False))
     except Exception as error:
         tell(contexts.get(number), error, tensors.x)
         raise
