@@ -22,6 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
+from gpu_evidence.collect import file_of  # noqa: E402
 from gpu_evidence.digests import code_of  # noqa: E402
 from harness import digest_of, write  # noqa: E402
 
@@ -75,9 +76,8 @@ class Evidence:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         self._session = session
-        if not session.config.pluginmanager.has_plugin(
-            "dsession"
-        ):  # of pytest-xdist, whose processes collect the tests
+        # With pytest-xdist its processes collect the tests.
+        if not session.config.pluginmanager.has_plugin("dsession"):
             self._begin([item.nodeid for item in session.items])
 
     @pytest.hookimpl(optionalhook=True)
@@ -125,10 +125,6 @@ class Evidence:
         self._files[file] = self._counts(file)
         seconds = self._seconds + round(time.monotonic() - self._start)
         write(self._path, {**self._origin, "seconds": seconds, "files": dict(sorted(self._files.items()))})
-
-
-def file_of(test: str) -> str:
-    return test.partition("::")[0]
 
 
 def recorded(path: Path, origin: dict[str, Any]) -> tuple[int, dict[str, dict[str, Any]]]:

@@ -73,19 +73,18 @@ def planted(fault: Fault, folder: Path) -> None:
         path.write_text(text.replace(fault.old, fault.new))
 
 
-def named(folder: Path) -> list[Unit]:
-    """What the fault makes stale, the shortest first."""
-    there, records = collected(), read()
-    before = {(unit.place, unit.file) for unit in units(Evidence(there, records, Tree()))}
-    after = units(Evidence(there, records, Tree(folder)))
+def named(evidence: Evidence, folder: Path) -> list[Unit]:
+    """What the fault makes stale beside what `evidence` says of the sources without it, the shortest first."""
+    before = {(unit.place, unit.file) for unit in units(evidence)}
+    after = units(evidence.of(Tree(folder)))
     found = [unit for unit in after if (unit.place, unit.file) not in before]
     return sorted(found, key=lambda unit: unit.seconds)
 
 
-def run(fault: Fault, folder: Path, minutes: float) -> dict[str, Any]:
+def run(evidence: Evidence, fault: Fault, folder: Path, minutes: float) -> dict[str, Any]:
     """What was named, what ran, and which tests failed."""
     planted(fault, folder)
-    candidates = [unit for unit in named(folder) if unit.place in ("alone", "undisturbed")]
+    candidates = [unit for unit in named(evidence, folder) if unit.place in ("alone", "undisturbed")]
     found: dict[str, Any] = {"fault": fault.name, "file": fault.file, "named": [unit.file for unit in candidates]}
     path = os.pathsep.join([str(folder / "site"), os.environ.get("PYTHONPATH", "")])
     for unit in candidates:
@@ -113,10 +112,10 @@ def main() -> int:
     commit_option(parser)
     args = parser.parse_args()
     faults = [fault for fault in FAULTS if not args.only or fault.name.startswith(tuple(args.only))]
-    results = []
+    evidence, results = Evidence(collected(), read(), Tree()), []
     for fault in faults:
         with tempfile.TemporaryDirectory(prefix="flashmoe-planted-") as folder:
-            results.append(run(fault, Path(folder), args.minutes))
+            results.append(run(evidence, fault, Path(folder), args.minutes))
         said = results[-1]
         print(f"{fault.name}: {said.get('failures', 0)} failures in {', '.join(said.get('ran', [])) or 'nothing'}")
     if args.out:

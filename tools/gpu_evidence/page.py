@@ -37,7 +37,10 @@ class Page:
     """Of the records in a folder of results, the newest of which count."""
 
     def __init__(self, results: Path, records: list[dict[str, Any]]) -> None:
-        self._results = results
+        self._commits = {
+            folder: sorted({json.loads(path.read_text())["commit"][:7] for path in (results / name).glob("*.json")})
+            for folder, (_, name) in FOLDERS.items()
+        }
         self._runs: dict[tuple[str, str], dict[str, Ran]] = {}
         for (place, file, test), run in last_runs(records).items():
             self._runs.setdefault((file, test.partition("[")[0]), {})[place] = run
@@ -66,11 +69,9 @@ class Page:
                 if of == file and name in ("", function):
                     runs |= found
             return ": **GPU**, " + ("; ".join(said(place, runs[place]) for place in PLACES if place in runs) or "never")
-        for folder, (kind, results) in FOLDERS.items():
+        for folder, (kind, _) in FOLDERS.items():
             if file.startswith(folder):
-                records = (json.loads(path.read_text()) for path in (self._results / results).glob("*.json"))
-                commits = sorted({record["commit"][:7] for record in records})
-                return f": **{kind}**, {', '.join(commits) or 'never'}"
+                return f": **{kind}**, {', '.join(self._commits[folder]) or 'never'}"
         return ""
 
     def _files(self) -> Iterator[str]:

@@ -85,8 +85,13 @@ class Evidence:
 
     def __init__(self, collected: Collected, records: list[dict[str, Any]], tree: Tree) -> None:
         self.collected, self.runs, self.tree = collected, last_runs(records), tree
+        self._records = records
         self._sources: dict[str, dict[str, str]] = {}
         self._kernels: dict[str, str | None] = {}
+
+    def of(self, tree: Tree) -> Evidence:
+        """The same tests and runs, beside other sources."""
+        return Evidence(self.collected, self._records, tree)
 
     def stale(self) -> Iterator[tuple[str, str, str, str]]:
         """Place, file and name of each test that is to run, and why."""
