@@ -441,5 +441,5 @@ def test_what_has_no_gradients_is_named():
     arguments["x"].requires_grad_()
     with context_of(problem) as context:
         y = flashmoe.moe(context, **arguments)
-        with pytest.raises(NotImplementedError, match=r"no backward pass of x of bfloat16 with weights of .* on a GPU"):
+        with pytest.raises(NotImplementedError, match="no backward pass of quantised weights"):
             y.backward(as_tensor(grads[0]).cuda())

@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 PLACES = {
-    "alone": Place(1, 1, 4, "one GPU"),
+    "alone": Place(1, 1, 8, "one GPU"),
     "undisturbed": Place(1, 1, 1, "one GPU, nothing beside it"),
     "shared": Place(1, 4, 1, "ranks that share a GPU"),
     "own": Place(2, 1, 1, "a GPU for each rank"),

@@ -95,7 +95,7 @@ class Session:
             elif (ran := self._run_unit(unit, environment))["tests"]:
                 record.add(unit.file, ran)
 
-        at_once = max(1, min(place.at_once, (os.cpu_count() or 1) // len(self.gpus) // 4))
+        at_once = max(1, min(place.at_once, (os.cpu_count() or 1) // len(self.gpus) // 2))
         with contextlib.ExitStack() as stack:
             if place.ranks_a_gpu > 1:
                 stack.enter_context(self._sharing)  # by one shard at a time: there is one daemon
