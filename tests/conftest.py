@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Before numpy loads its BLAS: the ranks need the cores, and its threads would spin on them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -16,7 +17,6 @@ os.environ.update(COLUMNS="", LINES="")
 import nightly_evidence
 import pytest
 from flashmoe.launch import RankPool
-from pools import RenewedPool
 from problems import Ranks
 
 
@@ -30,6 +30,16 @@ def ranks() -> Iterator[Ranks]:
     ranks = Ranks()
     yield ranks
     ranks.close()
+
+
+class RenewedPool(RankPool):
+    """One whose processes are others once any has ended: a test that had one killed is not to fail all that follow."""
+
+    def call(self, *args: Any, **options: Any) -> list[Any]:
+        if any(worker.ending() is not None for worker in self._workers):
+            self.close()
+            super().__init__(self.ranks)
+        return super().call(*args, **options)
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,6 @@ from layers import (
     poisoned_outputs,
     random_problem,
 )
-from pools import RenewedPool
 
 LIMITS = {
     "max_tokens": 2048,
@@ -81,7 +80,7 @@ def pool_of(ranks: int) -> Iterator[RankPool]:
     here = torch.cuda.device_count() * RANKS_A_GPU
     if here < ranks:
         pytest.skip(f"{ranks} GPUs needed, {here} here")
-    with RenewedPool(ranks) as made:
+    with RankPool(ranks) as made:
         yield made
 
 
