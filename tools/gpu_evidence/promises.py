@@ -345,7 +345,7 @@ COMMUNICATION = Topic(
         Promise(
             "Ranks on several machines give, with direct returns, the bits of one rank.",
             MACHINES,
-            "with `direct` returns so is every bit of its result.",
+            "With `direct` returns, every bit of its result is the same, too.",
             (
                 "tests/test_several_machines.py::test_direct_has_the_bits_of_one_rank",
                 "tests/test_bad_links.py::test_bits_are_those_of_one_rank",
