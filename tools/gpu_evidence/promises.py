@@ -1426,13 +1426,13 @@ FRAMEWORKS = Topic(
         Promise(
             "Where a fused block finds hooks or another forward, these run, and a warning names them once.",
             TRANSFORMERS,
-            "a warning then names the block and what was found, once each.",
+            "Then a warning names the block and what was found, once for each.",
             ("tests/test_transformers_fuse.py::test_what_a_call_would_pass_by_runs_and_is_named_once",),
         ),
         Promise(
             "Gradients of a model are those of eager experts.",
             TRANSFORMERS,
-            "on the CPU engine they are those of eager experts, also where ranks with batches of their own",
+            "On the CPU engine, they are those of eager experts. This also holds where ranks have batches of their own",
             (
                 "tests/test_transformers.py::test_gradients_are_those_of_eager_experts",
                 "tests/test_transformers_ep.py::test_gradients_of_ranks_with_batches_of_their_own",
