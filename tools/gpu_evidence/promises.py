@@ -345,7 +345,7 @@ COMMUNICATION = Topic(
         Promise(
             "Ranks on several machines give, with direct returns, the bits of one rank.",
             MACHINES,
-            "with `direct` returns so is every bit of its result.",
+            "With `direct` returns, every bit of its result is the same, too.",
             (
                 "tests/test_several_machines.py::test_direct_has_the_bits_of_one_rank",
                 "tests/test_bad_links.py::test_bits_are_those_of_one_rank",
@@ -488,7 +488,7 @@ WAITS = Topic(
         Promise(
             "Where there is no memory for a heap, a rank that joins raises `HeapError`.",
             SECURITY,
-            "a heap's memory is taken while its rank joins, and where there is none the error is `HeapError`.",
+            "A rank takes the memory of its heap while it joins, and raises `HeapError` if there is not enough.",
             (
                 "tests/test_faults.py::test_shared_memory_is_full",
                 "tests/test_faults.py::test_heap_larger_than_shared_memory",
@@ -649,7 +649,7 @@ STRANGERS = Topic(
         Promise(
             "Another user of the machine reads nothing of a rank, ends no process, and delays none beyond its timeout.",
             SECURITY,
-            "it reads no byte of a rank, ends no process, and holds none up beyond its timeout",
+            "it reads no byte of a rank, ends no process, and delays no rank beyond the rank's timeout",
             (
                 "tests/test_strangers.py::test_a_stranger_is_no_rank",
                 "tests/test_strangers.py::test_a_stranger_shortens_its_file",
@@ -669,7 +669,7 @@ STRANGERS = Topic(
         Promise(
             "A rank opens only regular files of its own user, closed to others and of one name.",
             SECURITY,
-            "It must be a regular file of this effective user, with no permissions for group or others",
+            "The file must be a regular file of this effective user, with no permissions for group or others",
             (
                 "tests/test_strangers.py::test_a_file_that_others_may_open_is_no_rank",
                 "tests/test_strangers.py::test_a_file_of_two_names_is_no_rank",
@@ -679,7 +679,7 @@ STRANGERS = Topic(
         Promise(
             "A damaged control page is an error, as far as a look at it can tell.",
             SECURITY,
-            "A page that is damaged is an error all the same, as far as a look at it can tell",
+            "A damaged control page is an error all the same, as far as checks of the page can tell",
             (
                 "tests/test_joining.py::test_a_page_that_is_wrong",
                 "tests/test_joining.py::test_a_segment_that_is_too_short",
@@ -689,13 +689,13 @@ STRANGERS = Topic(
         Promise(
             "A folder with very many files in it does not delay a rank that joins.",
             SECURITY,
-            "The look takes 20 ms at most, so that a folder with very many files in it delays nobody",
+            "The search for such names takes 20 ms at most, so a folder with very many files in it delays nobody.",
             (),
         ),
         Promise(
             "Who does not prove the secret hears a greeting and zeros, and does not keep ranks from meeting.",
             SECURITY,
-            "Who proves nothing hears a greeting and 32 zero bytes.",
+            "A stranger who proves nothing receives a greeting and 32 zero bytes.",
             ("tests/test_several_machines.py::test_strangers_neither_join_nor_hold_the_listener_up",),
         ),
         Promise(
@@ -711,7 +711,7 @@ STRANGERS = Topic(
         Promise(
             "Strangers who hold many connections close out no rank.",
             SECURITY,
-            "So who holds many closes out nobody at another address",
+            "So a stranger who holds many connections closes out nobody at another address.",
             (
                 "tests/test_meeting_strangers.py::test_strangers_of_one_address_close_out_no_rank",
                 "tests/test_meeting_strangers.py::test_strangers_that_stay_leave_room_for_ranks_of_their_own_address",
@@ -721,7 +721,7 @@ STRANGERS = Topic(
         Promise(
             "What is in a store without the secret's signature is an error.",
             SECURITY,
-            "who knows the secret joins, and what is there without being signed with it is an error.",
+            "A value in the store that is not signed with the secret is an error.",
             (
                 "tests/test_meeting_strangers.py::test_what_strangers_put_into_the_store_is_an_error_of_the_package",
                 "tests/test_meeting_strangers.py"
@@ -731,7 +731,7 @@ STRANGERS = Topic(
         Promise(
             "A rank without a secret opens nothing to a network.",
             SECURITY,
-            "A rank that was given no secret opens nothing to a network, whatever the store says of who is where",
+            "A rank that was given no secret opens nothing to a network, whatever the store says",
             (
                 "tests/test_meeting_strangers.py::test_ranks_of_several_machines_need_a_secret_in_a_store",
                 "tests/test_meeting_strangers.py::test_a_stranger_who_plays_a_rank_in_the_store_opens_no_network",
@@ -740,7 +740,7 @@ STRANGERS = Topic(
         Promise(
             "What ranks send one another over a network is encrypted and authenticated.",
             SECURITY,
-            "What goes through is encrypted and authenticated (AES-128-GCM), in order",
+            "The data is encrypted and authenticated (AES-128-GCM), in order",
             (
                 "tests/test_network_strangers.py::test_the_wire_shows_nothing_of_what_it_carries",
                 "tests/test_network_strangers.py::test_a_stranger_does_not_become_a_rank",
@@ -750,7 +750,7 @@ STRANGERS = Topic(
         Promise(
             "Once a group has met nothing listens.",
             SECURITY,
-            "Once a group has met nothing listens, and no descriptor is a stranger's.",
+            "Once a group has met, nothing listens, and no descriptor belongs to a stranger.",
             ("tests/test_network_strangers.py::test_nothing_listens_and_nobody_is_let_in_once_a_group_has_met",),
         ),
         Promise(
@@ -779,7 +779,7 @@ STRANGERS = Topic(
         Promise(
             "A kernel's file that is damaged or renamed is compiled again.",
             SECURITY,
-            "one that is cut short, empty or renamed is compiled again.",
+            "A kernel's file that is cut short, empty or renamed is compiled again.",
             (
                 "tests/test_jit.py::test_a_damaged_kernel_is_compiled_again",
                 "tests/test_jit.py::test_a_kernel_under_the_name_of_another_is_not_taken",
@@ -788,13 +788,13 @@ STRANGERS = Topic(
         Promise(
             "Whatever is wrong with a checkpoint's files is one short error that names the file.",
             SECURITY,
-            "whatever is wrong is one `CheckpointError`, which names the file and what was found there",
+            "Whatever is wrong there is one `CheckpointError`, which names the file and what was found there.",
             ("tests/test_checkpoint_files.py", "tests/test_fuzz.py::test_some_seconds_of_fuzzing"),
         ),
         Promise(
             "Nothing of a size that a file claims is allocated before the file is found to be consistent.",
             SECURITY,
-            "Nothing of a size that a file claims is allocated until each tensor's shape has its bytes",
+            "Nothing of a size that a file claims is allocated before three checks have passed.",
             (
                 "tests/test_checkpoint_files.py::test_a_large_tensor_is_not_read_before_its_shape_is_known_to_fit",
                 "tests/test_checkpoint_files.py::test_a_file_that_claims_terabytes_of_json",
@@ -804,7 +804,7 @@ STRANGERS = Topic(
         Promise(
             "Of another library's tensor the DLPack capsule is believed, as far as it is possible.",
             SECURITY,
-            "device and offset come from there, and attributes beside it are not believed.",
+            "device and offset come from the capsule, and attributes beside the capsule are not believed.",
             (
                 "tests/test_exporters.py::test_a_shape_that_only_the_capsule_says",
                 "tests/test_exporters.py::test_strides_that_only_the_capsule_says",
@@ -1426,13 +1426,13 @@ FRAMEWORKS = Topic(
         Promise(
             "Where a fused block finds hooks or another forward, these run, and a warning names them once.",
             TRANSFORMERS,
-            "a warning then names the block and what was found, once each.",
+            "Then a warning names the block and what was found, once for each.",
             ("tests/test_transformers_fuse.py::test_what_a_call_would_pass_by_runs_and_is_named_once",),
         ),
         Promise(
             "Gradients of a model are those of eager experts.",
             TRANSFORMERS,
-            "on the CPU engine they are those of eager experts, also where ranks with batches of their own",
+            "On the CPU engine, they are those of eager experts. This also holds where ranks have batches of their own",
             (
                 "tests/test_transformers.py::test_gradients_are_those_of_eager_experts",
                 "tests/test_transformers_ep.py::test_gradients_of_ranks_with_batches_of_their_own",
