@@ -1687,7 +1687,7 @@ COMMANDS = Topic(
         Promise(
             "What it says of one, two and four GPUs is within a tenth of what was measured.",
             SIMULATION,
-            "holds one, two and four GPUs to a tenth, of both cards",
+            "is within a tenth of the measured time on one, two and four GPUs, for both cards",
             ("tests/test_simulation.py::test_predicted_as_measured",),
         ),
         Promise(
