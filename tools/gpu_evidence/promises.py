@@ -318,7 +318,7 @@ COMMUNICATION = Topic(
         Promise(
             "Every interleaving and every routing of two ranks keeps the protocol, and seeded bugs are found.",
             MODEL_CHECKING,
-            "searches its whole state space: every interleaving, every routing, any number of calls.",
+            "search the whole state space of this model: every interleaving, every routing, any number of calls.",
             (
                 "tests/test_model.py::test_protocol_holds",
                 "tests/test_model.py::test_calls_end",
