@@ -318,7 +318,7 @@ COMMUNICATION = Topic(
         Promise(
             "Every interleaving and every routing of two ranks keeps the protocol, and seeded bugs are found.",
             MODEL_CHECKING,
-            "searches its whole state space: every interleaving, every routing, any number of calls.",
+            "search the whole state space of this model: every interleaving, every routing, any number of calls.",
             (
                 "tests/test_model.py::test_protocol_holds",
                 "tests/test_model.py::test_calls_end",
@@ -1687,7 +1687,7 @@ COMMANDS = Topic(
         Promise(
             "What it says of one, two and four GPUs is within a tenth of what was measured.",
             SIMULATION,
-            "holds one, two and four GPUs to a tenth, of both cards",
+            "is within a tenth of the measured time on one, two and four GPUs, for both cards",
             ("tests/test_simulation.py::test_predicted_as_measured",),
         ),
         Promise(
