@@ -2,9 +2,9 @@
 // millisecond lie on a wheel of buckets, each of which is 66 ns of the clock. Later events lie in a heap.
 //
 // The earliest bucket is sorted; later buckets have their events as they came. So most events cost no walk through a
-// heap of all pending events, which with tens of thousands of actors would take most of a simulation's time. A new event
-// may be earlier than the earliest bucket, because the clock is still before the first event. Such an event goes to the
-// earliest bucket.
+// heap of all pending events, which with tens of thousands of actors would take most of a simulation's time. A new
+// event may be earlier than the earliest bucket, because the clock is still before the first event. Such an event goes
+// to the earliest bucket.
 #pragma once
 
 #include <algorithm>
