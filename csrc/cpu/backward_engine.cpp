@@ -10,9 +10,12 @@
 namespace flashmoe::cpu {
 namespace {
 
-constexpr uint32_t kColumns = 256;  // columns of a matrix that are widened to fp32 and multiplied at once
+// Columns of the result that multiply_rows() computes at once. The part of the right operand that it widens to fp32 for
+// them is this many rows of the matrix with Rows::kResults, and this many columns otherwise.
+constexpr uint32_t kColumns = 256;
 
-// How many rows of the left operand may be read when n columns are multiplied block by block.
+// For how many rows the left operand needs room, if n columns of the result are computed kColumns at a time. gemm()
+// rounds the rows up to whole calls of the BLAS in which a row's bits do not depend on its place (gemm.h).
 uint32_t padded_for(uint32_t rows, uint32_t n, uint32_t k, Rows of) {
   const uint32_t whole = n < kColumns ? 0 : padded_rows(rows, kColumns, k, of);
   return n % kColumns == 0 ? whole : std::max(whole, padded_rows(rows, n % kColumns, k, of));
@@ -87,8 +90,8 @@ void BackwardEngine::multiply_rows(float* out, const float* a, uint32_t rows, co
   }
 }
 
-// Loads the tile's rows of dY, in fp32. Keeps those of other ranks, and x if it came with them, for the gradients of
-// weights.
+// Loads the tile's rows of dY, in fp32, to memory that has room for `padded` rows. Keeps those of other ranks, and x if
+// it came with them, for the gradients of weights.
 float* BackwardEngine::load_gradients(uint32_t tile, uint32_t padded) {
   const uint32_t rows = c_.tile(tile)->shape.rows, hidden = c_.shape.hidden;
   float* dy = room(a_, size_t{padded} * hidden);

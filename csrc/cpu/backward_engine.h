@@ -1,5 +1,6 @@
 // A processor's part in a backward pass: executes the tasks of a call whose tokens are rows of dY
-// (protocol/gradients.h).
+// (protocol/gradients.h). With Combine it also finishes the gradients of router logits and of combine weights. It keeps
+// the rows of dY, and of x, that come from other ranks, since the gradients of weights need them behind the call.
 #pragma once
 
 #include "cpu/engine.h"
@@ -37,7 +38,7 @@ class BackwardEngine : public Engine {
     Rows of;
     const void* up = nullptr;  // of the contracted rows: the second half, if in another matrix
   };
-  // out[rows, n] = a[rows, k] * matrix^T or * matrix. Works on blocks of columns of the matrix's axis n.
+  // out[rows, n] = a[rows, k] * matrix^T or * matrix. Computes some columns of `out` at a time.
   void multiply_rows(float* out, const float* a, uint32_t rows, const Right& matrix, uint32_t n, uint32_t k);
   // For the tile's rows: the gradients of a slice's pre-activations, and the slice's part of the gradients of combine
   // weights.

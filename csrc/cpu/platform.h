@@ -47,7 +47,8 @@ class Perturbation {
 // signal announces is carried.
 inline constinit thread_local host::Bell* peers_bell = nullptr;
 
-// Memory operations of any CPU platform. A CPU is coherent, so scopes make no difference.
+// Memory operations of any CPU platform. A CPU is coherent, so scopes make no difference to the order of loads and
+// stores. But a release at system scope is a signal to a peer, and rings the bell for the courier.
 struct CpuMemory {
   template <class T>
   static T load_relaxed(const T* p) {

@@ -19,6 +19,8 @@ void Context::refuse(const std::string& reason) {
   if (call_.shape.ranks == 1) return;
   {
     const std::lock_guard lock(mutex_);
+    // This thread is within a call, and its signal handler has tried another one. That is no call of the group's (Turn
+    // throws), so the other ranks are told nothing.
     if (caller_ == std::this_thread::get_id()) return;
   }
   const Turn one_at_a_time(*this);

@@ -15,8 +15,8 @@ bool is_finite_or_never(float v) {
   return v < std::numeric_limits<float>::infinity();  // false for NaN
 }
 
-// Takes the largest value among those that `may` allows; of equal ones, the first. It may not be taken again. At least
-// one must be allowed.
+// Returns the index of the largest value among those that `may` allows; of equal ones, the first. Clears its `may`, so
+// that the next call takes another. `may` must allow at least one value.
 uint32_t take_largest(const std::vector<float>& values, std::vector<uint8_t>& may) {
   auto best = static_cast<size_t>(std::find(may.begin(), may.end(), 1) - may.begin());
   for (size_t i = best + 1; i < values.size(); ++i) {

@@ -10,8 +10,9 @@ struct ClockReading {
   uint64_t host_ns, device_ns, error_ns;
 };
 
-// Returns the most exact of many readings. kernels: of a cubin that traces. The device's context must be current, and
-// the device idle. Throws Error if the device does not answer.
+// Launches one kernel, which answers many questions for the time through a mapped page. Returns the reading with the
+// smallest error. `kernels` must be those of a cubin that traces, because no other cubin has that kernel. The device's
+// context must be current, and the device idle. Throws Error if the device does not answer.
 ClockReading read_clock(const Device& device, const Kernels& kernels, DriverStream stream);
 
 }  // namespace flashmoe::cuda

@@ -1,4 +1,4 @@
-// The largest call that a context of the CUDA engine serves.
+// The largest call that a context of the CUDA engine serves, and what lies in its heap for that.
 #pragma once
 
 #include "cuda/arch.h"
@@ -11,8 +11,9 @@ namespace flashmoe::cuda {
 // apart than the kernel's offsets reach.
 Limits cuda_limits(const Arch& arch, Limits limits, uint32_t multiprocessors);
 
-// Whether layers of such a context may train among several ranks. They may not if rows leave by puts, or if the rank is
-// alone.
+// Whether the heap of such a context has the fields by which layers train among several ranks. A rank alone trains
+// without these fields, and ranks that reach one another by puts alone do not train. Ranks that are treated as being on
+// several machines do not train either, but their heap has the fields: those of relays lie behind them.
 inline bool may_train_in_group(const Limits& limits) {
   return limits.ranks > 1 && limits.rdma == 0;
 }
@@ -22,8 +23,9 @@ inline bool may_refuse(const Limits& limits) {
 }
 // Where in a heap the reasons of refusals are. The layout is empty if ranks of such a context cannot refuse.
 Reasons cuda_reasons(const Limits& limits);
-// Bytes of a context's symmetric heap and of what lies behind it. If there are several ranks and memory is mapped, this
-// is: what goes home besides rows in backward passes, the fields of relays, and the reasons of refusals.
+// Bytes of a context's symmetric heap and of what lies behind the heap. Nothing lies behind it for a rank alone, or if
+// peers are reached by puts alone. Else these lie behind it: the fields of backward passes (gradients.h); the fields of
+// relays, if ranks are treated as being on several machines; and the reasons of refusals, if they are not.
 uint64_t cuda_heap_bytes(const Limits& limits);
 
 }  // namespace flashmoe::cuda

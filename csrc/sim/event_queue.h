@@ -1,10 +1,10 @@
-// The queue of events, in the order of (time, number). Events lie on a wheel of buckets, each some nanoseconds of the
-// clock.
+// The queue of events, in the order of (time, number). Times are in picoseconds (`Time` in world.h). Events of the next
+// millisecond lie on a wheel of buckets, each of which is 66 ns of the clock. Later events lie in a heap.
 //
-// The earliest bucket is sorted; later buckets have their events as they came. So an event costs no walk through a heap
-// of all pending events, which with tens of thousands of actors would take most of a simulation's time. The clock is
-// behind the first event, so a new event may belong before the earliest bucket. Such an event goes to the earliest
-// bucket.
+// The earliest bucket is sorted; later buckets have their events as they came. So most events cost no walk through a
+// heap of all pending events, which with tens of thousands of actors would take most of a simulation's time. A new
+// event may be earlier than the earliest bucket, because the clock is still before the first event. Such an event goes
+// to the earliest bucket.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,7 @@ class EventQueue {
   const Event* next(uint32_t n) const { return n < now_.size() ? &now_[now_.size() - 1 - n] : nullptr; }
 
  private:
-  // A bucket is 66 ns, and the wheel 1 ms.
+  // A bucket is 2^16 ps = 66 ns, and the wheel 1 ms.
   static constexpr uint32_t kLog2Width = 16;
   static constexpr uint64_t kBuckets = 1u << 14;
 

@@ -426,7 +426,7 @@ WAITS = Topic(
         Promise(
             "After a fault a context refuses further calls.",
             PROTOCOL,
-            "After a fault the context refuses further calls",
+            "After a fault the context is broken: it makes no further calls",
             (
                 "tests/test_faults.py::test_a_handler_that_returns_does_not_end_a_call",
                 "tests/fake_driver/fault_cases.py::test_faults",
@@ -441,7 +441,7 @@ WAITS = Topic(
         Promise(
             "A call that a rank refuses is over on all ranks, which say who refused it, and may call again.",
             PROTOCOL,
-            'others end call e as after a fault, raise "rank p refused call e: ...", and may call again.',
+            'abort call e and raise "rank p refused call e: ...". Unlike after a fault, all ranks may call again',
             (
                 "tests/test_refused_calls.py::test_random_calls",
                 "tests/cpp/test_refused_calls.cpp",

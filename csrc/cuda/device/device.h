@@ -1,4 +1,4 @@
-// A GPU and its resources: memory and modules that release themselves.
+// A GPU and its resources, each of which its object releases: memory, mapped host memory, streams, events and modules.
 //
 // Destructors report no errors, because at the exit of the process the driver may be gone before its users.
 #pragma once
