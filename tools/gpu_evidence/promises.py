@@ -193,7 +193,7 @@ COMMUNICATION = Topic(
         Promise(
             "Only rows of tokens travel, each to a rank once, however many of its experts are there.",
             README,
-            "Ranks send only the rows of tokens, without padding. A token's row goes to a rank once",
+            "Ranks send no padding: every row that they send is a token's. A token's row goes to a rank once",
             (
                 "tests/test_reports.py::test_reports_count_what_the_routing_says",
                 "tests/cpp/test_protocol_lanes.cpp",
@@ -1607,7 +1607,7 @@ COMMANDS = Topic(
         Promise(
             "`flashmoe run` judges a layer by the reference, and leaves a picture and a trace.",
             README,
-            "It checks the result against a float64 reference, and leaves the picture above and a trace for Perfetto",
+            "It checks the result against a float64 reference. It leaves a picture of your run",
             (
                 "tests/test_cli.py::test_run_passes_and_writes_its_files",
                 "tests/test_cli.py::test_run_fails_on_a_wrong_result",
@@ -1618,7 +1618,7 @@ COMMANDS = Topic(
         Promise(
             "It takes the GPUs where there are some and what they need.",
             README,
-            "the layer runs on that GPU instead",
+            "the layer runs on one GPU instead, as one rank",
             ("tests/test_cli.py::test_engine_auto", "tests/gpu/test_run_command.py::test_auto_takes_the_gpus"),
         ),
         Promise(
