@@ -16,9 +16,9 @@ from flashmoe import torch_op  # noqa: E402
 from flashmoe.arguments import Options, Tensors  # noqa: E402
 from flashmoe.growing import GrowingContext, Shape, growing_context  # noqa: E402
 
-T, H, I, E, K = 20, 16, 12, 4, 2
+T, H, I, E, K = 20, 256, 128, 4, 2
 LONG = 100_000
-"""Tokens of a call that takes longer than the engine needs to look whether it is interrupted."""
+"""Tokens of a call that takes several times 50 ms: so often the engine looks whether it is interrupted."""
 
 
 @pytest.fixture
