@@ -292,7 +292,7 @@ COMMUNICATION = Topic(
         Promise(
             "Nothing is cleared between calls, and no call finds what an earlier one has left.",
             PROTOCOL,
-            "Every signal carries the call's epoch and is compared for equality; nothing is memset between calls.",
+            "Nothing is memset between calls.",
             (
                 "tests/test_model.py::test_protocol_holds",
                 "tests/cpp/test_group_calls.cpp",
@@ -309,7 +309,7 @@ COMMUNICATION = Topic(
         Promise(
             "Rows that are joined as they come have the bits of those that are combined.",
             PROTOCOL,
-            "A call that is `joined` (a rank alone, `direct`, K at most 2, dropless) has no Combine",
+            "A call that is `joined` (a rank alone, `direct`, at most two rows of each token, dropless) has no Combine",
             (
                 "tests/test_joined_calls.py::test_right_and_bit_for_bit_what_combine_gives",
                 "tests/gpu/test_join.py::test_right_and_bit_for_bit_what_combine_gives",
