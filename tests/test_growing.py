@@ -18,7 +18,7 @@ from flashmoe.growing import GrowingContext, Shape, growing_context  # noqa: E40
 
 T, H, I, E, K = 20, 256, 128, 4, 2
 LONG = 100_000
-"""Tokens of a call that takes several times 50 ms: so often the engine looks whether it is interrupted."""
+"""Tokens of a call that takes several times 50 ms. Every 50 ms the engine looks whether it is interrupted."""
 
 
 @pytest.fixture
