@@ -281,7 +281,7 @@ def routed(problem: Problem, x: np.ndarray) -> tuple[np.ndarray, ...]:
     values = choice_values(logits, choice_bias=problem.choice_bias, **options)
     ids = choose(values, problem.top_k)
     score = options.get("score", "softmax")
-    weights = weigh(logits, ids, renormalize, score=score, routed_scale=scale)
+    weights = weigh(logits, ids, renormalize=renormalize, score=score, routed_scale=scale)
     how = {"score": score, "choice_bias": problem.choice_bias, "groups": options.get("groups", 1)}
     slack, variance = router_error(x, problem.router, problem.router_bias, ids, weights, renormalize=renormalize, **how)
     return logits, values, ids, slack, variance

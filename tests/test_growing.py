@@ -13,8 +13,9 @@ from test_faults import run_python
 
 torch = pytest.importorskip("torch")
 from flashmoe import torch_op  # noqa: E402
-from flashmoe.arguments import Options, Tensors  # noqa: E402
+from flashmoe.call_tensors import Tensors  # noqa: E402
 from flashmoe.growing import GrowingContext, Shape, growing_context  # noqa: E402
+from flashmoe.spec import Options  # noqa: E402
 
 T, H, I, E, K = 20, 256, 128, 4, 2
 LONG = 100_000
@@ -116,7 +117,8 @@ _INTERRUPTED = """
 import os, signal, threading, time
 import torch
 from flashmoe import torch_op
-from flashmoe.arguments import Options, Tensors
+from flashmoe.call_tensors import Tensors  # noqa: E402
+from flashmoe.spec import Options
 from flashmoe.growing import Shape, growing_context
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,7 @@ import flashmoe
 import ml_dtypes
 import numpy as np
 import pytest
-from flashmoe.arguments import Tensors
+from flashmoe.call_tensors import Tensors
 from flashmoe.engines import cpu
 from flashmoe.tensors import as_view
 

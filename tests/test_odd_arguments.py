@@ -17,7 +17,6 @@ import flashmoe
 import ml_dtypes
 import numpy as np
 import pytest
-from flashmoe.arguments import CallOptions, LayerOptions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import random_problem
@@ -103,9 +102,7 @@ examples = settings(
 
 
 def keywords(function: Callable[..., Any]) -> list[str]:
-    named = [name for name in inspect.signature(function).parameters if name not in ("self", "options")]
-    options = {flashmoe.moe: CallOptions, MoE.__init__: LayerOptions}.get(function)
-    return named + list(options.__annotations__ if options else ())
+    return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
 @pytest.fixture(scope="module")

@@ -168,8 +168,9 @@ def test_gradients_under_a_compiler():
 
 
 def test_gradients_are_added_to_main_grads():
-    from flashmoe.arguments import Options, Tensors
+    from flashmoe.call_tensors import Tensors
     from flashmoe.context import context_id
+    from flashmoe.spec import Options
     from flashmoe.torch_op import by_operator
 
     problem = random_problem(9, [30], shared=3, dtype="bfloat16", **SIZES)

@@ -173,7 +173,7 @@ def test_router_in_float32_stays_within_its_error(renormalize):
     x, router = (rng.standard_normal(shape).astype(np.float32) for shape in ((T, H), (32, H)))
     logits = router_logits(x, router)
     ids = choose(logits, K)
-    weights = weigh(logits, ids, renormalize)
+    weights = weigh(logits, ids, renormalize=renormalize)
     slack, variance = router_error(x, router, None, ids, weights, renormalize=renormalize)
 
     logits32 = serial_dot(x, router)

@@ -101,16 +101,12 @@ def check(
     """Every gradient is within its bound; how far, as a part of the bound, by name the worst. `sliced`: the problem
     whose experts are in slices (`test_slices.Sliced`), where the gradients are its."""
     held, slices = (problem, 1) if sliced is None else (sliced, sliced.slices)
-    rule = {name: problem.options[name] for name in ("renormalize", "score", "routed_scale") if name in problem.options}
-    rule = {"renormalize": True, "score": "softmax", "routed_scale": 1.0} | rule
     options = {name: each for name, each in problem.options.items() if name not in OF_THE_ENGINE}
     calls, expected = [], []
     for rank, x in enumerate(problem.x):
         call, given = _reference_call(problem, rank, x, grads[rank])
         calls.append(call if sliced is None else _of_slices(call, slices, sliced.destinations(rank)))
         expected.append(moe_gradients(grads[rank], x, **given, **options))
-    shape = {name: each for name, each in options.items() if name in ("interleaved", "limit", "alpha", "up_offset")}
-    same = ("activation", "transposed", "weights_on_input")
     errors = gradient_errors(
         calls,
         held.gate_up_proj,
@@ -120,15 +116,12 @@ def check(
         exact=problem.options.get("exact", False),
         router=problem.router,
         router_bias=problem.router_bias,
-        rule=rule,
         gate_up_bias=held.gate_up_bias,
         down_bias=held.down_bias,
-        slices=slices,
         shared_gate_up=problem.shared_gate_up,
         shared_down=problem.shared_down,
         shared_gate=problem.shared_gate,
-        **{name: options[name] for name in same if name in options},
-        **shape,
+        **{**options, "slices": slices},
     )
     parts: dict[str, float] = {}
     for rank, of_rank in enumerate(found):

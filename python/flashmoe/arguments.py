@@ -5,197 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypedDict
+from typing import Any
 
 from . import _ffi
 from . import placement as placements
+from .call_tensors import FLOATS, REQUIRED, WRITTEN, Tensors
 from .errors import InvalidArgument, LimitExceeded
 from .limits import Room, checked_capacity_factor
 from .scales import SCALE_OF, check_slices, common_kind
 from .spec import (
-    ACTIVATIONS,
     DTYPES,
     ELEMENT_BYTES,
     ENCODINGS,
     FP8,
     GATED,
     MAX_EXPERTS,
-    MAX_GROUPS,
     RETURN_CHOICES,
     SCALE_BLOCK,
-    SCORES,
     STORED_AS,
     LayerSpec,
+    Options,
     bounded,
+    checked_values,
     element_types,
-    finite,
     one_of,
-    positive,
+    refuse_of_router,
     scale_blocks,
-    truth,
 )
 from .tensors import Described
 
 AsOperand = Callable[[str, Any, str, tuple[str, ...]], Described]
 """(name, tensor, the expectation in words, the allowed element types) -> operand. Raises `InvalidArgument`."""
-
-
-class Tensors(NamedTuple):
-    """The tensors of a call, as its caller gives them; None for a tensor that is not given. See `flashmoe.moe`."""
-
-    x: Any
-    gate_up_proj: Any
-    down_proj: Any
-    router: Any = None
-    router_bias: Any = None
-    choice_bias: Any = None
-    gate_up_bias: Any = None
-    down_bias: Any = None
-    shared_gate_up: Any = None
-    shared_down: Any = None
-    shared_gate: Any = None
-    shared_up: Any = None
-    gate_up_scale: Any = None
-    down_scale: Any = None
-    shared_gate_up_scale: Any = None
-    shared_down_scale: Any = None
-    x_scale: Any = None
-    topk_ids: Any = None
-    topk_weights: Any = None
-    load: Any = None
-    router_logits: Any = None
-
-    @property
-    def floats(self) -> tuple[Any, ...]:
-        """x, weights and biases, and scales."""
-        return self[:-4]
-
-    @property
-    def of_layer(self) -> tuple[Any, ...]:
-        """Weights, their scales and biases. They stay the same from call to call."""
-        return self[1:-5]
-
-    @property
-    def written(self) -> tuple[Any, Any]:
-        """The tensors that the call writes to: `load` and `router_logits`."""
-        return self[-2:]
-
-
-SCALES = (*SCALE_OF.values(), "x_scale")
-"""The names of all scales among `Tensors`, in their order."""
-
-WRITTEN = {"load": ("[E] int64", "int64"), "router_logits": ("[T, E] float32", "float32")}
-"""For each tensor of `Tensors.written`: its shape and type in words, and its element type."""
-
-
-class LayerOptions(TypedDict, total=False):
-    """Options in which layers of published models differ, besides the first seven of `Options`; see docs/models.md."""
-
-    score: str
-    """With a router: ``"softmax"`` (default) of the logits of all E experts, or ``"sigmoid"`` of each logit."""
-    round_logits: bool
-    """With a router: whether its logits are first rounded to x's type, as a linear layer rounds its results."""
-    groups: int
-    """With a router: the number of groups that experts form. E / groups neighbouring experts are a group. Default 1."""
-    top_groups: int
-    """The number of groups from which experts are chosen. These are the groups whose two best scores have the largest
-    sum (DeepSeek-V3, section 2.1.2). Default: all groups."""
-    routed_scale: float
-    """With a router: a factor that multiplies the weights at the end; default 1."""
-    limit: float
-    """For ``clamped_swiglu``, which is ``g sigmoid(alpha g) (u + up_offset)`` with ``g = min(gate, limit)`` and u = up,
-    clamped to plus and minus `limit`. Default: no limit."""
-    alpha: float
-    """For ``clamped_swiglu``; default 1."""
-    up_offset: float
-    """For ``clamped_swiglu``; default 0."""
-    interleaved: bool
-    """With a gate: the rows of gate_up_proj and the elements of gate_up_bias are in the order gate, up, gate, up, ...
-    """
-    transposed: bool
-    """gate_up_proj is [El, H, 2I or I] and down_proj [El, I, H]."""
-    weights_on_input: bool
-    """A token's weights scale its row before the experts, instead of the experts' results."""
-    slices: int
-    """The number of slices into which each expert is cut; default 1. The slices of an expert may be on different ranks
-    (see `flashmoe.slices`). I is the width of a slice, El counts slices, and a placement has an entry for each slice:
-    first those of expert 0, then those of expert 1, ... The return mode is ``"reduced"``. In `down_bias` all rows must
-    be 0 except those of first slices, since each slice adds its own row."""
-
-
-class CallOptions(LayerOptions, total=False):
-    """What `flashmoe.moe` takes besides: options of the layer, scales, and tensors that the call writes to.
-
-    Scales belong to quantised tensors: float32 for FP8 (docs/fp8.md), uint8 for MXFP4 (docs/mxfp4.md), contiguous. The
-    tensors that the call writes to are contiguous and lie where x is. On a GPU the launch writes them, also in a
-    replayed graph. Where PyTorch is given an operator, an operation after this operator writes them. Their contents are
-    undefined after a call that fails.
-    """
-
-    shared_up: Any
-    """[Is, H], of x's type. The shared expert's up matrix, where it is a matrix of its own: shared_gate_up is then the
-    gate alone, [Is, H]. The call reads both matrices where they are, and each has its own gradient. Refused, by
-    `InvalidArgument`, with an activation without a gate, with quantised weights, with `interleaved` and with
-    `transposed`."""
-    gate_up_scale: Any
-    """Scales of gate_up_proj in float8_e4m3fn: factors of its elements. The other matrices then have this type too.
-    There is one scale for each block of 128 rows and columns, [El, 2 ceil(I / 128), ceil(H / 128)] (without a gate
-    ceil(I / 128) instead of 2 ceil(I / 128)), as ``_scale_inv`` of checkpoints; or one for each row, [El, 2I or I, 1];
-    or one for each matrix, [El, 1, 1]. All scales of a layer are of one kind. With gate_up_proj in MXFP4, [El, 2I or I,
-    H / 32, 16] uint8, the scales are e8m0, [El, 2I or I, H / 32]."""
-    down_scale: Any
-    """Scales of down_proj, of the same kinds: [El, ceil(H / 128), ceil(I / 128)], [El, H, 1] or [El, 1, 1]; for MXFP4
-    [El, H, I / 32]."""
-    shared_gate_up_scale: Any
-    """Scales of the shared expert's matrices: the same shapes without El, and with its width Is."""
-    shared_down_scale: Any
-    x_scale: Any
-    """[T, ceil(H / 128)]. Scales of x in float8_e4m3fn. The weights then have this type too, and the routing is given;
-    y is bfloat16."""
-    load: Any
-    """[E] int64. The call adds to each element how many of this rank's pairs (token, k) chose the expert, including
-    pairs that a capacity then drops. The shared expert has no element. A group's load is the sum of its ranks' loads.
-    """
-    router_logits: Any
-    """[T, E] float32. With a router: the logits from which scores are computed, with `router_bias`, and rounded if
-    `round_logits` is set."""
-    redispatch: bool | None
-    """Several ranks: whether a call that keeps what its gradients need leaves out the rows of other ranks' tokens, so
-    that the backward pass sends x once more (docs/training.md). Results have the same bits. All ranks pass the same
-    value. Default: the context's. Only a context that was made with `redispatch` has room for this."""
-    strict: bool
-    """With a router: whether the call raises `BadRow` if the logits of one of this rank's tokens are NaN or infinite.
-    The error names the token, and is raised when the call is over. Default: False; the token's y is then NaN, and
-    ``ctx.last_call.bad_rows`` counts the token. Ranks may differ."""
-
-
-class Options(NamedTuple):
-    """What the caller says about the layer besides its tensors. See `flashmoe.moe`.
-
-    Options, tensors and context together decide on the `LayerSpec`.
-    """
-
-    top_k: int | None = None
-    activation: str = "swiglu"
-    renormalize: bool = True
-    placement: placements.Placement | None = None
-    capacity_factor: float | None = None
-    return_mode: str | None = None
-    exact: bool = False
-    score: str = "softmax"
-    round_logits: bool = False
-    routed_scale: float = 1.0
-    groups: int = 1
-    top_groups: int | None = None
-    limit: float | None = None
-    alpha: float = 1.0
-    up_offset: float = 0.0
-    interleaved: bool = False
-    transposed: bool = False
-    weights_on_input: bool = False
-    slices: int = 1
-    redispatch: bool | None = None
-    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,40 +102,6 @@ def as_plain_values(options: Options) -> Options:
         placement=None if placement is None else placements.flat(placements.as_placed(placement)),
         capacity_factor=None if factor is None else checked_capacity_factor(factor, None),
     )
-
-
-def checked_values(options: Options) -> Options:
-    """`options`, in which all values that can be checked alone are checked and have their own types. Raises
-    `InvalidArgument`."""
-    activation = one_of("activation", options.activation, ACTIVATIONS)
-    limit = math.inf if options.limit is None else positive("limit", options.limit)
-    checked = options._replace(
-        score=one_of("score", options.score, SCORES),
-        limit=None if math.isinf(limit) else limit,
-        alpha=positive("alpha", options.alpha),
-        up_offset=finite("up_offset", options.up_offset),
-        routed_scale=finite("routed_scale", options.routed_scale),
-        groups=bounded("groups", options.groups, 1, MAX_GROUPS),
-        slices=bounded("slices", options.slices, 1, MAX_EXPERTS),
-        top_groups=None if options.top_groups is None else bounded("top_groups", options.top_groups, 1, MAX_GROUPS),
-        redispatch=None if options.redispatch is None else truth("redispatch", options.redispatch),
-        **{
-            name: truth(name, getattr(options, name))
-            for name in (
-                *("renormalize", "exact", "round_logits", "interleaved", "transposed", "weights_on_input", "strict"),
-            )
-        },
-    )
-    if activation != "clamped_swiglu":
-        for name in ("limit", "alpha", "up_offset"):
-            if getattr(checked, name) != getattr(Options(), name):
-                raise InvalidArgument(
-                    f"{name}: expected none with activation {activation!r} ('clamped_swiglu' has one), got "
-                    f"{getattr(options, name)!r}"
-                )
-    if checked.interleaved and activation not in GATED:
-        raise InvalidArgument(f"interleaved: expected False with {activation!r}, which has no gate, got True")
-    return checked
 
 
 def placement_of(room: Room, placement: placements.Placement | None, experts: int) -> placements.Placed:
@@ -420,8 +226,8 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
     known = (*DTYPES, FP8)
     operands: dict[str, Described] = {}
     scale_type = "float32"
-    for name, tensor in zip(Tensors._fields, tensors.floats, strict=False):  # floats are the first fields
-        if tensor is None and name not in ("x", "gate_up_proj", "down_proj"):
+    for name, tensor in zip(FLOATS, tensors.floats, strict=True):
+        if tensor is None and name not in REQUIRED:
             continue
         if name == "choice_bias":
             operands[name] = as_operand(name, tensor, "[E] float32", ("float32",))
@@ -597,11 +403,9 @@ def layer_of(options: Options, given: Container[str], **fields: Any) -> LayerSpe
     """The layer of checked options, of sizes and element types (`fields`), and of the tensors whose names are in
     `given`; without the return mode and the capacity factor."""
     _check_shared(given, options)
-    same = ("activation", "alpha", "up_offset", "interleaved", "transposed", "weights_on_input", "exact", "renormalize")
-    same += ("slices",)
     return LayerSpec(
         **fields,
-        **{name: getattr(options, name) for name in same},
+        **options.in_layer(),
         **_router(given, options, fields["experts"], fields["top_k"]),
         limit=math.inf if options.limit is None else options.limit,
         router_bias="router_bias" in given,
@@ -630,12 +434,9 @@ def _check_shared(given: Container[str], options: Options) -> None:
 
 
 def _router(given: Container[str], options: Options, experts: int, top_k: int) -> dict[str, Any]:
-    """The fields of the layer that say how experts are chosen."""
-    by_default = Options()
+    """The fields of the layer that say how experts are chosen, besides `Options.in_layer`."""
     if "router" not in given:
-        for name in ("score", "round_logits", "routed_scale", "groups", "top_groups"):
-            if getattr(options, name) != getattr(by_default, name):
-                raise InvalidArgument(f"{name}: expected router with it, got topk_ids and topk_weights")
+        refuse_of_router(options)
         return {"routing": "given"}
     groups = options.groups
     top_groups = groups if options.top_groups is None else options.top_groups
@@ -650,9 +451,6 @@ def _router(given: Container[str], options: Options, experts: int, top_k: int) -
         )
     return {
         "routing": options.score,
-        "round_logits": options.round_logits,
-        "routed_scale": options.routed_scale,
-        "groups": groups,
         "top_groups": top_groups,
         "choice_bias": "choice_bias" in given,
     }

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import launcher, machine
 from . import placement as placements
-from .arguments import Options, Tensors
+from .call_tensors import Tensors
 from .ending import Call
 from .engines.base import Engine, Gradients, Membership
 from .engines.cpu import CpuEngine
@@ -24,7 +24,7 @@ from .limits import ENGINES, Room, checked_context
 from .meeting import Meeting
 from .refusals import tell
 from .report import CallReport
-from .spec import bounded, one_of, truth
+from .spec import Options, bounded, one_of, truth
 from .tensors import refuse_unstored
 from .through_torch import is_recomputed
 from .trace import CallTrace

@@ -49,15 +49,15 @@ Domain: as in `flashmoe.tolerance`; nothing may overflow or be subnormal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from .reference import activate, activate_backward
 from .reference.backward import of_logits
-from .spec import GATED, PLAIN
+from .spec import GATED, PLAIN, LayerOptions, Options
 from .tolerance import (
     _FUNCTION_ROUNDINGS,
     _VARIANCE32,
@@ -158,31 +158,25 @@ def gradient_errors(
     exact: bool = False,
     router: np.ndarray | None = None,
     router_bias: np.ndarray | None = None,
-    rule: Mapping[str, Any] | None = None,
     gate_up_bias: np.ndarray | None = None,
     down_bias: np.ndarray | None = None,
-    activation: str = "swiglu",
-    transposed: bool = False,
-    weights_on_input: bool = False,
     shared_gate_up: np.ndarray | None = None,
     shared_down: np.ndarray | None = None,
     shared_gate: np.ndarray | None = None,
-    slices: int = 1,
-    **shape: Any,
+    **options: Unpack[LayerOptions],
 ) -> dict[str, Any]:
     """The error of each gradient of a call of several ranks, by the names of `flashmoe.moe`.
 
     The tensors of all E experts have one `CallError` each. What each rank has for itself (x, topk_weights, the tensors
     of the router and of the shared expert) has a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `exact`: the call's.
-    `rule`: `renormalize`, `score` and `routed_scale`. `slices`: with slices, the experts, and the ids, weights and
-    owners of the calls, are those of slices; the router and the gradients of weights are those of whole experts. All
-    else is as in `flashmoe.tolerance.call_error`.
+    `options`: the layer's. With `slices`, the experts, and the ids, weights and owners of the calls, are those of
+    slices; the router and the gradients of weights are those of whole experts. All else is as in
+    `flashmoe.tolerance.call_error`.
     """
-    given = {"return_mode": return_mode, "router": router, "router_bias": router_bias, "rule": rule or {}}
-    given |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "transposed": transposed}
+    given = {"return_mode": return_mode, "router": router, "router_bias": router_bias}
+    given |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
     given |= {"shared_gate_up": shared_gate_up, "shared_down": shared_down, "shared_gate": shared_gate}
-    given["slices"] = slices
-    layer = _Layer(calls[0].x.dtype.name, activation, shape, weights_on_input, engine == "cuda")
+    layer = _Layer(calls[0].x.dtype.name, Options(**options), engine == "cuda")
     if layer.dtype != "float32" or engine != "cuda" or exact:
         found = _found(layer, calls, gate_up_proj, down_proj, **given)
         return {name: _each(lambda one: one.error, each) for name, each in found.items()}
@@ -206,17 +200,15 @@ def _found(
     return_mode: str,
     router: np.ndarray | None,
     router_bias: np.ndarray | None,
-    rule: Mapping[str, Any],
     gate_up_bias: np.ndarray | None,
     down_bias: np.ndarray | None,
-    transposed: bool,
     shared_gate_up: np.ndarray | None,
     shared_down: np.ndarray | None,
     shared_gate: np.ndarray | None,
-    slices: int,
 ) -> dict[str, Any]:
     """As `gradient_errors`, with a `_Found` for each `CallError`."""
     matrices = [None if m is None else np.asarray(m, np.float64) for m in (gate_up_proj, down_proj)]
+    transposed, slices = layer.how.transposed, layer.how.slices
     up, down = (each.swapaxes(1, 2) if transposed else each for each in matrices)
     found: dict[str, Any] = {name: [] for name in ("x", "topk_weights", "router", "router_bias", "shared_gate_up")}
     found |= {name: [] for name in ("shared_down", "shared_gate")}
@@ -243,7 +235,7 @@ def _found(
             for name, each in _of_shared(layer, home, *pair, gate).items():
                 found[name].append(each)
         if router is not None:
-            of_router = home.of_router(np.asarray(router, np.float64), router_bias, rule, slices)
+            of_router = home.of_router(np.asarray(router, np.float64), router_bias)
             for name, each in of_router.items():
                 found[name].append(each)
         else:
@@ -278,9 +270,7 @@ class _Sums:
 @dataclass
 class _Layer:
     dtype: str
-    activation: str
-    shape: Mapping[str, Any]
-    weights_on_input: bool
+    how: Options
     on_gpu: bool = False
     tf32: bool = False
     """Whether operands are truncated."""
@@ -290,7 +280,7 @@ class _Layer:
         """How many roundings a function is worth."""
         if not self.on_gpu or self.dtype != "float32":
             return _FUNCTION_ROUNDINGS
-        return _OF_TAIL if PLAIN[self.activation] == "gelu" and self.tf32 else _OF_EXP
+        return _OF_TAIL if PLAIN[self.how.activation] == "gelu" and self.tf32 else _OF_EXP
 
     def operand(self, v: np.ndarray) -> np.ndarray:
         """A tensor of the call, as its products read it."""
@@ -337,7 +327,7 @@ class _Expert:
         and their variances."""
         layer, x, dy = self.layer, home.x[t], home.grad[t]
         exact = np.zeros_like
-        on_input, bias = layer.weights_on_input, 0.0 if self.up_bias is None else self.up_bias
+        on_input, bias = layer.how.weights_on_input, 0.0 if self.up_bias is None else self.up_bias
         up, down = layer.operand(self.up), layer.operand(self.down)
         of_x, of_dy = layer.operand(x), layer.operand(dy)
         on_gpu_input = on_input and layer.on_gpu
@@ -353,7 +343,7 @@ class _Expert:
             z, z_variance = layer.linear(of_x, 0.0, up, bias)
         if layer.dtype != "float32" and not on_gpu_input:
             z_variance = z_variance + _rounding(z, layer.dtype)
-        a, a_variance = _activated(z, z_variance, layer.activation, roundings=layer.roundings, **layer.shape)
+        a, a_variance = _activated(z, z_variance, layer.how, layer.roundings)
         g, g_variance = layer.linear(of_dy, 0.0, down.T, 0.0)
         scaled = (w * x, w_variance * x**2 + _VARIANCE32 * (w * x) ** 2), (w * dy, w_variance * dy**2)
         rows, df = ((scaled[0]), (dy, exact(dy))) if on_input else ((of_x, exact(x)), scaled[1])
@@ -413,7 +403,7 @@ def _backward(
     w_variance: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """``w g act'(z)`` and its variance."""
-    how = {"activation": layer.activation, **layer.shape}
+    how = layer.how.of_layer()
     slope = activate_backward(z, np.ones_like(g), **how)  # the slope of the sum of all activated columns
     pairs = _pairs(g, layer)
     dz = w * pairs * slope
@@ -439,26 +429,26 @@ def _backward(
 
 def _pairs(each: np.ndarray, layer: _Layer) -> np.ndarray:
     """A number of each column, repeated for each of the column's pre-activations."""
-    if layer.activation not in GATED:
+    if layer.how.activation not in GATED:
         return each
-    return np.repeat(each, 2, axis=1) if layer.shape.get("interleaved") else np.concatenate([each, each], axis=1)
+    return np.repeat(each, 2, axis=1) if layer.how.interleaved else np.concatenate([each, each], axis=1)
 
 
 def _pair_sum(each: np.ndarray, layer: _Layer) -> np.ndarray:
     """For each pre-activation, the sum of the numbers of both pre-activations of its column."""
-    if layer.activation not in GATED:
+    if layer.how.activation not in GATED:
         return each
-    if layer.shape.get("interleaved"):
+    if layer.how.interleaved:
         return _pairs(each[:, ::2] + each[:, 1::2], layer)
     return _pairs(sum(np.split(each, 2, axis=1)), layer)
 
 
 def _parts(z: np.ndarray, layer: _Layer) -> list[np.ndarray]:
     """Which pre-activations are gates, and which are ups; or all of them, without a gate."""
-    if layer.activation not in GATED:
+    if layer.how.activation not in GATED:
         return [np.ones(z.shape, bool)]
     columns = np.zeros(z.shape, bool)
-    if layer.shape.get("interleaved"):
+    if layer.how.interleaved:
         columns[:, ::2] = True
     else:
         columns[:, : z.shape[1] // 2] = True
@@ -468,18 +458,16 @@ def _parts(z: np.ndarray, layer: _Layer) -> list[np.ndarray]:
 def _parts_of_slope(z: np.ndarray, layer: _Layer) -> np.ndarray:
     """The size of what is added up, and may cancel, in a slope of silu or of a gelu: z times the slope of the sigmoid,
     or of Phi."""
-    plain = PLAIN[layer.activation]
+    plain = PLAIN[layer.how.activation]
     if plain in ("relu", "relu2"):
         return np.zeros(z.shape)
-    alpha = layer.shape.get("alpha", 1.0)
+    alpha = layer.how.alpha
     gate = z
     other = np.ones(z.shape)
-    if layer.activation in GATED:
+    if layer.how.activation in GATED:
         gates = _parts(z, layer)[0]
         gate = _pair_sum(np.where(gates, z, 0.0), layer)
-        other = np.where(
-            gates, np.abs(_pair_sum(np.where(gates, 0.0, z), layer)) + layer.shape.get("up_offset", 0.0), 0.0
-        )
+        other = np.where(gates, np.abs(_pair_sum(np.where(gates, 0.0, z), layer)) + layer.how.up_offset, 0.0)
     y, steepness = _of_sigmoid(alpha * np.abs(gate), plain)
     s = np.abs(gate) * steepness * (1.0 + y) * np.exp(-np.minimum(y, 80.0))
     if plain == "gelu":
@@ -530,17 +518,16 @@ class _Home:
         values, variance = (each.reshape(shape).sum(axis=2) for each in (self.of_weights, self.of_weights_variance))
         return values, variance
 
-    def of_router(
-        self, router: np.ndarray, bias: np.ndarray | None, rule: Mapping[str, Any], slices: int
-    ) -> dict[str, _Found]:
+    def of_router(self, router: np.ndarray, bias: np.ndarray | None) -> dict[str, _Found]:
         """Adds the router's part to dX. Returns the router's own gradients and their errors."""
+        slices, rule = self.layer.how.slices, self.layer.how.of_layer()
         logits, ids = self.call.logits, self.call.ids[:, ::slices] // slices
         of_weights, of_weights_variance = self.whole_weights(slices)
         _, variance = _linear(self.x, 0.0, router, 0.0 if bias is None else np.asarray(bias, np.float64))
         grad = of_logits(logits, ids, of_weights, **rule)
         # The reference, too, computes in float64: if everything cancels, its error is what is left.
         largest = np.abs(of_weights).sum(axis=1, keepdims=True)
-        total = _VARIANCE32 * grad**2 + (_FLOAT64 * abs(rule.get("routed_scale", 1.0)) * largest) ** 2
+        total = _VARIANCE32 * grad**2 + (_FLOAT64 * abs(self.layer.how.routed_scale) * largest) ** 2
         for k in range(ids.shape[1]):
             unit = np.zeros(ids.shape)
             unit[:, k] = 1.0

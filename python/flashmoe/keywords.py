@@ -1,14 +1,21 @@
-"""Refuses unknown keyword arguments, and names the known one that is most alike."""
+"""Functions whose keyword arguments come from tables: they refuse unknown ones, and show the tables' in their help."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
+import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+from .call_tensors import OPTIONAL
 from .errors import UnknownOption
+from .spec import OPTIONS
+from .spec.options import TYPES
+
+P, R, D = ParamSpec("P"), TypeVar("R"), TypeVar("D")
 
 
 def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -23,21 +30,69 @@ def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) 
         raise UnknownOption(f"{function}() got an unexpected keyword argument {name!r}{meant}")
 
 
-def with_known_options(*more: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function whose unknown keyword arguments `refuse_unknown` refuses. `more`: typed dictionaries of the keyword
-    arguments that the function takes besides its named ones."""
+def with_known_options(*tables: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function whose unknown keyword arguments `refuse_unknown` refuses. It shows what `tables` have, see `shows`."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        kinds = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-        known = {name for name, each in inspect.signature(function).parameters.items() if each.kind not in kinds}
-        known |= {name for each in more for name in each.__annotations__}
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        shows(*tables)(function)
+        known = frozenset(inspect.signature(function).parameters)
         called = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
-        def checked(*args: Any, **options: Any) -> Any:
+        def checked(*args: P.args, **options: P.kwargs) -> R:
             refuse_unknown(called, options, known)
             return function(*args, **options)
 
         return checked
 
     return decorate
+
+
+def shows(*tables: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function that takes ``**options: Unpack[..]``, whose signature and help show them. `tables`: the typed
+    dictionaries that have them (`flashmoe.spec.options`, `flashmoe.call_tensors`)."""
+    named = _names(tables)
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        own = {name: each for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD}
+        more = [_parameter(name) for name in named if name not in own]
+        function.__signature__ = signature.replace(parameters=[*own.values(), *more])
+        return described(*tables)(function)
+
+    return decorate
+
+
+def described(*tables: type) -> Callable[[D], D]:
+    """A function or a class whose docstring has the description of what `tables` have in place of its line
+    ``{options}``."""
+
+    def decorate(each: D) -> D:
+        if each.__doc__:
+            each.__doc__ = re.sub(
+                r"^( *)\{options\}$", lambda at: _texts(_names(tables), at[1]), each.__doc__, flags=re.M
+            )
+        return each
+
+    return decorate
+
+
+def _names(tables: Iterable[type]) -> dict[str, None]:
+    return dict.fromkeys(name for table in tables for name in table.__annotations__)
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    """The parameter of an option or of a tensor."""
+    option = OPTIONS.get(name)
+    default, kind = (None, Any) if option is None else (option.default, TYPES[name])
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _texts(names: Iterable[str], indent: str) -> str:
+    """What the tables say of these options and tensors, in the form of a docstring's parameters."""
+    lines = []
+    for name in names:
+        default = f", default {OPTIONS[name].default!r}" if name in OPTIONS else ""
+        text = (OPTIONS.get(name) or OPTIONAL[name]).text
+        lines += [f"{indent}{name}{default}:", textwrap.indent(textwrap.fill(text, 108 - len(indent)), indent + "    ")]
+    return "\n".join(lines)

@@ -13,20 +13,12 @@ import torch
 from torch import Tensor
 
 from . import placement as placements
-from .arguments import (
-    LayerOptions,
-    Options,
-    Tensors,
-    check_quantised,
-    checked_values,
-    layer_of,
-    placement_of,
-    resolved,
-)
+from .arguments import check_quantised, layer_of, placement_of, resolved
+from .call_tensors import Tensors
 from .checkpoint import MoELayer
 from .context import Context, contexts, room_of
 from .errors import InvalidArgument
-from .keywords import with_known_options
+from .keywords import described, with_known_options
 from .refusals import tell
 from .replicated import Replicas
 from .scales import SCALE_OF, scale_shape
@@ -37,14 +29,19 @@ from .spec import (
     FP8,
     MAX_EXPERTS,
     MAX_WIDTH,
+    OPTIONS,
+    CallOptions,
     LayerSpec,
+    ModuleOptions,
+    Options,
     bounded,
+    checked_values,
     element_types,
     one_of,
     truth,
 )
 from .torch_op import call, check_tensors, context_id, saving_contexts
-from .torch_routing import of_given_routing, route
+from .torch_routing import route
 from .watched import found_on, is_touched
 
 __all__ = ["Experts", "MoE", "Router", "SharedExpert", "saving_contexts"]
@@ -225,6 +222,7 @@ class SharedExpert(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+@described(ModuleOptions)
 class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of `ctx`; every rank must call it.
 
@@ -275,18 +273,12 @@ class MoE(torch.nn.Module):
         default device: with a context of the CUDA engine, move the module to its GPU.
     hidden, intermediate, experts, top_k:
         H, I, E and K of this layer, within the context's limits. With the option `slices`, I is a whole expert's.
-    activation, renormalize, placement, capacity_factor, return_mode, exact, options:
-        As in `flashmoe.moe`, with all of its further options.
     router_bias, choice_bias:
         Whether the router has a bias, and whether it has one for the choice of experts alone.
     expert_bias:
         Whether both projections of every expert have a bias.
     shared_intermediate, shared_gate:
         Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
-    redispatch:
-        Whether passes that train keep none of the rows of other ranks' tokens and send x again, as in `flashmoe.moe`.
-    strict:
-        Whether a token whose router logits are NaN or infinite raises `BadRow`, as in `flashmoe.moe`.
     dtype:
         ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's. Weights of experts are
         quantised if the context's are (its `weight_dtype`).
@@ -299,6 +291,7 @@ class MoE(torch.nn.Module):
         ``torch.distributed`` (default: all), have the same tokens, as between layers that are cut by tensor
         parallelism. Each of the n ranks brings its share of the tokens, T / n, to the call, and all ranks get all
         results, by an all-gather of the group.
+    {options}
 
     Raises
     ------
@@ -313,7 +306,7 @@ class MoE(torch.nn.Module):
     `grad` alone. The caller has set `main_grad` to a contiguous float32 tensor of the parameter's shape
     (docs/training.md)."""
 
-    @with_known_options(LayerOptions)
+    @with_known_options(ModuleOptions)
     def __init__(
         self,
         ctx: Context,
@@ -322,15 +315,9 @@ class MoE(torch.nn.Module):
         experts: int,
         top_k: int,
         *,
-        activation: str = "swiglu",
-        renormalize: bool = True,
-        placement: placements.Placement | None = None,
         router_bias: bool = False,
         choice_bias: bool = False,
         expert_bias: bool = False,
-        capacity_factor: float | None = None,
-        return_mode: str | None = None,
-        exact: bool = False,
         dtype: torch.dtype | None = None,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
@@ -338,9 +325,7 @@ class MoE(torch.nn.Module):
         tokens: str = "own",
         token_group: Any = None,
         weight_scales: str = "block",
-        redispatch: bool | None = None,
-        strict: bool = False,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[ModuleOptions],
     ) -> None:
         super().__init__()
         if one_of("tokens", tokens, TOKENS) == "own" and token_group is not None:
@@ -354,13 +339,9 @@ class MoE(torch.nn.Module):
             known = ", ".join(f"torch.{name}" for name in DTYPES)
             raise InvalidArgument(f"dtype: expected one of {known}, got {dtype!r}")
         experts = bounded("experts", experts, 1, MAX_EXPERTS)
-        slices = bounded("slices", options.get("slices", 1), 1, MAX_EXPERTS)
+        chosen = checked_values(Options(top_k=top_k, **options))
+        slices, placement = chosen.slices, chosen.placement
         self.placement = None if placement is None else placements.checked(placement, experts * slices, ctx.ranks)
-        of_call = {"placement": self.placement, "capacity_factor": capacity_factor, "return_mode": return_mode}
-        of_call |= {"redispatch": redispatch, "strict": strict}
-        chosen = checked_values(
-            Options(top_k=top_k, activation=activation, renormalize=renormalize, exact=exact, **of_call, **options)
-        )
         biases = {"router_bias": router_bias, "choice_bias": choice_bias}
         given = {"router"} | {name for name, wanted in biases.items() if truth(name, wanted)}
         if truth("expert_bias", expert_bias):
@@ -420,47 +401,24 @@ class MoE(torch.nn.Module):
         self.load = _of_one_type(before, self.load)
         return self
 
-    @property
-    def top_k(self) -> int:
-        """K."""
-        return self._options.top_k
-
-    @property
-    def activation(self) -> str:
-        return self._options.activation
-
-    @property
-    def renormalize(self) -> bool:
-        return self._options.renormalize
-
-    @property
-    def exact(self) -> bool:
-        return self._options.exact
-
-    @property
-    def capacity_factor(self) -> float | None:
-        return self._options.capacity_factor
-
-    @property
-    def return_mode(self) -> str | None:
-        return self._options.return_mode
+    def __getattr__(self, name: str) -> Any:
+        """An option of the layer by its name, such as `top_k`, or what every module has."""
+        if name in OPTIONS and "_options" in self.__dict__:
+            return getattr(self._options, name)
+        return super().__getattr__(name)
 
     @classmethod
-    @with_known_options()
+    @with_known_options(CallOptions)
     def from_layer(
         cls,
         ctx: Context,
         layer: MoELayer,
         *,
-        placement: placements.Placement | None = None,
-        capacity_factor: float | None = None,
-        return_mode: str | None = None,
-        exact: bool = False,
         count_load: bool = False,
         slices: int = 1,
         tokens: str = "own",
         token_group: Any = None,
-        redispatch: bool | None = None,
+        **options: Unpack[CallOptions],
     ) -> MoE:
         """A module with a copy of `layer`'s router and of this rank's experts of `layer`. The parameters are where the
         context's engine computes: in host memory or on its GPU.
@@ -482,13 +440,9 @@ class MoE(torch.nn.Module):
                 layer.hidden,
                 layer.intermediate * layer.slices,
                 layer.experts,
-                placement=placement,
                 router_bias=layer.router_bias is not None,
                 choice_bias=layer.choice_bias is not None,
                 expert_bias=layer.down_bias is not None,
-                capacity_factor=capacity_factor,
-                return_mode=return_mode,
-                exact=exact,
                 dtype=getattr(torch, layer.dtype.name),
                 shared_intermediate=layer.shared_intermediate,
                 shared_gate=layer.shared_gate is not None,
@@ -496,8 +450,8 @@ class MoE(torch.nn.Module):
                 tokens=tokens,
                 token_group=token_group,
                 weight_scales=layer.weight_scales,
-                redispatch=redispatch,
                 **how,
+                **options,
             )
         mine, names = module.experts.ids, module.experts.names | _BIASES
         of_router = {"weight": layer.router, "bias": layer.router_bias, "choice_bias": layer.choice_bias}
@@ -626,7 +580,7 @@ class MoE(torch.nn.Module):
             )
         routed = route(x, weight, bias, choice_bias, self._options)
         given = {"topk_ids": routed.ids, "topk_weights": routed.weights}
-        return given, routed.logits if with_logits else None, of_given_routing(self._options)
+        return given, routed.logits if with_logits else None, self._options.of_given_routing()
 
     def extra_repr(self) -> str:
         return (

@@ -4,43 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from .arguments import SCALES, WRITTEN, CallOptions, Options, Tensors
+from .call_tensors import CallTensors, Given, Tensors, parted
 from .context import Context, context_id, run
-from .keywords import refuse_unknown
-from .placement import Placement
+from .keywords import refuse_unknown, shows
 from .refusals import tell
-from .spec import truth
+from .spec import OperatorOptions, Options, truth
 from .through_torch import goes_through_torch
 
-_KNOWN = frozenset((*Options._fields, *Tensors._fields, "ctx", "trace"))
+_KNOWN = frozenset((*Tensors._fields, *Options._fields, "ctx", "trace"))
 
 
-def moe(
-    ctx: Context,
-    x: Any,
-    gate_up_proj: Any,
-    down_proj: Any,
-    *,
-    router: Any = None,
-    topk_ids: Any = None,
-    topk_weights: Any = None,
-    top_k: int | None = None,
-    activation: str = "swiglu",
-    renormalize: bool = True,
-    router_bias: Any = None,
-    gate_up_bias: Any = None,
-    down_bias: Any = None,
-    placement: Placement | None = None,
-    capacity_factor: float | None = None,
-    return_mode: str | None = None,
-    trace: bool = False,
-    exact: bool = False,
-    choice_bias: Any = None,
-    shared_gate_up: Any = None,
-    shared_down: Any = None,
-    shared_gate: Any = None,
-    **options: Unpack[CallOptions],
-) -> Any:
+@shows(CallTensors, OperatorOptions)
+def moe(ctx: Context, x: Any, gate_up_proj: Any, down_proj: Any, *, trace: bool = False, **given: Unpack[Given]) -> Any:
     """One Mixture-of-Experts layer over the ranks of `ctx`; every rank must call it.
 
     ``y[t] = sum_k w[t, k] * (down_proj[e] @ act(gate_up_proj[e] @ x[t] + gate_up_bias[e]) + down_bias[e])``
@@ -57,27 +32,9 @@ def moe(
     gate_up_proj: [El, 2I, H] with a gate (gate rows, then up rows), else [El, I, H]
     down_proj: [El, H, I]
         Weights of this rank's El experts, by ascending expert id.
-    router: [E, H]
-        Router weights: a token gets its `top_k` largest scores, in fp32; of equal ones, the lower experts.
-    topk_ids, topk_weights: [T, K] int32 or int64, [T, K] float32 or x's type
-        Given routing, instead of `router`: distinct experts; -1: none. E: `placement`'s, a lone rank's, or `ctx`'s.
-    top_k, renormalize:
-        With `router`: K; whether the K weights are divided by their sum (that of sigmoids plus 1e-20).
-    activation:
-        One of `flashmoe.spec.ACTIVATIONS`, such as ``"gelu"`` (by erf); of `flashmoe.spec.GATED` with a gate.
-    router_bias, gate_up_bias, down_bias: [E], [El, 2I] or [El, I], [El, H]
-        Optional biases. choice_bias, [E] float32: added to the scores for the choice of experts alone.
-    shared_gate_up, shared_down, shared_gate: [2Is, H] or [Is, H], [H, Is], [1, H]
-        The shared expert, whole on every rank: an FFN of width Is, a multiple of I. Its result is added for each of
-        this rank's tokens, times ``sigmoid(shared_gate @ x[t])`` if there is a gate. (In two matrices: `shared_up`.)
-    placement, capacity_factor:
-        Who holds which expert, as for a `Context`; default: the context's for its E, else contiguous shares. Factor
-        None: dropless. Else each rank keeps, per expert, the first ``ceil(capacity_factor * (T * K) / E)`` of its
-        (token, k) pairs in token order (GShard, section 2.2). If `ctx` has a factor: required, at most that.
-    return_mode, trace:
-        See `Context`; whether to record what actors do when (``ctx.last_call.events``). On a GPU a traced call waits.
-    exact:
-        CUDA engine, float32: multiply in float32, ten times as slow as the default, in TF32 (10 bits of mantissa).
+    trace:
+        Whether to record what actors do when (``ctx.last_call.events``). On a GPU a traced call waits.
+    {options}
 
     Returns
     -------
@@ -105,13 +62,9 @@ def moe(
         The context is closed, another process's, or in a call that this thread's signal handler has interrupted; a
         kernel cannot be compiled or launched, or not be captured yet; a thread of the CPU engine could not go on.
     """
-    weights = (gate_up_proj, down_proj, router, router_bias, choice_bias, gate_up_bias, down_bias, shared_gate_up)
     try:
-        further, written = ([options.pop(name, None) for name in names] for names in (("shared_up", *SCALES), WRITTEN))
-        tensors = Tensors(x, *weights, shared_down, shared_gate, *further, topk_ids, topk_weights, *written)
-        refuse_unknown("moe", options, _KNOWN)
-        chosen = Options(top_k, activation, renormalize, placement, capacity_factor, return_mode, exact, **options)
-        return _call(ctx, tensors, chosen, trace)
+        refuse_unknown("moe", given, _KNOWN)
+        return _call(ctx, *parted(x, gate_up_proj, down_proj, given), trace)
     except Exception as error:
         tell(ctx, error, x)
         raise

@@ -17,13 +17,11 @@ import numpy as np
 
 from . import _ffi
 from .errors import InvalidArgument
-from .spec import MAX_EXPERTS, MAX_RANKS, bounded
+from .spec import MAX_EXPERTS, MAX_RANKS, Placement, bounded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Placement = Sequence[int | Sequence[int]]
-"""An entry for each expert: a rank, or several."""
 Placed = tuple[int | tuple[int, ...], ...]
 """A placement as it is stored: the entry of an expert with one holder is a number."""
 

@@ -76,7 +76,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
@@ -91,7 +91,7 @@ from .reference import (
     scores,
 )
 from .reference.quantised import BLOCK
-from .spec import GATED, PLAIN, halves_of
+from .spec import GATED, PLAIN, LayerOptions, Options, halves_of
 
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
@@ -130,12 +130,9 @@ def call_error(
     *,
     return_mode: str,
     placement: Sequence[int],
-    activation: str = "swiglu",
     gate_up_bias: np.ndarray | None = None,
     down_bias: np.ndarray | None = None,
     weight_variance: np.ndarray | float = 0.0,
-    transposed: bool = False,
-    weights_on_input: bool = False,
     shared_gate_up: np.ndarray | None = None,
     shared_down: np.ndarray | None = None,
     shared_gate: np.ndarray | None = None,
@@ -147,7 +144,7 @@ def call_error(
     shared_gate_up_scale: np.ndarray | None = None,
     shared_down_scale: np.ndarray | None = None,
     x_scale: np.ndarray | None = None,
-    **shape: Any,
+    **options: Unpack[LayerOptions],
 ) -> CallError:
     """The error of one rank's y, from the values of the call, as the module's text derives it.
 
@@ -155,21 +152,22 @@ def call_error(
     a dropped pair). `weight_variance` [T, K] is the variance of weights that the engine computes (`router_error`).
     `placement` maps each expert to the rank that computes it for these tokens. `rank` is the call's own rank, which
     computes the shared expert: as one choice or, with `shared_in_slices`, as one choice for each of its slices, like
-    the GPU's kernel for few tokens. `tensor_cores`: Hopper's tensor cores add up products in FP8. `shape`: the further
-    options of `reference.activate`.
+    the GPU's kernel for few tokens. `tensor_cores`: Hopper's tensor cores add up products in FP8. `options`:
+    those that say what experts compute count.
     """
+    how = Options(**options)
     dtype = "bfloat16" if x_scale is not None else x.dtype.name
     quantised = gate_up_scale is not None and rows_are_quantised(gate_up_proj)
     given, x = x, np.asarray(x, np.float64)
     rows = x
     if gate_up_scale is not None:
-        halves = halves_of(activation, shape.get("interleaved", False))
+        halves = halves_of(how.activation, how.interleaved)
         gate_up_proj, down_proj = dequantised(gate_up_proj, gate_up_scale, halves), dequantised(down_proj, down_scale)
         if shared_down is not None:
             shared_gate_up = dequantised(shared_gate_up, shared_gate_up_scale, halves)
             shared_down = dequantised(shared_down, shared_down_scale)
     gate_up_proj, down_proj = (np.asarray(array, np.float64) for array in (gate_up_proj, down_proj))
-    if transposed:
+    if how.transposed:
         gate_up_proj, down_proj = gate_up_proj.swapaxes(1, 2), down_proj.swapaxes(1, 2)
     if quantised:
         rows = quantised_rows(given.astype(np.float32)) if x_scale is None else scaled_rows(given, x_scale)
@@ -178,10 +176,10 @@ def call_error(
     matrices = [*zip(gate_up_proj, down_proj, strict=True)]
     if shared_down is not None:  # which every token chooses, too
         up, down = (np.asarray(each, np.float64) for each in (shared_gate_up, shared_down))
-        up, down = (up.T, down.T) if transposed else (up, down)
+        up, down = (up.T, down.T) if how.transposed else (up, down)
         apart = shared_in_slices or (quantised and down_proj.shape[2] % BLOCK)  # the slices' blocks begin anew
         width = down_proj.shape[2] if apart else down.shape[1]
-        shared = [*zip(*_slices(up, down, width, activation, **shape), strict=True)]
+        shared = [*zip(*_slices(up, down, width, how), strict=True)]
         further = len(matrices) + np.arange(len(shared))
         routed = topk_ids, topk_weights, weight_variance
         topk_ids, topk_weights, weight_variance = _chosen_besides(routed, further, *_gate(x, shared_gate))
@@ -197,10 +195,10 @@ def call_error(
         up, down = matrices[expert]
         b0, b1 = (0.0 if bias is None else bias[expert] for bias in biases)
         w, w_variance = topk_weights[t, k, None], weight_variance[t, k, None]
-        on_input = (w, w_variance) if weights_on_input else None
+        on_input = (w, w_variance) if how.weights_on_input else None
         products = _Products(dtype, quantised, tensor_cores)
-        f, f_variance = _expert(rows[t], up, down, (b0, b1), on_input, products, activation, **shape)
-        if weights_on_input:
+        f, f_variance = _expert(rows[t], up, down, (b0, b1), on_input, products, how)
+        if how.weights_on_input:
             w, w_variance = np.ones_like(w), np.zeros_like(w)
         row = w * f
         variance[t] += w**2 * f_variance + w_variance * f**2 + _rounding(row, dtype)
@@ -220,12 +218,9 @@ def router_error(
     topk_ids: np.ndarray,
     topk_weights: np.ndarray,
     *,
-    renormalize: bool,
-    score: str = "softmax",
     choice_bias: np.ndarray | None = None,
-    groups: int = 1,
-    round_logits: bool = False,
     further: np.ndarray | float = 0.0,
+    **options: Unpack[LayerOptions],
 ) -> tuple[np.ndarray, np.ndarray]:
     """For a router evaluated in float32: slack [T] for `reference.check_topk`, and the variance [T, K] of the
     weights.
@@ -239,23 +234,23 @@ def router_error(
     either side of the boundary between two numbers of that type. Then it may be off by the distance of these two
     numbers, which is its deviation here.
     """
-    bias = 0.0 if router_bias is None else np.asarray(router_bias, np.float64)
+    rule, bias = Options(**options), 0.0 if router_bias is None else np.asarray(router_bias, np.float64)
     logits, variance = _linear(np.asarray(x, np.float64), 0.0, np.asarray(router, np.float64), bias)
     further = np.broadcast_to(further, len(logits))
-    if rounded := round_logits and x.dtype.name != "float32":
+    if rounded := rule.round_logits and x.dtype.name != "float32":
         reach = 8.0 * np.sqrt(variance) + further[:, None]
         low, high, logits = (
             each.astype(x.dtype).astype(np.float64) for each in (logits - reach, logits + reach, logits)
         )
         variance, further = (high - low) ** 2, np.zeros(len(logits))
-    g = scores(logits, score)
-    if score == "sigmoid":  # relative errors: of exp(-l), of the sum and of the quotient
+    g = scores(logits, rule.score)
+    if rule.score == "sigmoid":  # relative errors: of exp(-l), of the sum and of the quotient
         relative = (1.0 - g) ** 2 * (variance + _VARIANCE32 * (logits**2 + _FUNCTION_ROUNDINGS**2)) + 2.0 * _VARIANCE32
     else:  # the relative error of exp(l - the largest)
         relative = variance + _VARIANCE32 * ((logits - logits.max(axis=1, keepdims=True)) ** 2 + _FUNCTION_ROUNDINGS**2)
     of_choice = variance
-    if choice_bias is not None or groups > 1:
-        of_sum = (relative * g**2).sum(axis=1, keepdims=True) if score == "softmax" else 0.0
+    if choice_bias is not None or rule.groups > 1:
+        of_sum = (relative * g**2).sum(axis=1, keepdims=True) if rule.score == "softmax" else 0.0
         of_choice = (relative + of_sum) * g**2
         if choice_bias is not None:
             of_choice = of_choice + _VARIANCE32 * (g + np.asarray(choice_bias, np.float64)) ** 2
@@ -264,11 +259,11 @@ def router_error(
     slack = deviations * np.sqrt(of_choice.max(axis=1, initial=0.0)) + 2.0 * further
 
     shares = g  # each score's share of the sum that divides it
-    if renormalize:
+    if rule.renormalize:
         chosen = np.zeros(shares.shape, bool)
         np.put_along_axis(chosen, topk_ids, True, axis=1)
         shares = np.where(chosen, shares, 0.0)
-    elif score == "sigmoid":
+    elif rule.score == "sigmoid":
         shares = np.zeros(g.shape)
     shares = shares / np.maximum(shares.sum(axis=1, keepdims=True), 1e-300)
     of_weight = np.take_along_axis(relative * (1.0 - 2.0 * shares), topk_ids, axis=1)
@@ -300,8 +295,7 @@ def _expert(
     biases: tuple[np.ndarray | float, np.ndarray | float],
     on_input: tuple[np.ndarray, np.ndarray] | None,
     products: _Products,
-    activation: str,
-    **shape: Any,
+    how: Options,
 ) -> tuple[np.ndarray, np.ndarray]:
     """An expert's results for rows x, before a weight multiplies them, and their variances. `on_input`: weights that
     multiply the rows, and the variances of these weights."""
@@ -311,7 +305,7 @@ def _expert(
         z, z_variance = _scaled_linear(x, *on_input, up, biases[0])
         x = on_input[0] * x
     z_variance = z_variance + products.further(x, 0.0, up)
-    a, a_variance = _activated(z, z_variance, activation, **shape)
+    a, a_variance = _activated(z, z_variance, how)
     if not products.quantised:
         return _linear(a, a_variance + _rounding(a, products.dtype), down, biases[1])
     a, a_variance, of_scale = _quantised(a, a_variance)
@@ -319,12 +313,10 @@ def _expert(
     return f, f_variance + products.further(a, of_scale, down)
 
 
-def _slices(
-    up: np.ndarray, down: np.ndarray, width: int, activation: str, *, interleaved: bool = False, **_: Any
-) -> tuple[np.ndarray, np.ndarray]:
+def _slices(up: np.ndarray, down: np.ndarray, width: int, how: Options) -> tuple[np.ndarray, np.ndarray]:
     """The matrices [n, 2I or I, H] and [n, H, I] of the slices of a shared expert; I is `width`."""
     hidden, n = len(down), down.shape[1] // width
-    if halves_of(activation, interleaved) == 2:  # a slice has some of the gate rows and some of the up rows
+    if halves_of(how.activation, how.interleaved) == 2:  # a slice has some of the gate rows and some of the up rows
         up = up.reshape(2, n, width, hidden).swapaxes(0, 1)
     return up.reshape(n, -1, hidden), down.reshape(hidden, n, width).swapaxes(0, 1)
 
@@ -442,30 +434,25 @@ def _scaled_linear(
 
 
 def _activated(
-    z: np.ndarray,
-    variance: np.ndarray,
-    activation: str,
-    *,
-    interleaved: bool = False,
-    roundings: float = _FUNCTION_ROUNDINGS,
-    **shape: Any,
+    z: np.ndarray, variance: np.ndarray, how: Options, roundings: float = _FUNCTION_ROUNDINGS
 ) -> tuple[np.ndarray, np.ndarray]:
     """``act(z)`` in float32, for z of the given variance: values and their variances. `roundings`: how many roundings
     of float32 a function is worth."""
+    activation = how.activation
     if activation in GATED:
-        if interleaved:
+        if how.interleaved:
             z, variance = (np.concatenate([each[:, ::2], each[:, 1::2]], axis=1) for each in (z, variance))
         (gate, up), (gate_variance, up_variance) = np.split(z, 2, axis=1), np.split(variance, 2, axis=1)
         gated = "clamped_silu" if activation == "clamped_swiglu" else PLAIN[activation]
-        act, act_variance = _activated(gate, gate_variance, gated, roundings=roundings, **shape)
-        limit = shape.get("limit") or math.inf
-        up = np.clip(up, -limit, limit) + shape.get("up_offset", 0.0)
-        if shape.get("up_offset"):
+        act, act_variance = _activated(gate, gate_variance, how._replace(activation=gated), roundings)
+        limit = how.limit or math.inf
+        up = np.clip(up, -limit, limit) + how.up_offset
+        if how.up_offset:
             up_variance = up_variance + _VARIANCE32 * up**2
         return act * up, act_variance * up**2 + act**2 * up_variance
     if activation == "clamped_silu":  # clamp() has no error of its own, and does not enlarge that of z
-        alpha, limit = shape.get("alpha", 1.0), shape.get("limit") or math.inf
-        a, a_variance = _activated(alpha * np.minimum(z, limit), alpha**2 * variance, "silu", roundings=roundings)
+        alpha, limit, silu = how.alpha, how.limit or math.inf, how._replace(activation="silu")
+        a, a_variance = _activated(alpha * np.minimum(z, limit), alpha**2 * variance, silu, roundings)
         return a / alpha, (a_variance + 2.0 * _VARIANCE32 * a**2) / alpha**2
     if activation == "relu2":
         a = activate(z, "relu")

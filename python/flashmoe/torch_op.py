@@ -25,7 +25,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from . import tensors as operands
-from .arguments import WRITTEN, Options, Tensors, as_plain_values
+from .arguments import as_plain_values
+from .call_tensors import PARAMETERS, READ, REQUIRED, WRITTEN, Tensors
 from .context import Context, context_id, contexts, run, run_and_keep, run_backward
 from .engines import cuda_training
 from .engines.base import Gradients
@@ -33,6 +34,7 @@ from .errors import FlashMoEError, InvalidArgument
 from .growing import GrowingContext, Result
 from .placement import from_flat
 from .refusals import tell
+from .spec.options import OPTIONS, TYPES, Options
 from .through_torch import goes_through_torch, is_recomputed
 
 __all__ = [
@@ -58,52 +60,30 @@ def _in_context(number: int, tokens: int, call: Callable[[Context], Result]) -> 
     return ctx.use(tokens, call) if isinstance(ctx, GrowingContext) else call(ctx)
 
 
-# The annotations become the operator's schema. No parameter is keyword-only, because autograd refuses keyword-only
-# tensors.
-def _moe(
-    context: int,
-    x: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    router: Tensor | None = None,
-    topk_ids: Tensor | None = None,
-    topk_weights: Tensor | None = None,
-    top_k: int | None = None,
-    activation: str = "swiglu",
-    renormalize: bool = True,
-    router_bias: Tensor | None = None,
-    choice_bias: Tensor | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    placement: Sequence[int] | None = None,
-    capacity_factor: float | None = None,
-    return_mode: str | None = None,
-    exact: bool = False,
-    score: str = "softmax",
-    round_logits: bool = False,
-    routed_scale: float = 1.0,
-    groups: int = 1,
-    top_groups: int | None = None,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-    interleaved: bool = False,
-    transposed: bool = False,
-    weights_on_input: bool = False,
-    shared_gate_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-    slices: int = 1,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-    shared_gate_up_scale: Tensor | None = None,
-    shared_down_scale: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    redispatch: bool | None = None,
-    strict: bool = False,
-    shared_up: Tensor | None = None,
-) -> Tensor:
-    return _run(locals())
+def _keyword(name: str, default: Any, kind: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
+
+
+def _signature() -> inspect.Signature:
+    """The operator's arguments: context, tensors and options, in the order of their tables. No parameter is
+    keyword-only, because autograd refuses keyword-only tensors."""
+    kinds = TYPES | {"placement": Sequence[int] | None}  # as `flashmoe.placement.flat` makes it
+    required = [_keyword(name, inspect.Parameter.empty, Tensor) for name in REQUIRED]
+    tensors = [_keyword(name, None, Tensor | None) for name in READ if name not in REQUIRED]
+    options = [_keyword(name, option.default, kinds[name]) for name, option in OPTIONS.items()]
+    context = _keyword("context", inspect.Parameter.empty, int)
+    return inspect.Signature([context, *required, *tensors, *options], return_annotation=Tensor)
+
+
+def _moe(*args: Any, **kwargs: Any) -> Tensor:
+    return _run(_bound(_SIGNATURE, args, kwargs))
+
+
+def _bound(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _run(
@@ -139,9 +119,7 @@ def _tensors_of(given: Mapping[str, Any]) -> Tensors:
 def _moe_observed(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`_moe` with two more arguments: `load_size`, E or 0 for no load, and `with_logits`. Returns y, what each expert's
     load grows by [load_size], and the router's logits [T, E], or [0, 0] if they are not asked for."""
-    bound = _OBSERVED.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return _observed(bound.arguments)
+    return _observed(_bound(_OBSERVED, args, kwargs))
 
 
 def _observed(given: Mapping[str, Any], keeps: bool = False) -> tuple[Any, Tensor, Tensor]:
@@ -183,7 +161,7 @@ def by_operator(context: int, tensors: Tensors, options: Options, main_grad: boo
         y, chosen, made, *_ = moe_kept(context, **given, load_size=size, with_logits=with_logits, main_grad=main_grad)
     else:
         asked = {"load_size": size, "with_logits": with_logits, "main_grad": main_grad}
-        y, chosen, made = _Kept.apply(context, options._asdict() | asked, *tensors[: -len(WRITTEN)])
+        y, chosen, made = _Kept.apply(context, options._asdict() | asked, *tensors.read)
     if load is not None:
         load.add_(chosen)
     if logits is not None:
@@ -217,10 +195,10 @@ def _check_main_grads(tensors: Tensors) -> None:
     `NotImplementedError` under a compiler."""
     if torch.compiler.is_compiling():
         raise NotImplementedError("main_grad: FlashMoE adds to it in eager mode alone; call the layer uncompiled")
-    for place in _PARAMETERS:
-        parameter = tensors[place]
+    for name in PARAMETERS:
+        parameter = getattr(tensors, name)
         if parameter is not None and parameter.requires_grad:
-            _main_grad_of(Tensors._fields[place], parameter)
+            _main_grad_of(name, parameter)
 
 
 def _main_grad_of(name: str, parameter: Tensor) -> Tensor:
@@ -263,9 +241,7 @@ def _check_written(tensors: Tensors) -> None:
 def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`_moe_observed`, and what the gradients need (`flashmoe.engines.base.Engine.call_and_keep`): two int64 that own
     it, or all of it; and the number of its rows. `main_grad` is for the gradients."""
-    bound = _KEPT.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return _kept(bound.arguments)
+    return _kept(_bound(_KEPT, args, kwargs))
 
 
 def _kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -275,14 +251,12 @@ def _kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
 
 def _moe_backward(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """The gradients of a call of ``moe_kept`` with these options, for its tensors at `wanted`. They follow from the
-    gradient of y (`grad`) and that of the logits (`logits_grad`, may be None). `inputs` are the call's tensors; `given`
-    has the place of each. Places are those in `Tensors`."""
-    bound = _BACKWARD.bind(*args, **kwargs)
-    bound.apply_defaults()
-    a = bound.arguments
-    options = {name: a[name] for name in _OPTIONS}
-    return _gradients_at(_OfCall(*(a[name] for name in _OfCall._fields)), options, a["wanted"])
+    """The gradients of a call of ``moe_kept`` with these options, for its tensors of the names `wanted`. They follow
+    from the gradient of y (`grad`) and that of the logits (`logits_grad`, may be None). `inputs` are the call's
+    tensors, and `given` their names."""
+    a = _bound(_BACKWARD, args, kwargs)
+    options = {name: a[name] for name in OPTIONS}
+    return _gradients_of_named(_OfCall(*(a[name] for name in _OfCall._fields)), options, a["wanted"])
 
 
 class _OfCall(NamedTuple):
@@ -294,32 +268,34 @@ class _OfCall(NamedTuple):
     kept: Tensor
     counted: Tensor
     inputs: Sequence[Tensor]
-    given: Sequence[int]
+    given: Sequence[str]
 
-    def empty(self, places: Collection[int]) -> dict[int, Tensor]:
-        """Tensors like the inputs at these places, for their gradients."""
-        return {place: torch.empty_like(self.inputs[self.given.index(place)]) for place in places}
+    def named(self) -> dict[str, Tensor]:
+        """The call's tensors by name."""
+        return dict(zip(self.given, self.inputs, strict=True))
+
+    def empty(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Tensors like the inputs of these names, for their gradients."""
+        inputs = self.named()
+        return {name: torch.empty_like(inputs[name]) for name in names}
 
 
-def _gradients_at(of_call: _OfCall, options: Mapping[str, Any], wanted: Sequence[int]) -> list[Tensor]:
+def _gradients_of_named(of_call: _OfCall, options: Mapping[str, Any], wanted: Sequence[str]) -> list[Tensor]:
     """What `_moe_backward` returns."""
-    results = of_call.empty({0, *wanted})
+    results = of_call.empty({"x", *wanted})
     _write_gradients(of_call, options, results)
-    return [results[place] for place in wanted]
+    return [results[name] for name in wanted]
 
 
 def _write_gradients(
-    of_call: _OfCall, options: Mapping[str, Any], results: Mapping[int, Tensor], accumulates: bool = False
+    of_call: _OfCall, options: Mapping[str, Any], results: Mapping[str, Tensor], accumulates: bool = False
 ) -> None:
-    """Writes the gradients to `results`, by place. `accumulates`: those of weights and biases are added to what is
+    """Writes the gradients to `results`, by name. `accumulates`: those of weights and biases are added to what is
     there."""
-    names = Tensors._fields
-    read = {names[place]: each for place, each in zip(of_call.given, of_call.inputs, strict=True)}
-    read["y"] = of_call.grad.contiguous()
+    read = of_call.named() | {"y": of_call.grad.contiguous()}
     if of_call.logits_grad is not None:
         read["router_logits"] = of_call.logits_grad.contiguous()
-    written = {names[place]: each for place, each in results.items()}
-    what = of_call.kept, of_call.counted, _options_of(options), Gradients(read, written, accumulates)
+    what = of_call.kept, of_call.counted, _options_of(options), Gradients(read, results, accumulates)
     _in_context(of_call.context, of_call.grad.shape[0], lambda ctx: run_backward(ctx, *what))
 
 
@@ -329,12 +305,9 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, number: int, options: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        given = options | dict(zip(Tensors._fields, tensors, strict=False)) | {"context": number}
-        inputs = {_FIRST_TENSOR + place: each for place, each in enumerate(tensors) if each is not None}
-        places = {position: position - _FIRST_TENSOR for position in inputs}
-        y, load, logits, kept, counted = _kept(given)
-        _save(ctx, number, {name: options[name] for name in _OPTIONS}, (kept, counted), inputs, places)
-        ctx.parameters = _with_main_grad(inputs, places) if options["main_grad"] else {}
+        named = dict(zip(READ, tensors, strict=True))
+        y, load, logits, kept, counted = _kept(options | named | {"context": number})
+        _save(ctx, number, options, (kept, counted), named, (None, None, *READ))
         ctx.mark_non_differentiable(load)
         return y, load, logits
 
@@ -357,11 +330,11 @@ def _and(signature: inspect.Signature, **more: Any) -> inspect.Signature:
     return signature.replace(parameters=[*signature.parameters.values(), *added])
 
 
-moe = torch.library.custom_op("flashmoe::moe", _moe, mutates_args=())
-_SIGNATURE = inspect.signature(_moe)
+_SIGNATURE = _moe.__signature__ = _signature()
 _DEFAULTS = {name: each.default for name, each in _SIGNATURE.parameters.items() if each.default is not each.empty}
-
 _SCHEMA = torch.library.infer_schema(_moe, mutates_args=()).removesuffix(") -> Tensor")
+
+moe = torch.library.custom_op("flashmoe::moe", _moe, mutates_args=(), schema=f"{_SCHEMA}) -> Tensor")
 _OBSERVED = _and(_SIGNATURE, load_size=0, with_logits=False)
 _OBSERVED_SCHEMA = f"{_SCHEMA}, SymInt load_size=0, bool with_logits=False"
 moe_observed = torch.library.custom_op(
@@ -377,18 +350,17 @@ moe_kept = torch.library.custom_op(
     mutates_args=(),
     schema=f"{_OBSERVED_SCHEMA}, bool main_grad=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-_OPTIONS = [name for name in _SIGNATURE.parameters if name in Options._fields]
 _BACKWARD = inspect.Signature(
-    [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*_OfCall._fields, "wanted")]
-    + [_SIGNATURE.parameters[name] for name in _OPTIONS]
+    [_keyword(name, inspect.Parameter.empty, Any) for name in (*_OfCall._fields, "wanted")]
+    + [_SIGNATURE.parameters[name] for name in OPTIONS]
 )
-_OPTION_SCHEMA = ", ".join(each for each in _SCHEMA.split(", ") if each.split(" ")[-1].split("=")[0] in _OPTIONS)
+_OPTION_SCHEMA = ", ".join(_SCHEMA.split(", ")[-len(OPTIONS) :])
 moe_backward = torch.library.custom_op(
     "flashmoe::moe_backward",
     _moe_backward,
     mutates_args=(),
     schema="(SymInt context, Tensor grad, Tensor? logits_grad, Tensor kept, Tensor counted, Tensor[] inputs, "
-    f"SymInt[] given, SymInt[] wanted, {_OPTION_SCHEMA}) -> Tensor[]",
+    f"str[] given, str[] wanted, {_OPTION_SCHEMA}) -> Tensor[]",
 )
 
 # The missing backward pass is an operator too: PyTorch traces it for its shapes, and it raises where it is executed. If
@@ -423,9 +395,6 @@ def saving_contexts() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts([torch.ops.flashmoe.moe_kept.default])
 
 
-_REQUIRED = ("x", "gate_up_proj", "down_proj")
-
-
 def check_tensors(tensors: Mapping[str, Any]) -> None:
     """Raises `InvalidArgument` for a tensor, which it names, that is no tensor of PyTorch, or is sparse or nested.
     Raises `NotImplementedError` if a tensor carries a forward-mode derivative, as under ``torch.func.jvp``.
@@ -434,7 +403,7 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
     PyTorch passes only the values, and takes the result for a constant.
     """
     for name, tensor in tensors.items():
-        if tensor is None and name not in _REQUIRED:
+        if tensor is None and name not in REQUIRED:
             continue
         if not isinstance(tensor, Tensor):
             raise InvalidArgument(f"{name}: expected a PyTorch tensor, as operators take, got {type(tensor).__name__}")
@@ -500,7 +469,7 @@ def _fake_kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 @moe_backward.register_fake
 def _(*args: Any, **kwargs: Any) -> list[Tensor]:
     a = _BACKWARD.bind(*args, **kwargs).arguments
-    return [torch.empty_like(a["inputs"][a["given"].index(place)]) for place in a["wanted"]]
+    return [torch.empty_like(a["inputs"][list(a["given"]).index(name)]) for name in a["wanted"]]
 
 
 @no_backward.register_fake
@@ -522,26 +491,13 @@ def _refused(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return tuple(gradients.get(position) for position in range(len(needed)))
 
 
-_PLACES = {
-    position: Tensors._fields.index(name)
-    for position, name in enumerate(_SIGNATURE.parameters)
-    if name in Tensors._fields
-}
-"""For each position of a tensor among the arguments, its place in `Tensors`."""
-_CONSTANT = Tensors._fields.index("choice_bias")  # it moves a choice, which has no derivative
-_PARAMETERS = sorted(set(range(*map(Tensors._fields.index, ("gate_up_proj", "gate_up_scale")))) - {_CONSTANT})
-"""The places of weights and biases that have gradients."""
-_FIRST_TENSOR = 2
-"""The position among the arguments of `_Kept` where `Tensors` begin, in their order."""
-_OPTION_POSITIONS = {list(_SIGNATURE.parameters).index(name): name for name in _OPTIONS}
-_MAIN_GRAD = list(_KEPT.parameters).index("main_grad")
+_DIFFERENTIABLE = frozenset(("x", "topk_weights", *PARAMETERS))
+_ARGUMENTS = tuple(_KEPT.parameters)
 
 
 def _save_kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors = {position: each for position, each in enumerate(inputs) if isinstance(each, Tensor)}
-    options = {name: inputs[position] for position, name in _OPTION_POSITIONS.items()}
-    _save(ctx, inputs[0], options, output[3:], tensors, {position: _PLACES[position] for position in tensors})
-    ctx.parameters = _with_main_grad(tensors, ctx.places) if inputs[_MAIN_GRAD] else {}
+    given = dict(zip(_ARGUMENTS, inputs, strict=True))
+    _save(ctx, given["context"], given, output[3:], {name: given[name] for name in READ}, _ARGUMENTS)
 
 
 def _save(
@@ -549,20 +505,18 @@ def _save(
     context: int,
     options: Mapping[str, Any],
     kept: Sequence[Tensor],
-    inputs: Mapping[int, Tensor],
-    places: Mapping[int, int],
+    tensors: Mapping[str, Tensor | None],
+    arguments: Sequence[str | None],
 ) -> None:
-    """Saves what `_gradients` needs: `inputs` and their `places` in `Tensors`, by their positions among the call's
-    arguments."""
+    """Saves what `_gradients` needs: the call's `tensors` by name, and the names of its `arguments` in their order.
+    With `main_grad` the parameters are kept as they are, too: saved tensors may be other objects later (checkpointing
+    detaches them), without that attribute."""
+    given = {name: each for name, each in tensors.items() if each is not None}
     ctx.set_materialize_grads(False)
-    ctx.context, ctx.options, ctx.places = context, options, places
-    ctx.save_for_backward(*kept, *inputs.values())
-
-
-def _with_main_grad(inputs: Mapping[int, Tensor], places: Mapping[int, int]) -> dict[int, Tensor]:
-    """The parameters by their places. Saved tensors may be other objects later (checkpointing detaches them); these
-    here have the attribute."""
-    return {places[position]: each for position, each in inputs.items() if places[position] in _PARAMETERS}
+    ctx.context, ctx.options = context, {name: options[name] for name in OPTIONS}
+    ctx.arguments, ctx.given = arguments, tuple(given)
+    ctx.parameters = {name: given[name] for name in PARAMETERS if name in given} if options["main_grad"] else {}
+    ctx.save_for_backward(*kept, *given.values())
 
 
 def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, *_: None) -> tuple[Any, ...]:
@@ -581,34 +535,33 @@ def _gradients_of(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None, logits
         raise NotImplementedError(_NO_TRANSFORMS)
     _refuse_transforms()
     needed, (kept, counted, *inputs) = ctx.needs_input_grad, saved
-    given = list(ctx.places.values())
-    if grad is None:
-        grad = torch.zeros_like(inputs[given.index(0)])  # of x's shape; only the logits have a gradient
-    wanted = [position for position, place in ctx.places.items() if needed[position] and place != _CONSTANT]
-    of_call = _OfCall(ctx.context, grad, logits, kept, counted, inputs, given)
-    places = [ctx.places[each] for each in wanted]
+    of_call = _OfCall(ctx.context, grad, logits, kept, counted, inputs, ctx.given)
+    if grad is None:  # only the logits have a gradient
+        of_call = of_call._replace(grad=torch.zeros_like(of_call.named()["x"]))
+    wanted = [name for name, need in zip(ctx.arguments, needed, strict=True) if need and name in _DIFFERENTIABLE]
     if ctx.parameters:
-        results = _accumulate(of_call, ctx.options, places, ctx.parameters)
-    elif goes_through_torch(grad, inputs):
-        results = moe_backward(*of_call, places, **ctx.options)
+        results = _accumulate(of_call, ctx.options, wanted, ctx.parameters)
+    elif goes_through_torch(of_call.grad, inputs):
+        results = moe_backward(*of_call, wanted, **ctx.options)
     else:  # without PyTorch's way to an operator, which takes the host longer than all of this
-        results = _gradients_at(of_call, ctx.options, places)
+        results = _gradients_of_named(of_call, ctx.options, wanted)
     gradients = dict(zip(wanted, results, strict=True))
-    return tuple(gradients.get(position) for position in range(len(needed)))
+    return tuple(map(gradients.get, ctx.arguments))
 
 
 def _accumulate(
-    of_call: _OfCall, options: Mapping[str, Any], wanted: Sequence[int], parameters: Mapping[int, Tensor]
+    of_call: _OfCall, options: Mapping[str, Any], wanted: Sequence[str], parameters: Mapping[str, Tensor]
 ) -> list[Any]:
-    """As `_gradients_at`, but adds the gradients of `parameters` to their `main_grad`, and returns None for them."""
+    """As `_gradients_of_named`, but adds the gradients of `parameters` to their `main_grad`, and returns None for
+    them."""
     if torch.is_grad_enabled():  # create_graph: nobody would notice what is missing
         raise _no_second_derivatives()
-    sums = {place: _main_grad_of(Tensors._fields[place], parameters[place]) for place in wanted if place in parameters}
-    others = of_call.empty({0, *wanted} - sums.keys())
+    sums = {name: _main_grad_of(name, parameters[name]) for name in wanted if name in parameters}
+    others = of_call.empty({"x", *wanted} - sums.keys())
     _write_gradients(of_call, options, others | sums, accumulates=True)
     for each in sums.values():
         torch.autograd.graph.increment_version(each)  # PyTorch has not seen the write
-    return [others.get(place) for place in wanted]
+    return [others.get(name) for name in wanted]
 
 
 def _no_second_derivatives() -> NotImplementedError:

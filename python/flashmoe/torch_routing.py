@@ -8,11 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Options
 from .reference.routing import LEAST_SUM
-
-_OF_ROUTER = ("score", "round_logits", "routed_scale", "groups", "top_groups")
-"""The options that only a router has."""
+from .spec import Options
 
 
 class Routed(NamedTuple):
@@ -38,12 +35,6 @@ def route(x: Tensor, router: Tensor, bias: Tensor | None, choice_bias: Tensor | 
     elif options.renormalize:  # from the chosen logits alone: other scores may make up all of the sum
         weights = logits.gather(1, ids).softmax(dim=1)
     return Routed(logits, ids, (weights * options.routed_scale).contiguous())
-
-
-def of_given_routing(options: Options) -> Options:
-    """`options` without those of a router."""
-    usual = Options()
-    return options._replace(**{name: getattr(usual, name) for name in _OF_ROUTER})
 
 
 @torch.no_grad()

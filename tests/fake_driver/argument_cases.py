@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import SIZES, E, H, K, arguments, freed, given, launched, on_gpu, sparse
-from flashmoe.arguments import Options, Tensors
+from flashmoe.call_tensors import Tensors
 from flashmoe.context import run_backward
 from flashmoe.engines.base import Gradients
+from flashmoe.spec import Options
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import pytest
 import torch
 from fake_gpu import SIZES, E, H, I, K, OnGpu, launched, of_both, on_gpu
 from flashmoe import jit
-from flashmoe.arguments import Options, Tensors
+from flashmoe.call_tensors import Tensors
 from flashmoe.engines.base import Gradients
+from flashmoe.spec import Options
 
 
 @pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])

@@ -7,8 +7,9 @@ import pytest
 import torch
 from fake_gpu import SIZES, E, H, I, K, arguments, driver
 from flashmoe import torch_op
-from flashmoe.arguments import Options, Tensors
+from flashmoe.call_tensors import Tensors
 from flashmoe.growing import Shape, growing_context
+from flashmoe.spec import Options
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 import torch
 from fake_gpu import SIZES, E, H, I, K, driver, launched, on_gpu
 from fake_group import kept_by_halves, on_ranks, pretend, rows_of_halves
-from flashmoe.arguments import Options, Tensors
+from flashmoe.call_tensors import Tensors
+from flashmoe.spec import Options
 
 STAYS, MOVES_AGAIN = "call count record move wait ", "call count record move wait move "
 IN_TURN = [

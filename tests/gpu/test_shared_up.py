@@ -7,8 +7,9 @@ from typing import Any
 import flashmoe
 import pytest
 import torch
-from flashmoe.arguments import Options, Tensors
+from flashmoe.call_tensors import Tensors
 from flashmoe.context import context_id
+from flashmoe.spec import Options
 from flashmoe.torch_op import by_operator
 from layers import ARITHMETIC, Problem, context_of, gpu_operations, poisoned_outputs, random_problem
 from leaves import poisoned

@@ -16,9 +16,6 @@ from .device import SeededLayer, layer_on_host
 _MOST_WEIGHTS = 1 << 28
 """Elements of the experts whose float64 reference the host computes: a few GB, some seconds."""
 
-_OF_EXPERTS = ("limit", "alpha", "up_offset", "interleaved", "transposed", "weights_on_input")
-"""Options of `flashmoe.moe` that say what experts compute."""
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -108,8 +105,8 @@ def _misrouted(layer: MoELayer | SeededLayer, x: np.ndarray, topk_ids: np.ndarra
         further = (x.shape[1] / 8.0) * 2.0**-23 * np.sqrt((squares + exact**2).max(axis=1))
     logits = _as_rounded(layer, x, exact)
     slack, _ = _router_error(layer, x, topk_ids, logits, further)
-    how = {name: layer.options[name] for name in ("score", "groups", "top_groups") if name in layer.options}
-    return int((~check_topk(choice_values(logits, choice_bias=layer.choice_bias, **how), topk_ids, slack)).sum())
+    values = choice_values(logits, choice_bias=layer.choice_bias, **layer.rule())
+    return int((~check_topk(values, topk_ids, slack)).sum())
 
 
 def _as_rounded(layer: MoELayer | SeededLayer, x: np.ndarray, logits: np.ndarray) -> np.ndarray:
@@ -120,7 +117,6 @@ def _router_error(
     layer: MoELayer | SeededLayer, x: np.ndarray, topk_ids: np.ndarray, logits: np.ndarray, further: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
     """`tolerance.router_error` of the layer's router."""
-    how = {name: layer.options[name] for name in ("score", "groups", "round_logits") if name in layer.options}
     biases = {"router_bias": layer.router_bias, "choice_bias": layer.choice_bias}
     weights = _weights(layer, logits, topk_ids)
     return router_error(
@@ -128,16 +124,14 @@ def _router_error(
         layer.router,
         topk_ids=topk_ids,
         topk_weights=weights,
-        renormalize=layer.renormalize,
         further=further,
         **biases,
-        **how,
+        **layer.rule(),
     )
 
 
 def _weights(layer: MoELayer | SeededLayer, logits: np.ndarray, topk_ids: np.ndarray) -> np.ndarray:
-    how = {name: layer.options[name] for name in ("score", "routed_scale") if name in layer.options}
-    return weigh(logits, topk_ids, layer.renormalize, **how)
+    return weigh(logits, topk_ids, **layer.rule())
 
 
 def _judge(
@@ -157,8 +151,7 @@ def _judge(
     weights = _weights(layer, logits, topk_ids)
     _, variance = _router_error(layer, x, topk_ids, logits, 0.0)
     arrays, local_ids = (x, layer.gate_up_proj, layer.down_proj), np.searchsorted(experts, topk_ids)
-    how = {"activation": layer.activation, "gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias}
-    how |= {name: layer.options[name] for name in _OF_EXPERTS if name in layer.options} | layer.shared()
+    how = layer.rule() | {"gate_up_bias": layer.gate_up_bias, "down_bias": layer.down_bias} | layer.shared()
     how |= {name: getattr(layer, name) for name in ("gate_up_scale", "down_scale")}
     reference = moe_reference(*arrays, topk_ids=local_ids, topk_weights=weights, **how)
     bound = 0.0

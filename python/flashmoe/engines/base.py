@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..arguments import Options, Tensors
+from ..call_tensors import Tensors
 from ..errors import FlashMoEError, InvalidArgument
 from ..limits import Room
 from ..meeting import Meeting
 from ..report import CallReport
+from ..spec import Options
 from ..trace import CallTrace
 
 

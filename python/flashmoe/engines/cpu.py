@@ -10,12 +10,13 @@ import numpy as np
 
 from .. import _ffi
 from .. import placement as placements
-from ..arguments import WRITTEN, Options, Tensors, check, redispatches
+from ..arguments import check, redispatches
+from ..call_tensors import WRITTEN, Tensors
 from ..ending import Call
 from ..errors import InvalidArgument
 from ..limits import ContextSpec, Room
 from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
-from ..spec import LayerSpec
+from ..spec import LayerSpec, Options
 from ..tensors import as_view, believed, empty_like, host_view, operand, refuse_unwritable, signature
 from ..trace import PHASES, CallTrace, Event
 from .base import Engine, Gradients, Membership

@@ -19,13 +19,14 @@ import numpy as np
 
 from .. import _ffi, jit, nvshmem
 from .. import placement as placements
-from ..arguments import Options, Tensors, beyond_limit, check, redispatches
+from ..arguments import beyond_limit, check, redispatches
+from ..call_tensors import Tensors
 from ..errors import GroupError, InvalidArgument
 from ..limits import ContextSpec, Room
 from ..refusals import made
 from ..report import CallReport, expert_load
 from ..scales import SCALE_OF
-from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, MXFP4, LayerSpec, bounded, scale_blocks
+from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, MXFP4, LayerSpec, Options, bounded, scale_blocks
 from ..tensors import DeviceOperand, as_view, device_operand, refuse_unstored
 from ..trace import CallTrace
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import _ffi, jit
-from ..arguments import Options, Tensors, layer_of_operands
+from ..arguments import layer_of_operands
+from ..call_tensors import Tensors
+from ..spec import Options
 from ..tensors import Operand, dtype_name
 
 MOST_KEPT = 1 << 36

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Unpack
 
 import numpy as np
+
+from ..spec.options import LayerOptions, Options
 
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
@@ -59,54 +62,40 @@ GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "clamped_
 """Activations with a gate, each with the function that is applied to the gate."""
 
 
-def activate(
-    z: np.ndarray,
-    activation: str,
-    *,
-    interleaved: bool = False,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-) -> np.ndarray:
+def activate(z: np.ndarray, activation: str, **options: Unpack[LayerOptions]) -> np.ndarray:
     """The activation of pre-activations z [..., I], or [..., 2I] with a gate: gates first and then ups, or alternating
-    if `interleaved`. `limit`, `alpha` and `up_offset` belong to ``clamped_swiglu``. float64."""
+    if `interleaved`. float64."""
     if activation in _PLAIN:
         return _PLAIN[activation][0](z)
     if activation not in GATED:
         raise ValueError(f"activation: expected one of {', '.join((*_PLAIN, *GATED))}, got {activation!r}")
     function, _ = _PLAIN[GATED[activation]]
-    gate, up = _halves(z, interleaved)
+    shape = Options(activation=activation, **options)
+    gate, up = _halves(z, shape.interleaved)
     if activation != "clamped_swiglu":
         return function(gate) * up
-    most = math.inf if limit is None else limit
-    return function(alpha * np.minimum(gate, most)) / alpha * (np.clip(up, -most, most) + up_offset)
+    most = math.inf if shape.limit is None else shape.limit
+    act = function(shape.alpha * np.minimum(gate, most)) / shape.alpha
+    return act * (np.clip(up, -most, most) + shape.up_offset)
 
 
-def activate_backward(
-    z: np.ndarray,
-    grad: np.ndarray,
-    activation: str,
-    *,
-    interleaved: bool = False,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-) -> np.ndarray:
+def activate_backward(z: np.ndarray, grad: np.ndarray, activation: str, **options: Unpack[LayerOptions]) -> np.ndarray:
     """The gradient of z [..., I or 2I], from that of ``activate(z)``, [..., I]. Where there is no derivative: 0 for
     relu at 0, and at a limit the derivative from inside. float64."""
     if activation in _PLAIN:
         return grad * _PLAIN[activation][1](z)
     function, slope_of = _PLAIN[GATED[activation]]
-    gate, up = _halves(z, interleaved)
+    shape = Options(activation=activation, **options)
+    gate, up = _halves(z, shape.interleaved)
     if activation == "clamped_swiglu":
-        most = math.inf if limit is None else limit
-        inside = np.minimum(gate, most)
-        act, slope = function(alpha * inside) / alpha, slope_of(alpha * inside) * (gate <= most)
-        other, passes = np.clip(up, -most, most) + up_offset, np.abs(up) <= most
+        most = math.inf if shape.limit is None else shape.limit
+        inside = shape.alpha * np.minimum(gate, most)
+        act, slope = function(inside) / shape.alpha, slope_of(inside) * (gate <= most)
+        other, passes = np.clip(up, -most, most) + shape.up_offset, np.abs(up) <= most
     else:
         act, slope, other, passes = function(gate), slope_of(gate), up, np.ones(up.shape, bool)
     parts = grad * slope * other, grad * act * passes
-    return np.stack(parts, axis=-1).reshape(z.shape) if interleaved else np.concatenate(parts, axis=-1)
+    return np.stack(parts, axis=-1).reshape(z.shape) if shape.interleaved else np.concatenate(parts, axis=-1)
 
 
 def _halves(z: np.ndarray, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 
+from ..call_tensors import Given
+from ..spec.options import LayerOptions, Options
 from .activations import activate, activate_backward
-from .forward import computed_choices
+from .forward import computed_choices, given_tensors
 from .routing import LEAST_SUM, route, scores
 
 
@@ -17,32 +19,8 @@ def moe_gradients(
     gate_up_proj: np.ndarray,
     down_proj: np.ndarray,
     *,
-    router: np.ndarray | None = None,
-    topk_ids: np.ndarray | None = None,
-    topk_weights: np.ndarray | None = None,
-    top_k: int | None = None,
-    activation: str = "swiglu",
-    renormalize: bool = True,
-    router_bias: np.ndarray | None = None,
-    gate_up_bias: np.ndarray | None = None,
-    down_bias: np.ndarray | None = None,
-    capacity_factor: float | None = None,
-    score: str = "softmax",
-    choice_bias: np.ndarray | None = None,
-    round_logits: bool = False,
-    routed_scale: float = 1.0,
-    groups: int = 1,
-    top_groups: int | None = None,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-    interleaved: bool = False,
-    transposed: bool = False,
-    weights_on_input: bool = False,
-    shared_gate_up: np.ndarray | None = None,
-    shared_down: np.ndarray | None = None,
-    shared_gate: np.ndarray | None = None,
     logits_grad: np.ndarray | None = None,
+    **given: Unpack[Given],
 ) -> dict[str, np.ndarray]:
     """The gradients of one rank's call: float64, by the names of the arguments that have a gradient and are given, each
     with the shape of its argument. `grad` [T, H] is the gradient of y. `logits_grad` [T, E] is an additional gradient
@@ -52,37 +30,36 @@ def moe_gradients(
     gradients; the parts add up. Which experts a token has is taken as fixed: neither choice nor drop has a derivative.
     With `round_logits`, rounding is taken for the identity, which it nearly is.
     """
-    x, logits = np.asarray(x), None
-    rule = {"renormalize": renormalize, "score": score, "routed_scale": routed_scale}
+    t, o = given_tensors(x, gate_up_proj, down_proj, given)
+    how, logits, topk_ids, topk_weights = o.of_layer(), None, t.topk_ids, t.topk_weights
     if topk_ids is None:
-        choice = {"choice_bias": choice_bias, "groups": groups, "top_groups": top_groups, "round_logits": round_logits}
-        logits, topk_ids, topk_weights = route(x, router, router_bias, top_k, **choice, **rule)
-    grad, x = np.asarray(grad, np.float64), x.astype(np.float64)
-    up, down, shared_up, shared_down_ = (
-        _untransposed(each, transposed) for each in (gate_up_proj, down_proj, shared_gate_up, shared_down)
+        chosen = route(t.x, t.router, t.router_bias, o.top_k, choice_bias=t.choice_bias, **how)
+        logits, topk_ids, topk_weights = chosen
+    grad, x = np.asarray(grad, np.float64), t.x.astype(np.float64)
+    up, down, shared_up, shared_down = (
+        _untransposed(each, o.transposed) for each in (gate_up_proj, down_proj, t.shared_gate_up, t.shared_down)
     )
-    shape = {"interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
     weights = np.asarray(topk_weights, np.float64)
-    computed = computed_choices(np.array(topk_ids, np.int64), capacity_factor, len(up))
+    computed = computed_choices(np.array(topk_ids, np.int64), o.capacity_factor, len(up))
 
-    found = _experts(grad, x, up, down, gate_up_bias, down_bias, computed, weights, weights_on_input, activation, shape)
+    found = _experts(grad, x, up, down, t.gate_up_bias, t.down_bias, computed, weights, o)
     of_weights = found.pop("topk_weights")
     if logits is None:
         found["topk_weights"] = of_weights
     else:
-        by_logit = of_logits(logits, np.asarray(topk_ids), of_weights, **rule)
+        by_logit = of_logits(logits, np.asarray(topk_ids), of_weights, **how)
         if logits_grad is not None:
             by_logit = by_logit + logits_grad
         found["router"] = by_logit.T @ x
         found["router_bias"] = by_logit.sum(axis=0)
-        found["x"] += by_logit @ np.asarray(router, np.float64)
+        found["x"] += by_logit @ np.asarray(t.router, np.float64)
     if shared_down is not None:
-        found |= _shared(grad, x, shared_up, shared_down_, shared_gate, activation, shape, found["x"])
+        found |= _shared(grad, x, shared_up, shared_down, t.shared_gate, how, found["x"])
     for name in ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down"):
         if name in found:
-            found[name] = _untransposed(found[name], transposed)
-    absent = {"router_bias": router_bias, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    return {name: each for name, each in found.items() if name not in absent or absent[name] is not None}
+            found[name] = _untransposed(found[name], o.transposed)
+    absent = {name for name in ("router_bias", "gate_up_bias", "down_bias") if getattr(t, name) is None}
+    return {name: each for name, each in found.items() if name not in absent}
 
 
 def _untransposed(matrix: np.ndarray | None, transposed: bool) -> np.ndarray | None:
@@ -101,12 +78,11 @@ def _experts(
     down_bias: np.ndarray | None,
     computed: np.ndarray,
     weights: np.ndarray,
-    on_input: bool,
-    activation: str,
-    shape: dict[str, Any],
+    options: Options,
 ) -> dict[str, np.ndarray]:
     """The gradients of x (as far as they come through the experts), of the experts' tensors, and of the weights of
     choices."""
+    how, on_input = options.of_layer(), options.weights_on_input
     found = {
         "x": np.zeros(x.shape),
         "gate_up_proj": np.zeros(up.shape),
@@ -120,9 +96,9 @@ def _experts(
         weight, dy = weights[tokens, choices, None], grad[tokens]
         rows = weight * x[tokens] if on_input else x[tokens]
         z = rows @ up[expert].T + (0.0 if up_bias is None else np.asarray(up_bias[expert], np.float64))
-        a = activate(z, activation, **shape)
+        a = activate(z, **how)
         df = dy if on_input else weight * dy
-        dz = activate_backward(z, df @ down[expert], activation, **shape)
+        dz = activate_backward(z, df @ down[expert], **how)
         drows = dz @ up[expert]
         found["down_proj"][expert] = df.T @ a
         found["down_bias"][expert] = df.sum(axis=0)
@@ -138,19 +114,20 @@ def _experts(
 
 
 def of_logits(
-    logits: np.ndarray, ids: np.ndarray, of_weights: np.ndarray, *, renormalize: bool, score: str, routed_scale: float
+    logits: np.ndarray, ids: np.ndarray, of_weights: np.ndarray, **options: Unpack[LayerOptions]
 ) -> np.ndarray:
     """[T, E]: the gradients of logits, from those of the weights of the chosen experts `ids`, all of which count in the
     weights' sum."""
-    g = scores(logits, score)
+    rule = Options(**options)
+    g = scores(logits, rule.score)
     chosen = np.take_along_axis(g, ids, axis=1)
-    of_chosen = routed_scale * of_weights
-    if renormalize:
-        total = chosen.sum(axis=1, keepdims=True) + (LEAST_SUM if score == "sigmoid" else 0.0)
+    of_chosen = rule.routed_scale * of_weights
+    if rule.renormalize:
+        total = chosen.sum(axis=1, keepdims=True) + (LEAST_SUM if rule.score == "sigmoid" else 0.0)
         of_chosen = of_chosen / total - (of_chosen * chosen).sum(axis=1, keepdims=True) / total**2
     of_scores = np.zeros(g.shape)
     np.put_along_axis(of_scores, ids, of_chosen, axis=1)
-    if score == "sigmoid":
+    if rule.score == "sigmoid":
         return of_scores * g * (1.0 - g)
     return g * (of_scores - (of_scores * g).sum(axis=1, keepdims=True))
 
@@ -161,16 +138,15 @@ def _shared(
     up: np.ndarray,
     down: np.ndarray,
     gate: np.ndarray | None,
-    activation: str,
-    shape: dict[str, Any],
+    how: LayerOptions,
     of_x: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """The gradients of the shared expert's tensors. The part of x's gradient that comes through the shared expert is
     added to `of_x`."""
     weight = np.ones((len(x), 1)) if gate is None else scores(x @ np.asarray(gate, np.float64).T, "sigmoid")
     z = x @ up.T
-    a = activate(z, activation, **shape)
-    dz = activate_backward(z, weight * (grad @ down), activation, **shape)
+    a = activate(z, **how)
+    dz = activate_backward(z, weight * (grad @ down), **how)
     of_x += dz @ up
     found = {"shared_gate_up": dz.T @ x, "shared_down": (weight * grad).T @ a}
     if gate is not None:

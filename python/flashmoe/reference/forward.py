@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
+from ..call_tensors import WRITTEN, Given, Tensors, parted
+from ..spec.options import LayerOptions, Options
 from .activations import GATED, activate
 from .quantised import dequantised, quantised_rows, rows_are_quantised, scaled_rows
 from .routing import route, scores
@@ -34,35 +36,10 @@ def moe_reference(
     x: np.ndarray,
     gate_up_proj: np.ndarray,
     down_proj: np.ndarray,
-    *,
-    router: np.ndarray | None = None,
-    topk_ids: np.ndarray | None = None,
-    topk_weights: np.ndarray | None = None,
-    top_k: int | None = None,
-    activation: str = "swiglu",
-    renormalize: bool = True,
-    router_bias: np.ndarray | None = None,
-    gate_up_bias: np.ndarray | None = None,
-    down_bias: np.ndarray | None = None,
-    capacity_factor: float | None = None,
-    score: str = "softmax",
-    choice_bias: np.ndarray | None = None,
-    round_logits: bool = False,
-    routed_scale: float = 1.0,
-    groups: int = 1,
-    top_groups: int | None = None,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-    interleaved: bool = False,
-    transposed: bool = False,
-    weights_on_input: bool = False,
-    shared_gate_up: np.ndarray | None = None,
-    shared_down: np.ndarray | None = None,
-    shared_gate: np.ndarray | None = None,
-    **scales: np.ndarray | None,
+    **given: Unpack[Given],
 ) -> ReferenceResult:
-    """Mixture of experts for the tokens of one rank, x [T, H], with the weights of all E experts.
+    """Mixture of experts for the tokens of one rank, x [T, H], with the weights of all E experts. `given`: the tensors
+    and options of `flashmoe.moe`, by its names.
 
     Routing, unless ``topk_ids`` and ``topk_weights`` [T, K] are given; l and g are over all E experts::
 
@@ -84,7 +61,7 @@ def moe_reference(
 
     A shared expert (DeepSeekMoE, section 3.2) adds ``sigmoid(shared_gate @ x[t])`` (or 1) times its FFN of x.
 
-    With `scales` (gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale, x_scale) weights are what
+    With scales (gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale, x_scale) weights are what
     `dequantised` makes of them. With weights in e4m3, but not in e2m1, the experts' operands are quantised, too: x,
     unless it comes with `x_scale`, and the result of ``act``, both by rows (`quantised_rows`). The router sees x as it
     is given.
@@ -97,71 +74,65 @@ def moe_reference(
     Shapes: gate_up_proj [E, 2I, H] with a gate, else [E, I, H]; down_proj [E, H, I]; router [E, H]; router_bias [E];
     gate_up_bias [E, 2I or I]; down_bias [E, H]. Any float dtype; everything is computed in float64.
     """
-    x = np.asarray(x)
+    t, o = given_tensors(x, gate_up_proj, down_proj, given)
+    how, topk_ids, topk_weights = o.of_layer(), t.topk_ids, t.topk_weights
     if topk_ids is None:
-        rule = {"score": score, "choice_bias": choice_bias, "groups": groups, "top_groups": top_groups}
-        rule |= {"round_logits": round_logits, "routed_scale": routed_scale, "renormalize": renormalize}
-        _, topk_ids, topk_weights = route(x, router, router_bias, top_k, **rule)
-    ids = np.array(topk_ids, np.int64)
-    given = [x, gate_up_proj, down_proj, shared_gate_up, shared_down]
-    halves = 2 if activation in GATED and not interleaved else 1
-    rows, gate_up_proj, down_proj, up, down = _numbers(given, transposed, halves, **scales)
-    x, quantised = np.asarray(x, np.float64), scales.get("gate_up_scale") is not None and rows_are_quantised(given[1])
+        _, topk_ids, topk_weights = route(t.x, t.router, t.router_bias, o.top_k, choice_bias=t.choice_bias, **how)
+    ids, weights = np.array(topk_ids, np.int64), np.asarray(topk_weights, np.float64)
+    rows, gate_up_proj, down_proj, up, down = _numbers(t, o)
+    x, quantised = np.asarray(x, np.float64), t.gate_up_scale is not None and rows_are_quantised(t.gate_up_proj)
     experts = gate_up_proj.shape[0]
-    shape = {"interleaved": interleaved, "limit": limit, "alpha": alpha, "up_offset": up_offset}
-
-    weights = np.asarray(topk_weights, np.float64)
-    computed = computed_choices(ids.copy(), capacity_factor, experts)
+    computed = computed_choices(ids.copy(), o.capacity_factor, experts)
 
     y, squares = np.zeros(x.shape), 0.0
     for expert in range(experts):
         tokens, choices = np.nonzero(computed == expert)
         weight = weights[tokens, choices, None]
-        z = (weight * rows[tokens] if weights_on_input else rows[tokens]) @ gate_up_proj[expert].T
-        a = _intermediate(z + _bias(gate_up_bias, expert), activation, quantised, **shape)
-        f = a @ down_proj[expert].T + _bias(down_bias, expert)
-        terms = f if weights_on_input else weight * f
+        z = (weight * rows[tokens] if o.weights_on_input else rows[tokens]) @ gate_up_proj[expert].T
+        a = _intermediate(z + _bias(t.gate_up_bias, expert), quantised, how)
+        f = a @ down_proj[expert].T + _bias(t.down_bias, expert)
+        terms = f if o.weights_on_input else weight * f
         y[tokens] += terms
         squares += np.square(terms).sum()
     if down is not None:
-        a = _intermediate(rows @ up.T, activation, quantised, **shape)
-        terms = _shared_weights(x, shared_gate) * (a @ down.T)
+        a = _intermediate(rows @ up.T, quantised, how)
+        terms = _shared_weights(x, t.shared_gate) * (a @ down.T)
         y += terms
         squares += np.square(terms).sum()
-    y[(ids < 0).all(axis=1) & np.isnan(weights).all(axis=1) & (router is not None)] = np.nan
+    y[(ids < 0).all(axis=1) & np.isnan(weights).all(axis=1) & (t.router is not None)] = np.nan
     return ReferenceResult(y, computed, weights, int((computed != ids).sum()), math.sqrt(squares))
 
 
-def _numbers(
-    tensors: list[Any],
-    transposed: bool,
-    halves: int,
-    *,
-    gate_up_scale: np.ndarray | None = None,
-    down_scale: np.ndarray | None = None,
-    shared_gate_up_scale: np.ndarray | None = None,
-    shared_down_scale: np.ndarray | None = None,
-    x_scale: np.ndarray | None = None,
-) -> list[Any]:
+def given_tensors(x: Any, gate_up_proj: Any, down_proj: Any, given: Given) -> tuple[Tensors, Options]:
+    """The arguments of a reference. Raises `ValueError` for a tensor that references do not take."""
+    tensors, options = parted(np.asarray(x), gate_up_proj, down_proj, given)
+    for name in ("shared_up", *WRITTEN):
+        if getattr(tensors, name) is not None:
+            raise ValueError(f"{name}: expected none in a reference, got one")
+    return tensors, options
+
+
+def _numbers(t: Tensors, o: Options) -> list[Any]:
     """What the experts see of x, and the four matrices, not transposed, in float64; None for what is not given."""
-    rows, *matrices = (None if each is None else np.asarray(each, np.float64) for each in tensors)
-    if gate_up_scale is not None:
-        x, *given = tensors
-        of_matrices = (gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale)
-        both = zip(given, of_matrices, (halves, 1, halves, 1), strict=True)
+    given = t.gate_up_proj, t.down_proj, t.shared_gate_up, t.shared_down
+    rows, *matrices = (None if each is None else np.asarray(each, np.float64) for each in (t.x, *given))
+    if t.gate_up_scale is not None:
+        scales = t.gate_up_scale, t.down_scale, t.shared_gate_up_scale, t.shared_down_scale
+        halves = 2 if o.activation in GATED and not o.interleaved else 1
+        both = zip(given, scales, (halves, 1, halves, 1), strict=True)
         matrices = [None if each is None else dequantised(each, scale, parts) for each, scale, parts in both]
-        if rows_are_quantised(given[0]):
-            rows = quantised_rows(np.asarray(x, np.float32)) if x_scale is None else scaled_rows(x, x_scale)
-    return [rows, *(each.swapaxes(-2, -1) if transposed and each is not None else each for each in matrices)]
+        if rows_are_quantised(t.gate_up_proj):
+            rows = quantised_rows(np.asarray(t.x, np.float32)) if t.x_scale is None else scaled_rows(t.x, t.x_scale)
+    return [rows, *(each.swapaxes(-2, -1) if o.transposed and each is not None else each for each in matrices)]
 
 
 def _bias(bias: np.ndarray | None, expert: int) -> np.ndarray | float:
     return 0.0 if bias is None else np.asarray(bias[expert], np.float64)
 
 
-def _intermediate(z: np.ndarray, activation: str, quantised: bool, **shape: Any) -> np.ndarray:
+def _intermediate(z: np.ndarray, quantised: bool, how: LayerOptions) -> np.ndarray:
     """What the second product gets from these pre-activations."""
-    a = activate(z, activation, **shape)
+    a = activate(z, **how)
     return quantised_rows(a) if quantised else a
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import numpy as np
+
+from ..spec.options import LayerOptions, Options
 
 LEAST_SUM = 1e-20
 """What is added to the sum of sigmoids before it divides them."""
@@ -23,22 +27,18 @@ def scores(logits: np.ndarray, score: str = "softmax") -> np.ndarray:
 
 
 def choice_values(
-    logits: np.ndarray,
-    *,
-    score: str = "softmax",
-    choice_bias: np.ndarray | None = None,
-    groups: int = 1,
-    top_groups: int | None = None,
+    logits: np.ndarray, *, choice_bias: np.ndarray | None = None, **options: Unpack[LayerOptions]
 ) -> np.ndarray:
     """float64 [T, E]: the values by which experts are chosen. These are their logits; with groups or `choice_bias`
     these are their scores plus that bias. They are -inf outside of the best groups, and where a logit is -inf."""
-    if groups == 1 and choice_bias is None:
+    rule = Options(**options)
+    if rule.groups == 1 and choice_bias is None:
         return logits
-    values = scores(logits, score) + (0.0 if choice_bias is None else np.asarray(choice_bias, np.float64))
+    values = scores(logits, rule.score) + (0.0 if choice_bias is None else np.asarray(choice_bias, np.float64))
     values = np.where(np.isneginf(logits), -np.inf, values)
-    by_group = values.reshape(len(values), groups, values.shape[1] // groups)
+    by_group = values.reshape(len(values), rule.groups, values.shape[1] // rule.groups)
     of_group = np.sort(by_group, axis=2)[:, :, -2:].sum(axis=2)  # the two best of each group
-    best = choose(of_group, groups if top_groups is None else top_groups)
+    best = choose(of_group, rule.groups if rule.top_groups is None else rule.top_groups)
     kept = np.zeros(of_group.shape, bool)
     np.put_along_axis(kept, best, True, axis=1)
     return np.where(kept[:, :, None], by_group, -np.inf).reshape(values.shape)
@@ -58,17 +58,17 @@ def choose(values: np.ndarray, top_k: int) -> np.ndarray:
     return np.argsort(-values, axis=1, kind="stable")[:, :top_k]
 
 
-def weigh(
-    logits: np.ndarray, ids: np.ndarray, renormalize: bool = True, *, score: str = "softmax", routed_scale: float = 1.0
-) -> np.ndarray:
+def weigh(logits: np.ndarray, ids: np.ndarray, **options: Unpack[LayerOptions]) -> np.ndarray:
     """Scores of logits [T, E] at ids [T, K], divided by their sum over these ids if `renormalize`, times
     `routed_scale`."""
-    if score == "sigmoid":
-        chosen = np.take_along_axis(scores(logits, score), ids, axis=1)
-        return routed_scale * chosen / ((chosen.sum(axis=1, keepdims=True) + LEAST_SUM) if renormalize else 1.0)
+    rule = Options(**options)
+    if rule.score == "sigmoid":
+        chosen = np.take_along_axis(scores(logits, rule.score), ids, axis=1)
+        total = (chosen.sum(axis=1, keepdims=True) + LEAST_SUM) if rule.renormalize else 1.0
+        return rule.routed_scale * chosen / total
     exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
     chosen = np.take_along_axis(exponentials, ids, axis=1)
-    return routed_scale * chosen / (chosen if renormalize else exponentials).sum(axis=1, keepdims=True)
+    return rule.routed_scale * chosen / (chosen if rule.renormalize else exponentials).sum(axis=1, keepdims=True)
 
 
 def route(
@@ -77,23 +77,18 @@ def route(
     router_bias: np.ndarray | None,
     top_k: int,
     *,
-    renormalize: bool,
-    score: str,
-    choice_bias: np.ndarray | None,
-    round_logits: bool,
-    routed_scale: float,
-    groups: int,
-    top_groups: int | None,
+    choice_bias: np.ndarray | None = None,
+    **options: Unpack[LayerOptions],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Logits [T, E], and ids and weights [T, K], for tokens x [T, H] as the layer is given them. A token without a
     choice (`no_choice`) has ids of -1 and weights of NaN."""
     logits = router_logits(x, router, router_bias)
-    if round_logits:
+    if Options(**options).round_logits:
         logits = logits.astype(x.dtype).astype(np.float64)
     with np.errstate(invalid="ignore"):  # NaN and infinities are handled below
-        by = choice_values(logits, score=score, choice_bias=choice_bias, groups=groups, top_groups=top_groups)
+        by = choice_values(logits, choice_bias=choice_bias, **options)
         ids = choose(by, top_k)
-        weights = weigh(logits, ids, renormalize, score=score, routed_scale=routed_scale)
+        weights = weigh(logits, ids, **options)
         bad = no_choice(logits, choice_bias)
     ids[bad], weights[bad] = -1, np.nan
     return logits, ids, weights

@@ -11,11 +11,11 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
-from ...arguments import Options, checked_values, layer_of
+from ...arguments import layer_of
 from ...context import context_id
 from ...errors import InvalidArgument
 from ...growing import GrowingContext, Shape, growing_context
-from ...spec import DTYPES, element_types
+from ...spec import DTYPES, Options, checked_values, element_types
 from ..operands import as_taken
 from ..rooms import GroupRoom, room_of
 from . import recognise

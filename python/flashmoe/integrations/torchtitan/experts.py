@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
-from ...arguments import Options, Tensors
+from ...call_tensors import Tensors
 from ...context import context_id
 from ...errors import InvalidArgument
 from ...growing import GrowingContext, Shape, growing_context, rounded_tokens
+from ...spec import Options
 from ...torch_op import call, moe_backward, moe_kept
 from ..operands import as_taken
 from ..rooms import GroupRoom, room_of
 
-_PLACES = [Tensors._fields.index(name) for name in ("x", "gate_up_proj", "down_proj", "topk_ids", "topk_weights")]
-_IDS = Tensors._fields.index("topk_ids")
+_NAMES = ("x", "gate_up_proj", "down_proj", "topk_ids", "topk_weights")
 
 
 class FlashMoEExperts(GroupedExperts):
@@ -124,13 +124,11 @@ class _Merged(torch.autograd.Function):
         *of_call, x, w1, w3, w2, ids, weights = ctx.saved_tensors
         _, of_x, of_w1, of_w3, of_w2, _, of_weights = ctx.needs_input_grad
         inputs = [x, torch.cat([w1, w3], 1), w2, ids, weights]
-        needed = dict(zip(_PLACES, (of_x, of_w1 or of_w3, of_w2, False, of_weights), strict=True))
-        wanted = [place for place, is_needed in needed.items() if is_needed]
-        gradients = moe_backward(ctx.number, grad, None, *of_call, inputs, _PLACES, wanted)
-        results = dict(zip(wanted, gradients, strict=True))
-        of_inputs = [results.get(place) for place in _PLACES if place != _IDS]
-        gate, up = (None, None) if of_inputs[1] is None else of_inputs[1].chunk(2, 1)
-        return None, of_inputs[0], gate, up, of_inputs[2], None, of_inputs[3]
+        needed = dict(zip(_NAMES, (of_x, of_w1 or of_w3, of_w2, False, of_weights), strict=True))
+        wanted = [name for name, is_needed in needed.items() if is_needed]
+        results = dict(zip(wanted, moe_backward(ctx.number, grad, None, *of_call, inputs, _NAMES, wanted), strict=True))
+        gate, up = results["gate_up_proj"].chunk(2, 1) if "gate_up_proj" in results else (None, None)
+        return None, results.get("x"), gate, up, results.get("down_proj"), None, results.get("topk_weights")
 
 
 def _local(tensor: Tensor) -> Tensor:

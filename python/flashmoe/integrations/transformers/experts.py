@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from ...arguments import Options, Tensors
+from ...call_tensors import Tensors
 from ...context import Context, context_id
 from ...errors import InvalidArgument
 from ...growing import GrowingContext, growing_context
-from ...spec import DTYPES, ENCODINGS
+from ...spec import DTYPES, ENCODINGS, Options
 from ...torch_op import call
 from ..operands import as_taken, shape_of
 from .attributes import computed_by, remembered, tensor_of
@@ -89,11 +89,9 @@ def options_of(module: torch.nn.Module, options: ExpertsOptions, **routing: Any)
     """The operator's options for a call of the experts module. `routing` has the router's options, as plain values."""
     slices = vars(module).get(_SLICES, 1)
     if torch.compiler.is_compiling():
-        return Options(**options.of_operator(), slices=slices, **routing)
+        return options.how._replace(slices=slices, **routing)
     made_of = (options, slices, *routing.items())
-    return remembered(
-        module, "_flashmoe_options", made_of, lambda: Options(**options.of_operator(), slices=slices, **routing)
-    )
+    return remembered(module, "_flashmoe_options", made_of, lambda: options.how._replace(slices=slices, **routing))
 
 
 def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared_intermediate: int = 0) -> int:

@@ -107,7 +107,7 @@ def register() -> None:
 def _take_blocks(module: torch.nn.Module) -> None:
     """Replaces the matrices of an experts module by parameters that hold them in MXFP4. Raises `InvalidArgument`."""
     options, encoding = recognise(module), ENCODINGS[MXFP4]
-    if not options.transposed or options.gate_up_scale is not None:
+    if not options.how.transposed or options.gate_up_scale is not None:
         raise InvalidArgument(f"{type(module).__name__}: expected the experts of gpt-oss, got others")
     for name in (options.gate_up, options.down):
         whole = getattr(module, name)

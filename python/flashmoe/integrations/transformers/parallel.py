@@ -270,7 +270,7 @@ def _names_of(options: ExpertsOptions) -> dict[str, str]:
 
 
 def _cut_of(options: ExpertsOptions, slices: int) -> Cut:
-    return Cut(slices, options.activation, options.interleaved, options.transposed)
+    return Cut(slices, options.how.activation, options.how.interleaved, options.how.transposed)
 
 
 def _shapes_of(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,7 @@ from transformers.integrations import moe as interface
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from ...errors import InvalidArgument
-from ...spec import BY_GATE, ENCODINGS, FP8, MXFP4
+from ...spec import BY_GATE, ENCODINGS, FP8, MXFP4, Options
 from ...watched import found_on, is_touched
 from .attributes import remembered, tensor_of
 
@@ -62,9 +62,8 @@ release of Transformers has each of them; a module without one counts as having 
 class ExpertsOptions:
     """What an experts module computes, and the names of its tensors; None for a tensor that it does not have."""
 
-    activation: str
-    """An argument of `flashmoe.moe`, as are all fields that are not names of tensors."""
-    transposed: bool
+    how: Options
+    """What the module computes, as options of `flashmoe.moe`."""
     gate_up: str
     """[E, 2I, H], or [E, I, H] without a gate; transposed [E, H, 2I or I]."""
     down: str
@@ -76,16 +75,6 @@ class ExpertsOptions:
     gate_up_scale: str | None = None
     """For experts in FP8 or MXFP4, as is the next field."""
     down_scale: str | None = None
-    interleaved: bool = False
-    limit: float | None = None
-    alpha: float = 1.0
-    up_offset: float = 0.0
-    weights_on_input: bool = False
-
-    def of_operator(self) -> dict[str, Any]:
-        """The arguments of `flashmoe.moe` that are not tensors."""
-        names = ("activation", "transposed", "interleaved", "limit", "alpha", "up_offset", "weights_on_input")
-        return {name: getattr(self, name) for name in names}
 
     def sizes(self, module: torch.nn.Module) -> tuple[int, int]:
         """H and I."""
@@ -93,7 +82,7 @@ class ExpertsOptions:
         if self.down.endswith(_BLOCKS):
             shape = ENCODINGS[MXFP4].numbers(shape)
         _, first, second = shape
-        return (second, first) if self.transposed else (first, second)
+        return (second, first) if self.how.transposed else (first, second)
 
 
 _OF_FP8 = ("gate_softcap", "swiglu_alpha", "activation_scheme")
@@ -123,7 +112,7 @@ def _recognised(module: torch.nn.Module, is_share: bool) -> ExpertsOptions:
             raise _refusal(module, name, expected, got)
     if is_of_llama4(module, "Llama4TextExperts"):
         activation, names = _activation(module, GATED), ("gate_up_proj", "down_proj", None, None)
-        return ExpertsOptions(activation, True, *names, weights_on_input=True)
+        return ExpertsOptions(Options(activation=activation, transposed=True, weights_on_input=True), *names)
     first = "gate_up_proj" if module.has_gate else "up_proj"
     gate = _gate(module) if module.has_gate else {"activation": _activation(module, UNGATED)}
     quantised = isinstance(module, FP8Experts)
@@ -132,14 +121,13 @@ def _recognised(module: torch.nn.Module, is_share: bool) -> ExpertsOptions:
     blocks = f"down_proj{_BLOCKS}" in module._parameters  # as the module .mxfp4 has left it
     elements, scale = ENCODINGS[MXFP4 if blocks else FP8].suffixes
     return ExpertsOptions(
-        transposed=bool(getattr(module, "is_transposed", False)) and not blocks,
+        Options(transposed=bool(getattr(module, "is_transposed", False)) and not blocks, **gate),
         gate_up=first + elements,
         down="down_proj" + elements,
         gate_up_bias=f"{first}_bias" if module.has_bias else None,
         down_bias="down_proj_bias" if module.has_bias else None,
         gate_up_scale=first + scale if quantised or blocks else None,
         down_scale="down_proj" + scale if quantised or blocks else None,
-        **gate,
     )
 
 

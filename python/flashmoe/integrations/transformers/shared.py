@@ -55,7 +55,8 @@ def _go_together(
     slices = width // intermediate
     alike = GATED.get(act_fn) or GATED.get(type(act_fn))
     biased = options.gate_up_bias or options.down_bias
-    if width % intermediate or biased or options.transposed or options.interleaved or alike != options.activation:
+    how = options.how
+    if width % intermediate or biased or how.transposed or how.interleaved or alike != how.activation:
         return False
     on_gpu = x.device.type == "cuda"
     return not on_gpu or (top_k + slices <= MAX_CUDA_TOP_K and experts.num_experts + slices <= MAX_CUDA_EXPERTS)

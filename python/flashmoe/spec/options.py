@@ -1,0 +1,299 @@
+"""The options of a layer and of a call: the one place that says each option's name, type, default, check and text.
+
+What else names options is made from these tables: `Options`, which calls carry; the fields of `LayerSpec`; the
+signatures and the help of `flashmoe.moe` and `flashmoe.nn.MoE`; the schema of PyTorch's operator; what the references
+and their tolerances take; and docs/options.md. An option that the engines compute has one more name, in C++
+(include/flashmoe/spec/layer.h). docs/extending.md says how one is added.
+"""
+
+# No `from __future__ import annotations`: the tables below read their annotations as objects.
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypedDict, get_args
+
+from ..errors import InvalidArgument
+from .values import (
+    ACTIVATIONS,
+    GATED,
+    MAX_EXPERTS,
+    MAX_GROUPS,
+    SCORES,
+    bounded,
+    finite,
+    one_of,
+    positive,
+    truth,
+)
+
+ROUTER = "router"
+"""Belongs to a router; refused with given routing."""
+CLAMPED = "clamped_swiglu"
+"""Belongs to this activation."""
+GATE = "gate"
+"""Belongs to activations with a gate."""
+
+Placement = Sequence[int | Sequence[int]]
+"""Who holds expert 0, 1, ..: a rank, or the ranks that have a copy. See `flashmoe.placement`."""
+
+Check = Callable[[str, Any], Any]
+"""(name, value) -> the value, of its own type. Raises `InvalidArgument`."""
+
+
+class Option(NamedTuple):
+    """What is known of an option besides its name and its type."""
+
+    default: Any
+    check: Check | None
+    """None: what the value may be depends on the context or on the tensors, and is checked with them."""
+    text: str
+    of: str = ""
+    """`ROUTER`, `CLAMPED` or `GATE`: without that the option must have its default. Empty: it belongs to every
+    layer."""
+    in_layer: bool = True
+    """Whether `LayerSpec` has a field of this name, with this default."""
+
+
+def _among(known: tuple[str, ...]) -> Check:
+    return lambda name, value: one_of(name, value, known)
+
+
+def _within(most: int) -> Check:
+    return lambda name, value: bounded(name, value, 1, most)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+class LayerOptions(TypedDict, total=False):
+    """The options that say what a layer computes; see docs/models.md."""
+
+    activation: Annotated[
+        str,
+        Option(
+            "swiglu",
+            _among(ACTIVATIONS),
+            "One of `flashmoe.spec.ACTIVATIONS`, such as ``'gelu'`` (by erf); those of `flashmoe.spec.GATED` have a "
+            "gate.",
+        ),
+    ]
+    renormalize: Annotated[
+        bool,
+        Option(
+            True,
+            truth,
+            "With a router: whether a token's K weights are divided by their sum (that of sigmoids plus 1e-20).",
+        ),
+    ]
+    score: Annotated[
+        str,
+        Option(
+            "softmax",
+            _among(SCORES),
+            "With a router: ``'softmax'`` of the logits of all E experts, or ``'sigmoid'`` of each logit.",
+            of=ROUTER,
+            in_layer=False,  # with given routing there is none: LayerSpec.routing
+        ),
+    ]
+    round_logits: Annotated[
+        bool,
+        Option(
+            False,
+            truth,
+            "With a router: whether its logits are first rounded to x's type, as a linear layer rounds its results.",
+            of=ROUTER,
+        ),
+    ]
+    routed_scale: Annotated[
+        float,
+        Option(1.0, finite, "With a router: a factor of a token's K weights, applied last.", of=ROUTER),
+    ]
+    groups: Annotated[
+        int,
+        Option(
+            1,
+            _within(MAX_GROUPS),
+            "With a router: the number of groups that experts form; E / groups neighbouring experts are a group.",
+            of=ROUTER,
+        ),
+    ]
+    top_groups: Annotated[
+        int | None,
+        Option(
+            None,
+            _or_none(_within(MAX_GROUPS)),
+            "The number of groups from which experts are chosen: those whose two best scores have the largest sum "
+            "(DeepSeek-V3, section 2.1.2). None: all groups.",
+            of=ROUTER,
+            in_layer=False,
+        ),
+    ]
+    limit: Annotated[
+        float | None,
+        Option(
+            None,
+            _or_none(positive),
+            "For ``clamped_swiglu``, which is ``g sigmoid(alpha g) (u + up_offset)`` with ``g = min(gate, limit)`` and "
+            "u = up, clamped to plus and minus `limit`. None: no limit.",
+            of=CLAMPED,
+            in_layer=False,
+        ),
+    ]
+    alpha: Annotated[float, Option(1.0, positive, "For ``clamped_swiglu``: see `limit`.", of=CLAMPED)]
+    up_offset: Annotated[float, Option(0.0, finite, "For ``clamped_swiglu``: see `limit`.", of=CLAMPED)]
+    interleaved: Annotated[
+        bool,
+        Option(
+            False,
+            truth,
+            "With a gate: the rows of gate_up_proj and the elements of gate_up_bias are in the order gate, up, gate, "
+            "up, ...",
+            of=GATE,
+        ),
+    ]
+    transposed: Annotated[bool, Option(False, truth, "gate_up_proj is [El, H, 2I or I] and down_proj [El, I, H].")]
+    weights_on_input: Annotated[
+        bool,
+        Option(False, truth, "A token's weights scale its row before the experts, instead of the experts' results."),
+    ]
+    slices: Annotated[
+        int,
+        Option(
+            1,
+            _within(MAX_EXPERTS),
+            "The number of slices into which each expert is cut. The slices of an expert may be on different ranks "
+            "(see `flashmoe.slices`). I is the width of a slice, El counts slices, and a placement has an entry for "
+            "each slice: first those of expert 0, then those of expert 1, ... The return mode is ``'reduced'``. In "
+            "`down_bias` all rows must be 0 except those of first slices, since each slice adds its own row.",
+        ),
+    ]
+
+
+class CallOptions(TypedDict, total=False):
+    """The options that say how a call is made."""
+
+    exact: Annotated[
+        bool,
+        Option(
+            False,
+            truth,
+            "CUDA engine, float32: whether products are in float32, ten times as slow as the default, TF32 (10 bits of "
+            "mantissa).",
+        ),
+    ]
+    placement: Annotated[
+        Placement | None,
+        Option(
+            None,
+            None,
+            "Who holds which expert, as for a `Context`. None: the context's for its E, else contiguous shares.",
+            in_layer=False,
+        ),
+    ]
+    capacity_factor: Annotated[
+        float | None,
+        Option(
+            None,
+            None,
+            "None: dropless. Otherwise each rank keeps, for an expert, the first ``ceil(capacity_factor * (T * K) / "
+            "E)`` of its (token, k) pairs in token order (GShard, section 2.2). If the context has a factor, a call "
+            "must have one, of at most that.",
+            in_layer=False,
+        ),
+    ]
+    return_mode: Annotated[
+        str | None,
+        Option(None, None, "See `Context`. None: the context's.", in_layer=False),
+    ]
+    redispatch: Annotated[
+        bool | None,
+        Option(
+            None,
+            _or_none(truth),
+            "Several ranks: whether a call that keeps what its gradients need leaves out the rows of other ranks' "
+            "tokens, so that the backward pass sends x once more (docs/training.md). Results have the same bits. All "
+            "ranks pass the same value. None: the context's. Only a context that was made with `redispatch` has room "
+            "for this.",
+            in_layer=False,
+        ),
+    ]
+    strict: Annotated[
+        bool,
+        Option(
+            False,
+            truth,
+            "With a router: whether the call raises `BadRow` if the logits of one of this rank's tokens are NaN or "
+            "infinite. The error names the token, and is raised when the call is over. Otherwise the token's y is NaN, "
+            "and ``ctx.last_call.bad_rows`` counts the token. Ranks may differ.",
+            in_layer=False,
+        ),
+    ]
+
+
+class ModuleOptions(LayerOptions, CallOptions, total=False):
+    """The options of `flashmoe.nn.MoE`, which takes K by position."""
+
+
+class OperatorOptions(ModuleOptions, total=False):
+    """The options of `flashmoe.moe`."""
+
+    top_k: Annotated[int | None, Option(None, None, "With a router: K, experts of a token.", in_layer=False)]
+
+
+def _tables(of: type) -> dict[str, Option]:
+    return {name: next(iter(each.__metadata__)) for name, each in of.__annotations__.items()}
+
+
+OPTIONS: Mapping[str, Option] = _tables(OperatorOptions)
+"""All options by name."""
+
+TYPES: Mapping[str, Any] = {name: get_args(each)[0] for name, each in OperatorOptions.__annotations__.items()}
+"""The type of each."""
+
+OF_ROUTER = tuple(name for name, option in OPTIONS.items() if option.of == ROUTER)
+"""The options that only a router has."""
+
+
+class Options(namedtuple("_Options", OPTIONS, defaults=[option.default for option in OPTIONS.values()])):
+    """A value for each of `OPTIONS`; by default its default."""
+
+    __slots__ = ()
+
+    def of_given_routing(self) -> "Options":
+        """Without those of a router."""
+        return self._replace(**{name: OPTIONS[name].default for name in OF_ROUTER})
+
+    def of_layer(self) -> LayerOptions:
+        """Those of `LayerOptions`, as keyword arguments."""
+        return {name: getattr(self, name) for name in LayerOptions.__annotations__}
+
+    def in_layer(self) -> dict[str, Any]:
+        """Those that are fields of a `LayerSpec` as they are."""
+        return {name: getattr(self, name) for name, option in OPTIONS.items() if option.in_layer}
+
+
+def checked_values(options: Options) -> Options:
+    """`options`, in which all values that can be checked alone are checked and have their own types. Raises
+    `InvalidArgument`."""
+    checked = Options(
+        *(
+            value if option.check is None else option.check(name, value)
+            for (name, option), value in zip(OPTIONS.items(), options, strict=True)
+        )
+    )
+    for name, option in OPTIONS.items():
+        if option.of == CLAMPED and checked.activation != CLAMPED and getattr(checked, name) != option.default:
+            raise InvalidArgument(
+                f"{name}: expected none with activation {checked.activation!r} ({CLAMPED!r} has one), got "
+                f"{getattr(options, name)!r}"
+            )
+        if option.of == GATE and checked.activation not in GATED and getattr(checked, name):
+            raise InvalidArgument(f"{name}: expected False with {checked.activation!r}, which has no gate, got True")
+    return checked
+
+
+def refuse_of_router(options: Options) -> None:
+    """Raises `InvalidArgument` for an option of a router, given with routing."""
+    for name in OF_ROUTER:
+        if getattr(options, name) != OPTIONS[name].default:
+            raise InvalidArgument(f"{name}: expected router with it, got topk_ids and topk_weights")
