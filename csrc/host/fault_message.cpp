@@ -1,5 +1,9 @@
 #include "host/fault_message.h"
 
+#include <type_traits>
+#include <utility>
+#include <vector>
+
 #include "host/text.h"
 
 namespace flashmoe::host {
@@ -37,32 +41,44 @@ Error timeout_error(const HostFault& record, const Teller& teller) {
           concat("rank ", r.culprit, " holds up call ", r.epoch, ": ", state, "; rank ", r.rank, waited, awaited(r))};
 }
 
+// What a layer's fields are, by name, besides sizes and element types.
+std::vector<std::pair<const char*, std::string>> options_of(AgreedLayer layer) {
+  std::vector<std::pair<const char*, std::string>> options;
+  for_each_agreed_field(layer, [&]<class T>(const char* name, T& field) {
+    if constexpr (std::is_same_v<T, DType> || std::is_same_v<T, uint32_t>) {
+      return;
+    } else if constexpr (std::is_enum_v<T>) {
+      options.emplace_back(name, std::string(name_of(field)));
+    } else {
+      options.emplace_back(name, concat(field));
+    }
+  });
+  return options;
+}
+
 Error disagreement_error(const HostFault& record) {
   const AgreedLayer mine = record.mine.layer(), theirs = record.theirs.layer();
   const uint32_t a = record.fault.rank, b = record.fault.awaited;
   std::string what;
-  auto number = [&](const char* name, auto x, auto y) {
+  auto compare = [&](const char* name, const auto& x, const auto& y) {
     if (x != y) what += concat(what.empty() ? "" : "; ", name, ": rank ", a, " has ", x, ", rank ", b, " has ", y);
   };
-  auto option = [&](const char* name, auto x, auto y) {
-    number(name, std::string(name_of(x)), std::string(name_of(y)));
+  auto compare_types = [&](const char* name, DType x, DType y) {
+    compare(name, std::string(name_of(x)), std::string(name_of(y)));
   };
-  number("hidden size H", mine.hidden, theirs.hidden);
-  number("intermediate size I", mine.intermediate, theirs.intermediate);
-  number("experts E", mine.experts, theirs.experts);
-  number("top_k K", mine.top_k, theirs.top_k);
-  option("dtype", mine.x_type, theirs.x_type);
+  compare("hidden size H", mine.hidden, theirs.hidden);
+  compare("intermediate size I", mine.intermediate, theirs.intermediate);
+  compare("experts E", mine.experts, theirs.experts);
+  compare("top_k K", mine.top_k, theirs.top_k);
+  compare_types("dtype", mine.x_type, theirs.x_type);
   if (mine.x_type == theirs.x_type) {  // otherwise the other types differ, too (differing_type)
-    option("dtype of weights", mine.weight_type, theirs.weight_type);
-    option("dtype of y", mine.y_type, theirs.y_type);
+    compare_types("dtype of weights", mine.weight_type, theirs.weight_type);
+    compare_types("dtype of y", mine.y_type, theirs.y_type);
   }
-  option("activation", mine.activation, theirs.activation);
-  number("limit", mine.limit, theirs.limit);
-  number("alpha", mine.alpha, theirs.alpha);
-  number("up_offset", mine.up_offset, theirs.up_offset);
-  number("weights_on_input", mine.weights_on_input, theirs.weights_on_input);
-  option("return_mode", mine.return_mode, theirs.return_mode);
-  number("capacity_factor", mine.capacity_factor, theirs.capacity_factor);
+  const auto my_options = options_of(mine), their_options = options_of(theirs);
+  for (size_t i = 0; i < my_options.size(); ++i) {
+    compare(my_options[i].first, my_options[i].second, their_options[i].second);
+  }
   const CallConfig &my_call = record.mine, &their_call = record.theirs;
   if (my_call.placement != their_call.placement && mine.experts == theirs.experts) {
     what += concat(what.empty() ? "" : "; ", "placement: rank ", a, " and rank ", b, " place the experts differently");

@@ -1,5 +1,5 @@
 // The options that make a layer, and their names: for the host, both engines and the kernels. Python has the same names
-// (python/flashmoe/spec.py), and tests/test_spec.py compares them.
+// (python/flashmoe/spec/values.py), and tests/test_spec.py compares them.
 #pragma once
 
 #include <cstddef>
