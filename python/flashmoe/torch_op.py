@@ -538,7 +538,8 @@ def _gradients_of(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None, logits
     of_call = _OfCall(ctx.context, grad, logits, kept, counted, inputs, ctx.given)
     if grad is None:  # only the logits have a gradient
         of_call = of_call._replace(grad=torch.zeros_like(of_call.named()["x"]))
-    wanted = [name for name, need in zip(ctx.arguments, needed, strict=True) if need and name in _DIFFERENTIABLE]
+    arguments = ctx.arguments[: len(needed)]  # a compiler may have left out the last ones, which have their defaults
+    wanted = [name for name, need in zip(arguments, needed, strict=True) if need and name in _DIFFERENTIABLE]
     if ctx.parameters:
         results = _accumulate(of_call, ctx.options, wanted, ctx.parameters)
     elif goes_through_torch(of_call.grad, inputs):
@@ -546,7 +547,7 @@ def _gradients_of(ctx: Any, saved: Sequence[Tensor], grad: Tensor | None, logits
     else:  # without PyTorch's way to an operator, which takes the host longer than all of this
         results = _gradients_of_named(of_call, ctx.options, wanted)
     gradients = dict(zip(wanted, results, strict=True))
-    return tuple(map(gradients.get, ctx.arguments))
+    return tuple(map(gradients.get, arguments))
 
 
 def _accumulate(

@@ -91,7 +91,8 @@ class CpuEngine(Engine):
         return y, torch.from_dlpack(kept), torch.empty(0, dtype=torch.int64)
 
     def backward(self, kept: Any, counted: Any, options: Options, gradients: Gradients) -> None:
-        views = [{name: host_view(each) for name, each in tensors.items()} for tensors in gradients[:2]]
+        of_each = gradients.given, gradients.wanted
+        views = [{name: host_view(each) for name, each in tensors.items()} for tensors in of_each]
         records = self._recorded is not None
         how = int(kept[0]), records, self._order(), 1, self._perturbation
         events = _ffi.library().context_backward(self.checked_handle(), *how, *views, gradients.accumulates)

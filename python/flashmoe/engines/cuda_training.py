@@ -95,7 +95,7 @@ class KeptRows(NamedTuple):
 
     @property
     def room(self) -> KeptRoom:
-        return KeptRoom(*self[3:])
+        return KeptRoom(self.room_rows, self.room_received, self.pitch)
 
 
 ALONE = KeptRows(0, 0, 0, *NO_ROOM)
