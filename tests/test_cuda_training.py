@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import flashmoe.torch_op  # noqa: E402, F401
+import flashmoe.pytorch.operator  # noqa: E402, F401
 from flashmoe import _ffi  # noqa: E402
-from flashmoe.call_tensors import Tensors  # noqa: E402
 from flashmoe.engines import cuda_training  # noqa: E402
 from flashmoe.spec import Options  # noqa: E402
+from flashmoe.spec.tensors import Tensors  # noqa: E402
 
 T, H, E, K = 37, 24, 5, 2
 

@@ -14,12 +14,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flashmoe import _ffi
-from flashmoe.call_tensors import Tensors
-from flashmoe.memory import plan_memory
+from flashmoe.contexts.memory import plan_memory
 from flashmoe.quantize import dequantize, quantize_layer, quantize_rows, quantize_weights
 from flashmoe.reference import dequantised, moe_reference, rounded, row_scales, scaled_rows
 from flashmoe.slices import cut
 from flashmoe.spec import FP8, row_bytes
+from flashmoe.spec.tensors import Tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_options import CLAMPED

@@ -244,7 +244,7 @@ def test_the_reference_stands_alone():
     """What engines are compared with shares no code with them, but takes its arguments by their names and defaults."""
     arrows = imports(ROOT / "python" / "flashmoe")
     assert ("flashmoe.reference", "flashmoe.reference.forward") in arrows
-    tables = {"flashmoe.call_tensors", "flashmoe.spec.options"}
+    tables = {"flashmoe.spec.tensors", "flashmoe.spec.options"}
     assert {whom for _, whom in leaving(arrows, "flashmoe.reference")} == tables
 
 
@@ -255,7 +255,7 @@ def test_nothing_that_computes_knows_models():
 
 def test_nothing_knows_the_frameworks_that_it_is_in():
     arrows = imports(ROOT / "python" / "flashmoe")
-    assert ("flashmoe.integrations.transformers.experts", "flashmoe.torch_op") in arrows
+    assert ("flashmoe.integrations.transformers.experts", "flashmoe.pytorch.operator") in arrows
     assert used_by(arrows, "flashmoe.integrations") == set()
 
 

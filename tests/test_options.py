@@ -12,9 +12,9 @@ from pathlib import Path
 
 import flashmoe
 import pytest
-from flashmoe.call_tensors import OPTIONAL, WRITTEN, Tensors
 from flashmoe.spec import LayerSpec, Options
 from flashmoe.spec.options import OPTIONS, ModuleOptions
+from flashmoe.spec.tensors import OPTIONAL, WRITTEN, Tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 3
@@ -83,7 +83,7 @@ def test_the_help_describes_every_option_and_tensor():
 
 
 def test_the_operator_takes_all_options_and_tensors():
-    torch_op = pytest.importorskip("flashmoe.torch_op")
+    torch_op = pytest.importorskip("flashmoe.pytorch.operator")
     names = [each.name for each in torch_op.torch.ops.flashmoe.moe.default._schema.arguments]
     assert names == ["context", *(name for name in Tensors._fields if name not in WRITTEN), *Options._fields]
 

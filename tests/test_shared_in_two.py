@@ -168,10 +168,10 @@ def test_gradients_under_a_compiler():
 
 
 def test_gradients_are_added_to_main_grads():
-    from flashmoe.call_tensors import Tensors
-    from flashmoe.context import context_id
+    from flashmoe.contexts.context import context_id
+    from flashmoe.pytorch.operator import by_operator
     from flashmoe.spec import Options
-    from flashmoe.torch_op import by_operator
+    from flashmoe.spec.tensors import Tensors
 
     problem = random_problem(9, [30], shared=3, dtype="bfloat16", **SIZES)
     with flashmoe.Context(**problem.limits()) as context:

@@ -1,4 +1,4 @@
-"""Makes docs/options.md from the tables of options and of tensors (flashmoe.spec.options, flashmoe.call_tensors).
+"""Makes docs/options.md from the tables of options and of tensors (flashmoe.spec.options, flashmoe.spec.tensors).
 
 python tools/options_page.py [PAGE]
 """
@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from flashmoe.call_tensors import OPTIONAL
 from flashmoe.spec.options import OPTIONS, TYPES, CallOptions, LayerOptions, Placement
+from flashmoe.spec.tensors import OPTIONAL
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,7 +22,7 @@ What `flashmoe.moe` takes besides x, gate_up_proj and down_proj, always by keywo
 options. Shapes: T tokens of this rank, H hidden and I intermediate size, E experts, El this rank's, K experts per token
 ([glossary](glossary.md)). [models.md](models.md) says which options make which model's layer.
 
-`python tools/options_page.py` makes this page from `flashmoe.spec.options` and `flashmoe.call_tensors`, where the
+`python tools/options_page.py` makes this page from `flashmoe.spec.options` and `flashmoe.spec.tensors`, where the
 options are declared.
 """
 

@@ -1,7 +1,7 @@
 // The functions of the CPU engine that Python calls, through apache-tvm-ffi: contexts by handle, tensors as DLPack
 // views, errors by kind. (The CUDA engine: bindings/cuda.cpp.)
 //
-// Python has checked every argument against its documented domain (python/flashmoe/arguments.py). Here only arguments
+// Python has checked every argument against its documented domain (python/flashmoe/calls/arguments.py). Here only arguments
 // that could corrupt memory are checked again.
 #include <sys/syscall.h>
 #include <tvm/ffi/container/tensor.h>
@@ -141,7 +141,7 @@ long this_thread() {
 }
 
 // The thread that ends Python, once it does; 0: none yet. Calls in all other threads must then end
-// (python/flashmoe/ending.py).
+// (python/flashmoe/calls/ending.py).
 std::atomic<long> ended_by{0};
 
 void end_calls() {

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from . import placement as placements
-from .arguments import check_quantised, layer_of, placement_of, resolved
-from .call_tensors import Tensors
+from .calls.arguments import check_quantised, layer_of, placement_of, resolved
+from .calls.keywords import described, with_known_options
+from .calls.refusals import tell
 from .checkpoint import MoELayer
-from .context import Context, contexts, room_of
+from .contexts.context import Context, contexts, room_of
 from .errors import InvalidArgument
-from .keywords import described, with_known_options
-from .refusals import tell
-from .replicated import Replicas
-from .scales import SCALE_OF, scale_shape
+from .pytorch.operator import call, check_tensors, context_id, saving_contexts
+from .pytorch.replicated import Replicas
+from .pytorch.routing import route
+from .pytorch.watched import found_on, is_touched
 from .slices import cut
 from .spec import (
     DTYPES,
@@ -40,9 +41,8 @@ from .spec import (
     one_of,
     truth,
 )
-from .torch_op import call, check_tensors, context_id, saving_contexts
-from .torch_routing import route
-from .watched import found_on, is_touched
+from .spec.tensors import Tensors
+from .weights.scales import SCALE_OF, scale_shape
 
 __all__ = ["Experts", "MoE", "Router", "SharedExpert", "saving_contexts"]
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import SIZES, E, H, K, arguments, freed, given, launched, on_gpu, sparse
-from flashmoe.call_tensors import Tensors
-from flashmoe.context import run_backward
+from flashmoe.contexts.context import run_backward
 from flashmoe.engines.base import Gradients
 from flashmoe.spec import Options
+from flashmoe.spec.tensors import Tensors
 
 
 @pytest.mark.parametrize(

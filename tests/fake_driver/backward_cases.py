@@ -7,9 +7,9 @@ import pytest
 import torch
 from fake_gpu import SIZES, E, H, I, K, OnGpu, launched, of_both, on_gpu
 from flashmoe import jit
-from flashmoe.call_tensors import Tensors
 from flashmoe.engines.base import Gradients
 from flashmoe.spec import Options
+from flashmoe.spec.tensors import Tensors
 
 
 @pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])

@@ -6,9 +6,9 @@ import flashmoe
 import pytest
 import torch
 from fake_gpu import SIZES, E, H, I, arguments, given, launched, of_both, on_gpu
-from flashmoe.call_tensors import Tensors
 from flashmoe.engines.base import Gradients
 from flashmoe.spec import Options
+from flashmoe.spec.tensors import Tensors
 
 F8 = torch.float8_e4m3fn
 FP8_SIZES = {**SIZES, "weight_dtype": "float8_e4m3fn"}

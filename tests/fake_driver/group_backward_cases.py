@@ -11,10 +11,10 @@ import torch
 from fake_gpu import SIZES, E, H, I, K, OnGpu, driver, launched, on_gpu
 from fake_group import kept_by_halves, on_ranks, pretend, rows_of_halves
 from flashmoe import jit
-from flashmoe.call_tensors import Tensors
 from flashmoe.engines.base import Gradients
 from flashmoe.placement import hybrid
 from flashmoe.spec import Options
+from flashmoe.spec.tensors import Tensors
 
 
 @pytest.mark.parametrize("redispatch", [False, True])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from fake_gpu import SIZES, E, H, I, K, driver, launched, on_gpu
 from fake_group import kept_by_halves, on_ranks, pretend, rows_of_halves
-from flashmoe.call_tensors import Tensors
 from flashmoe.spec import Options
+from flashmoe.spec.tensors import Tensors
 
 STAYS, MOVES_AGAIN = "call count record move wait ", "call count record move wait move "
 IN_TURN = [

@@ -6,9 +6,9 @@ import flashmoe
 import pytest
 import torch
 from fake_gpu import E, H, I, K, arguments, given, launched, on_gpu, prepared
-from flashmoe.call_tensors import Tensors
 from flashmoe.engines import cuda
 from flashmoe.spec import Options
+from flashmoe.spec.tensors import Tensors
 
 
 def test_every_call_is_checked(ctx):

@@ -8,10 +8,10 @@ import flashmoe
 import pytest
 import torch
 from fake_gpu import SIZES, E, H, I, K, OnGpu, arguments, launched, on_gpu, prepared
-from flashmoe.call_tensors import Tensors
 from flashmoe.engines import cuda
 from flashmoe.engines.base import Gradients
 from flashmoe.spec import Options
+from flashmoe.spec.tensors import Tensors
 
 SHARED = 3
 WIDTH = SHARED * I

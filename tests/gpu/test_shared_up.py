@@ -7,10 +7,10 @@ from typing import Any
 import flashmoe
 import pytest
 import torch
-from flashmoe.call_tensors import Tensors
-from flashmoe.context import context_id
+from flashmoe.contexts.context import context_id
+from flashmoe.pytorch.operator import by_operator
 from flashmoe.spec import Options
-from flashmoe.torch_op import by_operator
+from flashmoe.spec.tensors import Tensors
 from layers import ARITHMETIC, Problem, context_of, gpu_operations, poisoned_outputs, random_problem
 from leaves import poisoned
 from torch import Tensor

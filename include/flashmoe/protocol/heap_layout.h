@@ -80,7 +80,7 @@ struct Limits {
   }
   // The most rows that one rank's tokens have with the experts of one rank, but for the shared one. With a capacity C,
   // El * C: a call of other sizes may have a larger C, and is refused unless its own El * C is within this one
-  // (arguments.py).
+  // (calls/arguments.py).
   FLASHMOE_HD constexpr uint64_t rows_of_rank() const {
     const uint64_t dropless = uint64_t{max_tokens} * min_of(top_k, max_local_experts);
     return capacity == 0 ? dropless : min_of(dropless, uint64_t{max_local_experts} * capacity);

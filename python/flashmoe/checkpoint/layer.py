@@ -8,9 +8,9 @@ from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
-from ..scales import common_kind
+from ..calls.tensors import dtype_name
 from ..spec import ENCODINGS, STORED_AS, halves_of
-from ..tensors import dtype_name
+from ..weights.scales import common_kind
 
 Weights = TypeVar("Weights")
 OF_EXPERTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
@@ -67,7 +67,7 @@ class MoELayerOf(Generic[Weights]):
     shared_gate_up_scale: np.ndarray | None = None
     shared_down_scale: np.ndarray | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """The options of `flashmoe.arguments.LayerOptions` that differ from their defaults."""
+    """The options of `flashmoe.spec.LayerOptions` that differ from their defaults."""
     own_router: str = ""
     """The name of a router's rule that `flashmoe.moe` does not compute. It then takes the layer's experts with given
     routing."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .. import _ffi, jit
-from ..arguments import layer_of_operands
-from ..call_tensors import Tensors
+from ..calls.arguments import layer_of_operands
+from ..calls.tensors import Operand, dtype_name
 from ..spec import Options
-from ..tensors import Operand, dtype_name
+from ..spec.tensors import Tensors
 
 MOST_KEPT = 1 << 36
 """The most bytes that a call keeps: the backward pass counts them in units of 16 bytes, in 32 bits."""

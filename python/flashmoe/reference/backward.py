@@ -6,8 +6,8 @@ from typing import Unpack
 
 import numpy as np
 
-from ..call_tensors import Given
 from ..spec.options import LayerOptions, Options
+from ..spec.tensors import Given
 from .activations import activate, activate_backward
 from .forward import computed_choices, given_tensors
 from .routing import LEAST_SUM, route, scores

@@ -8,8 +8,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from ..call_tensors import WRITTEN, Given, Tensors, parted
 from ..spec.options import LayerOptions, Options
+from ..spec.tensors import WRITTEN, Given, Tensors, parted
 from .activations import GATED, activate
 from .quantised import dequantised, quantised_rows, rows_are_quantised, scaled_rows
 from .routing import route, scores

@@ -1,6 +1,7 @@
 """What a layer is: its sizes and options, element types, and how its weights are stored.
 
 - `options`: every option of a layer and of a call, said once
+- `tensors`: every tensor of a call, said once
 - `values`: the values that options may have, and their checks
 - `encodings`: element types, quantised matrices, and the bytes of rows
 - `layer`: `LayerSpec`, which puts them together

@@ -11,10 +11,10 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
-from ...arguments import layer_of
-from ...context import context_id
+from ...calls.arguments import layer_of
+from ...contexts.context import context_id
+from ...contexts.growing import GrowingContext, Shape, growing_context
 from ...errors import InvalidArgument
-from ...growing import GrowingContext, Shape, growing_context
 from ...spec import DTYPES, Options, checked_values, element_types
 from ..operands import as_taken
 from ..rooms import GroupRoom, room_of

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
-from ...call_tensors import Tensors
-from ...context import context_id
+from ...contexts.context import context_id
+from ...contexts.growing import GrowingContext, Shape, growing_context, rounded_tokens
 from ...errors import InvalidArgument
-from ...growing import GrowingContext, Shape, growing_context, rounded_tokens
+from ...pytorch.operator import call, moe_backward, moe_kept
 from ...spec import Options
-from ...torch_op import call, moe_backward, moe_kept
+from ...spec.tensors import Tensors
 from ..operands import as_taken
 from ..rooms import GroupRoom, room_of
 

@@ -11,10 +11,10 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import Pa
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 
-from ...call_tensors import Tensors
-from ...growing import GrowingContext
+from ...contexts.growing import GrowingContext
+from ...pytorch.operator import call  # importing it registers the operator
 from ...spec import Options
-from ...torch_op import call  # importing it registers the operator
+from ...spec.tensors import Tensors
 from ..operands import as_taken
 from . import recognise
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from .call_tensors import CallTensors, Given, Tensors, parted
-from .context import Context, context_id, run
+from ..contexts.context import Context, context_id, run
+from ..spec import OperatorOptions, Options, truth
+from ..spec.tensors import CallTensors, Given, Tensors, parted
 from .keywords import refuse_unknown, shows
 from .refusals import tell
-from .spec import OperatorOptions, Options, truth
 from .through_torch import goes_through_torch
 
 _KNOWN = frozenset((*Tensors._fields, *Options._fields, "ctx", "trace"))
@@ -45,7 +45,7 @@ def moe(ctx: Context, x: Any, gate_up_proj: Any, down_proj: Any, *, trace: bool 
     With PyTorch tensors there are gradients (docs/training.md); all ranks make the backward passes in one order.
     Quantised weights, transport ``"rdma"`` and forward-mode derivatives raise `NotImplementedError`. Where PyTorch
     compiles, traces or transforms calls, and for tensors without values, a call without `trace` is one operator, such
-    as ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
+    as ``torch.ops.flashmoe.moe`` (`flashmoe.pytorch.operator`).
 
     Raises
     ------
@@ -72,7 +72,7 @@ def moe(ctx: Context, x: Any, gate_up_proj: Any, down_proj: Any, *, trace: bool 
 
 def _call(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     if not truth("trace", trace) and goes_through_torch(tensors.x, tensors):
-        from . import torch_op
+        from ..pytorch import operator
 
-        return torch_op.by_operator(context_id(ctx), tensors, options)
+        return operator.by_operator(context_id(ctx), tensors, options)
     return run(ctx, tensors, options, trace)

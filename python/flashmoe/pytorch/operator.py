@@ -24,18 +24,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from . import tensors as operands
-from .arguments import as_plain_values
-from .call_tensors import PARAMETERS, READ, REQUIRED, WRITTEN, Tensors
-from .context import Context, context_id, contexts, run, run_and_keep, run_backward
-from .engines import cuda_training
-from .engines.base import Gradients
-from .errors import FlashMoEError, InvalidArgument
-from .growing import GrowingContext, Result
-from .placement import from_flat
-from .refusals import tell
-from .spec.options import OPTIONS, TYPES, Options
-from .through_torch import goes_through_torch, is_recomputed
+from ..calls import tensors as operands
+from ..calls.arguments import as_plain_values
+from ..calls.refusals import tell
+from ..calls.through_torch import goes_through_torch, is_recomputed
+from ..contexts.context import Context, context_id, contexts, run, run_and_keep, run_backward
+from ..contexts.growing import GrowingContext, Result
+from ..engines import cuda_training
+from ..engines.base import Gradients
+from ..errors import FlashMoEError, InvalidArgument
+from ..placement import from_flat
+from ..spec.options import OPTIONS, TYPES, Options
+from ..spec.tensors import PARAMETERS, READ, REQUIRED, WRITTEN, Tensors
 
 __all__ = [
     "by_operator",
@@ -219,7 +219,7 @@ def _main_grad_of(name: str, parameter: Tensor) -> Tensor:
 
 
 def _check_written(tensors: Tensors) -> None:
-    """Checks `load` and `router_logits`, which `flashmoe.arguments.check` does not get."""
+    """Checks `load` and `router_logits`, which `flashmoe.calls.arguments.check` does not get."""
     x, router = tensors.x, tensors.router
     if tensors.router_logits is not None and router is None:
         raise InvalidArgument("router_logits: expected router with it, got None")

@@ -10,10 +10,9 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from .call_tensors import OPTIONAL
-from .errors import UnknownOption
-from .spec import OPTIONS
-from .spec.options import TYPES
+from ..errors import UnknownOption
+from ..spec.options import OPTIONS, TYPES
+from ..spec.tensors import OPTIONAL
 
 P, R, D = ParamSpec("P"), TypeVar("R"), TypeVar("D")
 
@@ -50,7 +49,7 @@ def with_known_options(*tables: type) -> Callable[[Callable[P, R]], Callable[P, 
 
 def shows(*tables: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function that takes ``**options: Unpack[..]``, whose signature and help show them. `tables`: the typed
-    dictionaries that have them (`flashmoe.spec.options`, `flashmoe.call_tensors`)."""
+    dictionaries that have them (`flashmoe.spec.options`, `flashmoe.spec.tensors`)."""
     named = _names(tables)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

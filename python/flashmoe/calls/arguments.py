@@ -7,13 +7,11 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import _ffi
-from . import placement as placements
-from .call_tensors import FLOATS, REQUIRED, WRITTEN, Tensors
-from .errors import InvalidArgument, LimitExceeded
-from .limits import Room, checked_capacity_factor
-from .scales import SCALE_OF, check_slices, common_kind
-from .spec import (
+from .. import _ffi
+from .. import placement as placements
+from ..contexts.limits import Room, checked_capacity_factor
+from ..errors import InvalidArgument, LimitExceeded
+from ..spec import (
     DTYPES,
     ELEMENT_BYTES,
     ENCODINGS,
@@ -32,6 +30,8 @@ from .spec import (
     refuse_of_router,
     scale_blocks,
 )
+from ..spec.tensors import FLOATS, REQUIRED, WRITTEN, Tensors
+from ..weights.scales import SCALE_OF, check_slices, common_kind
 from .tensors import Described
 
 AsOperand = Callable[[str, Any, str, tuple[str, ...]], Described]

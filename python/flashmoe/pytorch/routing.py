@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .reference.routing import LEAST_SUM
-from .spec import Options
+from ..reference.routing import LEAST_SUM
+from ..spec import Options
 
 
 class Routed(NamedTuple):

@@ -1,7 +1,7 @@
 """What a context is made for, and the limits from which its engine allocates memory.
 
 A context serves any layer that needs no more than its largest one. A `ContextSpec` is what a caller asks for. A `Room`
-is what a context has got; `flashmoe.arguments` checks calls against it.
+is what a context has got; `flashmoe.calls.arguments` checks calls against it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import _ffi
-from . import placement as placements
-from .errors import InvalidArgument
-from .spec import (
+from .. import _ffi
+from .. import placement as placements
+from ..errors import InvalidArgument
+from ..spec import (
     DTYPES,
     ELEMENT_BYTES,
     ENCODINGS,

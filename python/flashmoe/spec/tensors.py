@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypedDict
 
-from .spec import OperatorOptions, Options
+from .options import OperatorOptions, Options
 
 WEIGHT, SCALE, OF_X, ROUTING, WRITTEN_TO = "weight", "scale", "of x", "routing", "written to"
 
