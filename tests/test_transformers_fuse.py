@@ -509,8 +509,6 @@ def test_what_is_changed_after_a_call_is_refused():
             block(x)
         setattr(block.experts, name, usual)
         assert torch.equal(block(x), expected)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(flashmoe.InvalidArgument, match="without autocast"):
-        block(x)
 
 
 @torch.no_grad()

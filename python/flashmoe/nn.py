@@ -16,6 +16,7 @@ from . import placement as placements
 from .calls.arguments import check_quantised, layer_of, placement_of, resolved
 from .calls.keywords import described, with_known_options
 from .calls.refusals import tell
+from .calls.through_torch import in_autocast
 from .checkpoint import MoELayer
 from .contexts.context import Context, contexts, room_of
 from .errors import InvalidArgument
@@ -231,7 +232,8 @@ class MoE(torch.nn.Module):
     may still require gradients there, as in a model that has not been frozen, but a backward pass that reaches the
     layer raises `NotImplementedError`. A call with forward-mode derivatives raises it everywhere.
 
-    The layer runs `flashmoe.moe`; see there. Under ``torch.compile(fullgraph=True)``, too, it is one
+    Within ``torch.autocast`` the layer computes in autocast's type, as `torch.nn.Linear` does (docs/training.md). The
+    layer runs `flashmoe.moe`; see there. Under ``torch.compile(fullgraph=True)``, too, it is one
     ``torch.ops.flashmoe.moe``. ``ctx.last_call`` is the report of the last call. With `count_load`, `load` [E] int64
     counts how many of this rank's pairs (token, k) have chosen each expert, in all calls since ``load.zero_()`` last
     cleared it. `load` is not part of the ``state_dict``. A call that ``torch.utils.checkpoint`` makes again counts
@@ -542,14 +544,6 @@ class MoE(torch.nn.Module):
         hidden = self.gate.weight.shape[1]
         if x.ndim == 0 or x.shape[-1] != hidden:
             raise InvalidArgument(f"x: expected [..., H={hidden}], got {list(x.shape)}")
-        device = x.device.type
-        if x.dtype in _BESIDE_FLOAT32 and device != "meta" and torch.is_autocast_enabled(device):
-            held = getattr(self.experts, self.experts.names["gate_up_proj"]).dtype
-            if held is torch.float32:
-                raise InvalidArgument(
-                    f"x: expected {held}, the type of the experts' weights, got {x.dtype} within autocast, which casts "
-                    "neither; have the module in that type instead"
-                )
         tokens, shared, shared_gate = x.reshape(-1, hidden).contiguous(), self.shared_expert, self.shared_expert_gate
         if self._replicas is not None:
             tokens = tokens[self._replicas.share(len(tokens))]
@@ -570,7 +564,9 @@ class MoE(torch.nn.Module):
         """The tensors that say how x [T, H] is routed, the tensor for the logits if they are asked for, and the options
         that go with these tensors."""
         weight, bias, choice_bias = map(_local, (self.gate.weight, self.gate.bias, self.gate.choice_bias))
-        if weight.dtype is not torch.float32 or x.dtype not in _BESIDE_FLOAT32 or x.layout is not torch.strided:
+        is_cast = in_autocast(x) and self._layer.encoding is None
+        of_two_types = weight.dtype is torch.float32 and x.dtype in _BESIDE_FLOAT32 and not is_cast
+        if not of_two_types or x.layout is not torch.strided:
             logits = x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32) if with_logits else None
             given = {"router": weight, "router_bias": bias, "choice_bias": choice_bias, "router_logits": logits}
             return given, logits, self._options

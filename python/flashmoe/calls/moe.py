@@ -9,7 +9,7 @@ from ..spec import OperatorOptions, Options, truth
 from ..spec.tensors import CallTensors, Given, Tensors, parted
 from .keywords import refuse_unknown, shows
 from .refusals import tell
-from .through_torch import goes_through_torch
+from .through_torch import goes_through_torch, in_autocast
 
 _KNOWN = frozenset((*Tensors._fields, *Options._fields, "ctx", "trace"))
 
@@ -71,6 +71,10 @@ def moe(ctx: Context, x: Any, gate_up_proj: Any, down_proj: Any, *, trace: bool 
 
 
 def _call(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
+    if in_autocast(tensors.x):
+        from ..pytorch.autocast import as_autocast
+
+        tensors, options = as_autocast(tensors, options)
     if not truth("trace", trace) and goes_through_torch(tensors.x, tensors):
         from ..pytorch import operator
 

@@ -1,5 +1,5 @@
-"""What PyTorch has to do with a call: whether PyTorch must see one operator, or nothing; and whether it makes the call
-again."""
+"""What PyTorch has to do with a call: whether PyTorch must see one operator, or nothing; whether autocast changes the
+call; and whether PyTorch makes the call again."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def goes_through_torch(x: Any, others: Iterable[Any], trains: bool = False) -> b
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     derived = torch.autograd.forward_ad._current_level >= 0
     return traced or transformed or derived
+
+
+def in_autocast(x: Any) -> bool:
+    """Whether x is a tensor of PyTorch in memory of a kind for which ``torch.autocast`` is on."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor):
+        return False
+    return (device := x.device.type) in ("cpu", "cuda") and torch.is_autocast_enabled(device)
 
 
 def is_recomputed() -> bool:

@@ -36,6 +36,7 @@ from ..errors import FlashMoEError, InvalidArgument
 from ..placement import from_flat
 from ..spec.options import OPTIONS, TYPES, Options
 from ..spec.tensors import PARAMETERS, READ, REQUIRED, WRITTEN, Tensors
+from .autocast import as_autocast
 
 __all__ = [
     "by_operator",
@@ -369,9 +370,11 @@ no_backward = torch.library.custom_op("flashmoe::no_backward", _no_backward, mut
 
 
 def call(number: int, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
-    """A call of the operator; `number` is its context's. Bypasses PyTorch where PyTorch has no part in the call,
-    because PyTorch's way to an operator takes the host as long as the call itself (docs/measured.md)."""
+    """A call of the operator, within autocast as autocast has it; `number` is its context's. Bypasses PyTorch where
+    PyTorch has no part in the call, because PyTorch's way to an operator takes the host as long as the call itself
+    (docs/measured.md)."""
     try:
+        tensors, options = as_autocast(tensors, options, main_grad)
         if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
             return by_operator(number, tensors, options, main_grad)
         return _in_context(number, _tokens_of(tensors.x), lambda ctx: run(ctx, tensors, options, False))

@@ -165,16 +165,10 @@ def operands_of(module: torch.nn.Module, options: ExpertsOptions, x: Tensor, **o
 
 def _check(module: torch.nn.Module, tensors: Tensors) -> None:
     """Raises `InvalidArgument` for weights that are not plain tensors of a type and on a device that an engine takes,
-    or that are not those of all experts; also if autocast would compute in another type. The operator makes the other
-    checks."""
+    or that are not those of all experts. The operator makes the other checks."""
     device = tensors.x.device.type
     if device not in _DEVICES:
         raise InvalidArgument(f"hidden_states: expected a tensor on one of {', '.join(_DEVICES)}, got one on {device}")
-    if device != "meta" and torch.is_autocast_enabled(device):
-        raise InvalidArgument(
-            f"{type(module).__name__}: expected to be called without autocast, which rounds to "
-            f"{torch.get_autocast_dtype(device)} where FlashMoE does not; load the model in that type instead"
-        )
     experts = vars(module).get(_LOCAL, module.num_experts)
     for tensor in tensors:
         if type(tensor) not in _PLAIN:

@@ -1,0 +1,45 @@
+"""Calls within ``torch.autocast``: as `torch.nn.Linear` computes there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..calls.through_torch import in_autocast
+from ..errors import InvalidArgument
+from ..spec import Options
+from ..spec.tensors import PARAMETERS, Tensors
+
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
+"""The types that autocast changes."""
+
+
+def as_autocast(tensors: Tensors, options: Options, main_grad: bool = False) -> tuple[Tensors, Options]:
+    """The call as the innermost ``torch.autocast`` has it; outside of one, the call as it is.
+
+    x, weights and biases are cast to autocast's type, in which the result then is. Gradients have the types of what was
+    cast. A router's logits are rounded, as those of a linear layer, and its scores are float32. `choice_bias`, float32
+    weights of given routing, float64, and calls with quantised weights stay as they are. Casts are not kept from call
+    to call; autograd keeps them until the backward pass, as it keeps those of `torch.nn.Linear`.
+
+    Raises `InvalidArgument` with `main_grad` and a parameter of another type: a cast parameter has no `main_grad`.
+    """
+    if not in_autocast(tensors.x) or tensors.x.dtype not in _CAST or tensors.gate_up_scale is not None:
+        return tensors, options
+    to = torch.get_autocast_dtype(tensors.x.device.type)
+    cast = {}
+    for name in ("x", *PARAMETERS):
+        each = getattr(tensors, name)
+        if not isinstance(each, Tensor) or each.dtype is to or each.dtype not in _CAST:
+            continue
+        if main_grad and name != "x" and each.requires_grad:
+            raise InvalidArgument(
+                f"main_grad: expected False within autocast, which casts {name} from {each.dtype} to {to}, got True"
+            )
+        cast[name] = each.to(to)
+    weights = tensors.topk_weights
+    if isinstance(weights, Tensor) and weights.dtype in _CAST and weights.dtype is not to:
+        cast["topk_weights"] = weights.float()
+    if tensors.router is not None:
+        options = options._replace(round_logits=True)
+    return tensors._replace(**cast), options
