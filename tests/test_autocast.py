@@ -261,7 +261,7 @@ def test_a_trainer_in_bfloat16(transformers, tmp_path, fused):
     eager = losses_of_trainer(transformers, tmp_path / "eager", language_model(transformers, "eager"))
     model = language_model(transformers, "flashmoe")
     ours = losses_of_trainer(transformers, tmp_path / "ours", fuse(model) if fused else model)
-    assert len(ours) == STEPS and eager[-1] < 0.8 * eager[0]
+    assert len(ours) == STEPS and eager[-1] < 0.9 * eager[0]
     check_alike(ours, eager)
 
 
@@ -284,5 +284,5 @@ def test_accelerate_in_bfloat16(transformers):
             optimizer.zero_grad()
             losses[implementation].append(loss.item())
     AcceleratorState._reset_state(True)
-    assert losses["eager"][-1] < 0.8 * losses["eager"][0]
+    assert losses["eager"][-1] < 0.9 * losses["eager"][0]
     check_alike(losses["flashmoe"], losses["eager"])

@@ -574,7 +574,8 @@ class MoE(torch.nn.Module):
             raise InvalidArgument(
                 f"main_grad: expected False beside a router in {weight.dtype}, x in {x.dtype}, got True"
             )
-        routed = route(x, weight, bias, choice_bias, self._options)
+        with torch.autocast(x.device.type, enabled=False):  # it would round a float32 router's logits
+            routed = route(x, weight, bias, choice_bias, self._options)
         given = {"topk_ids": routed.ids, "topk_weights": routed.weights}
         return given, routed.logits if with_logits else None, self._options.of_given_routing()
 
