@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from flashmoe.capsule import NAME, DLManagedTensor, DLTensor
+from flashmoe.calls.capsule import NAME, DLManagedTensor, DLTensor
 
 CPU, CUDA, CUDA_HOST = (1, 0), (2, 0), (3, 0)
 TYPES = {"int32": (0, 32, 1), "int64": (0, 64, 1), "float32": (2, 32, 1), "float64": (2, 64, 1)}

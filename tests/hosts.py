@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flashmoe import openssl
+from flashmoe.system import openssl
 from namespaces import enter
 from processes import Process, Processes
 from relay import Cable, Carried, carry

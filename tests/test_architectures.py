@@ -8,8 +8,8 @@ import json
 import flashmoe
 import numpy as np
 import pytest
-from flashmoe.architectures import ARCHITECTURES as ROWS
 from flashmoe.checkpoint import load_layer
+from flashmoe.checkpoint.architectures import ARCHITECTURES as ROWS
 from flashmoe.cli import main
 from flashmoe.errors import CheckpointError
 from flashmoe.quantize import quantize_checkpoint, quantize_layer

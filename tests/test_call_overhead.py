@@ -55,4 +55,4 @@ def test_cases_that_differ_are_an_error():
 
 
 def test_the_installed_package_is_a_tree():
-    assert (Tree.at(call_overhead.installed()).folder / "flashmoe" / "ops.py").is_file()
+    assert (Tree.at(call_overhead.installed()).folder / "flashmoe" / "calls" / "moe.py").is_file()

@@ -10,9 +10,9 @@ import flashmoe
 import numpy as np
 import pytest
 from flashmoe import _ffi, arguments
+from flashmoe.contexts.limits import Room, checked_context
 from flashmoe.errors import HeapError, InvalidArgument
 from flashmoe.launch import RankFailed
-from flashmoe.limits import Room, checked_context
 from flashmoe.placement import checked, most_local
 from flashmoe.spec import LayerSpec
 from hypothesis import HealthCheck, assume, given, settings

@@ -17,8 +17,9 @@ from types import SimpleNamespace
 import flashmoe
 import numpy as np
 import pytest
-from flashmoe import memory, models
+from flashmoe import models
 from flashmoe.cli import device, main, render, run, verify
+from flashmoe.contexts import memory
 from flashmoe.placement import contiguous, local_experts, most_local, roomy
 from flashmoe.report import CallReport, summarize
 

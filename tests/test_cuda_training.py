@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import flashmoe.torch_op  # noqa: E402, F401
+import flashmoe.pytorch.operator  # noqa: E402, F401
 from flashmoe import _ffi  # noqa: E402
 from flashmoe.arguments import Options, Tensors  # noqa: E402
 from flashmoe.engines import cuda_training  # noqa: E402

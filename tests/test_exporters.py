@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from capsules import CPU, CUDA, CUDA_HOST, TYPES, capsule, exported
 from flashmoe import InvalidArgument
-from flashmoe.capsule import MOST_DIMENSIONS, NAME, DLTensor
+from flashmoe.calls.capsule import MOST_DIMENSIONS, NAME, DLTensor
 from problems import random_problem
 
 SIZES = {"hidden": 16, "intermediate": 12, "experts": 6, "top_k": 2, "dtype": "float32"}

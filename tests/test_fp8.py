@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flashmoe import _ffi
 from flashmoe.arguments import Tensors
-from flashmoe.memory import plan_memory
+from flashmoe.contexts.memory import plan_memory
 from flashmoe.quantize import dequantize, quantize_layer, quantize_rows, quantize_weights
 from flashmoe.reference import dequantised, moe_reference, rounded, row_scales, scaled_rows
 from flashmoe.slices import cut

@@ -16,7 +16,7 @@ from flashmoe.launch import run_ranks
 from flashmoe.quantize import dequantize, quantize_checkpoint, quantize_layer, quantize_weights
 from flashmoe.reference import moe_reference
 from flashmoe.spec import FP8
-from flashmoe.tensor_file import read_header
+from flashmoe.weights.tensor_file import read_header
 from safetensors.numpy import load_file, save_file
 
 torch = pytest.importorskip("torch")

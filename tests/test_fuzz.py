@@ -60,7 +60,7 @@ PLANTED = {
     ),
     "a message that cannot be printed": (
         "index",
-        "import flashmoe.foreign; flashmoe.foreign.clipped = str",
+        "import flashmoe.system.foreign; flashmoe.system.foreign.clipped = str",
         b'{"weight_map": {"\\ud800.layers.0.mlp.gate.weight": "fused.safetensors"}}',
         "expected a message that can be printed",
     ),

@@ -12,9 +12,9 @@ import pytest
 from test_faults import run_python
 
 torch = pytest.importorskip("torch")
-from flashmoe import torch_op  # noqa: E402
 from flashmoe.arguments import Options, Tensors  # noqa: E402
-from flashmoe.growing import GrowingContext, Shape, growing_context  # noqa: E402
+from flashmoe.contexts.growing import GrowingContext, Shape, growing_context  # noqa: E402
+from flashmoe.pytorch import operator  # noqa: E402
 
 T, H, I, E, K = 20, 256, 128, 4, 2
 LONG = 100_000
@@ -35,7 +35,7 @@ def layer(trains: bool = False, tokens: int = T) -> Tensors:
 
 
 def call(context: GrowingContext, tensors: Tensors) -> torch.Tensor:
-    return torch_op.call(context.number, tensors, Options())
+    return operator.call(context.number, tensors, Options())
 
 
 class Interrupted(Exception):
@@ -115,9 +115,9 @@ def test_a_timeout_is_told(context):
 _INTERRUPTED = """
 import os, signal, threading, time
 import torch
-from flashmoe import torch_op
+from flashmoe.pytorch import operator
 from flashmoe.arguments import Options, Tensors
-from flashmoe.growing import Shape, growing_context
+from flashmoe.contexts.growing import Shape, growing_context
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 context = growing_context(Shape(None, "float32", 512, 1024, 8, 8))
@@ -127,7 +127,7 @@ weights = {name: torch.randn(shape) for name, shape in shapes.items()}
 short, long = torch.randn(4, 512), torch.randn(2048, 512)
 
 def call(x):
-    return torch_op.call(context.number, Tensors(x=x, **weights), Options(top_k=8))
+    return operator.call(context.number, Tensors(x=x, **weights), Options(top_k=8))
 
 call(long)
 right = call(short)

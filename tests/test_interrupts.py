@@ -6,7 +6,7 @@ from test_faults import run_python
 _MADE_UNDER_FIRE = """
 import gc, os, random, signal, sys, time
 import flashmoe
-from flashmoe.context import contexts
+from flashmoe.contexts.context import contexts
 
 def interrupt(*_):
     raise KeyboardInterrupt

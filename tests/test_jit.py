@@ -19,9 +19,10 @@ from pathlib import Path
 
 import build_release
 import pytest
-from flashmoe import FlashMoEError, cli, driver, jit
+from flashmoe import FlashMoEError, cli, jit
 from flashmoe.cli import info
 from flashmoe.spec import ACTIVATIONS
+from flashmoe.system import driver
 
 FAKE_NVCC = """#!/bin/sh
 echo "$@" >> {calls}

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flashmoe.arguments import Tensors
+from flashmoe.calls.tensors import as_view
 from flashmoe.engines import cpu
-from flashmoe.tensors import as_view
 
 E, K, H, I = 4, 2, 8, 6
 SIZES = {"max_tokens": 8, "hidden": H, "intermediate": I, "experts": E, "top_k": K, "dtype": "float32"}

@@ -254,7 +254,7 @@ def test_nothing_that_computes_knows_models():
 
 def test_nothing_knows_the_frameworks_that_it_is_in():
     arrows = imports(ROOT / "python" / "flashmoe")
-    assert ("flashmoe.integrations.transformers.experts", "flashmoe.torch_op") in arrows
+    assert ("flashmoe.integrations.transformers.experts", "flashmoe.pytorch.operator") in arrows
     assert used_by(arrows, "flashmoe.integrations") == set()
 
 

@@ -20,13 +20,14 @@ from typing import Any
 import flashmoe
 import numpy as np
 import pytest
-from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, launcher, machine, meeting, rendezvous
+from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout
 from flashmoe.cli import launched
 from flashmoe.engines import network as network_engine
 from flashmoe.engines.base import Membership
-from flashmoe.launcher import meet_in
-from flashmoe.meeting import StoreMeeting
-from flashmoe.rendezvous import GREETING, AddressMeeting
+from flashmoe.groups import launcher, machine, meeting, rendezvous
+from flashmoe.groups.launcher import meet_in
+from flashmoe.groups.meeting import StoreMeeting
+from flashmoe.groups.rendezvous import GREETING, AddressMeeting
 from hosts import network
 from processes import MARGIN, Processes, await_condition, processes
 from spread_ranks import SECRET, MakeNetwork, all_of

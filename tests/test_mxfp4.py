@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flashmoe.checkpoint import shipped_layer
-from flashmoe.memory import plan_memory
+from flashmoe.contexts.memory import plan_memory
 from flashmoe.quantize import dequantize_mxfp4, quantize_layer, quantize_mxfp4
 from flashmoe.reference import dequantised
 from flashmoe.slices import cut

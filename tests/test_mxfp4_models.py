@@ -20,7 +20,7 @@ from flashmoe.placement import hybrid, local_experts
 from flashmoe.quantize import dequantize_mxfp4, quantize_checkpoint, quantize_layer
 from flashmoe.slices import cut
 from flashmoe.spec import MXFP4
-from flashmoe.tensor_file import read_header
+from flashmoe.weights.tensor_file import read_header
 from safetensors.numpy import load_file, save_file
 
 torch = pytest.importorskip("torch")

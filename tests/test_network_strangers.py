@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flashmoe import PeerTimeout, _ffi, openssl
-from flashmoe.rendezvous import AddressMeeting
+from flashmoe import PeerTimeout, _ffi
+from flashmoe.groups.rendezvous import AddressMeeting
+from flashmoe.system import openssl
 from hosts import Host, Network, network
 from processes import MARGIN, Process, await_condition, processes
 from recording import Side, streams

@@ -13,7 +13,7 @@ import torch
 from flashmoe import InvalidArgument
 from flashmoe.checkpoint import shipped_layer
 from flashmoe.nn import MoE
-from flashmoe.torch_op import context_id
+from flashmoe.pytorch.operator import context_id
 from problems import Problem, random_problem
 from test_torch import as_tensors, bits, block_state, compiled, tensor
 from torch import Tensor

@@ -12,7 +12,7 @@ import flashmoe
 import ml_dtypes
 import numpy as np
 import pytest
-from flashmoe.memory import plan_memory
+from flashmoe.contexts.memory import plan_memory
 from hosts import answer, network
 from processes import Processes, processes
 from spread_ranks import (

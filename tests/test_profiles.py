@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from flashmoe.contexts.limits import engine_return_mode
 from flashmoe.errors import FlashMoEError
-from flashmoe.limits import engine_return_mode
 from flashmoe.tuning import profiles
 from flashmoe.tuning.knobs import stored_profile
 from flashmoe.tuning.profiles import Record, Setting

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import flashmoe
 import numpy as np
 import pytest
-from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, _ffi, openssl
-from flashmoe.meeting import StoreMeeting
-from flashmoe.rendezvous import AddressMeeting
+from flashmoe import FlashMoEError, GroupError, InvalidArgument, PeerTimeout, _ffi
+from flashmoe.groups.meeting import StoreMeeting
+from flashmoe.groups.rendezvous import AddressMeeting
+from flashmoe.system import openssl
 from hosts import Network, network
 from processes import MARGIN, await_condition, processes
 from spread_ranks import (

@@ -7,8 +7,8 @@ from typing import Any
 import flashmoe
 import numpy as np
 import pytest
+from flashmoe.contexts.memory import plan_memory
 from flashmoe.errors import HeapError, InvalidArgument
-from flashmoe.memory import plan_memory
 from layer_options import WITH_SHARED
 from problems import Ranks, check, random_problem
 

@@ -169,8 +169,8 @@ def test_gradients_under_a_compiler():
 
 def test_gradients_are_added_to_main_grads():
     from flashmoe.arguments import Options, Tensors
-    from flashmoe.context import context_id
-    from flashmoe.torch_op import by_operator
+    from flashmoe.contexts.context import context_id
+    from flashmoe.pytorch.operator import by_operator
 
     problem = random_problem(9, [30], shared=3, dtype="bfloat16", **SIZES)
     with flashmoe.Context(**problem.limits()) as context:

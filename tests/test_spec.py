@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import flashmoe
 import pytest
 from flashmoe import _ffi, spec, trace
-from flashmoe.limits import checked_context
+from flashmoe.contexts.limits import checked_context
 from flashmoe.spec import LayerSpec
 from problems import random_problem
 

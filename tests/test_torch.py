@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from flashmoe import torch_op
 from flashmoe.checkpoint import shipped_layer
 from flashmoe.nn import MoE
-from flashmoe.torch_op import context_id
+from flashmoe.pytorch import operator
+from flashmoe.pytorch.operator import context_id
 from gloo import Gloo
 from problems import DTYPES, PATIENCE, Outcome, check, random_problem
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -93,7 +93,7 @@ def counted(monkeypatch):
         return count
 
     for name in ("run", "run_and_keep"):
-        monkeypatch.setattr(torch_op, name, counting(getattr(torch_op, name)))
+        monkeypatch.setattr(operator, name, counting(getattr(operator, name)))
     return calls
 
 

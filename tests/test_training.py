@@ -13,7 +13,7 @@ import flashmoe.slices
 import numpy as np
 import pytest
 import torch
-from flashmoe import memory
+from flashmoe.contexts import memory
 from flashmoe.launch import RankPool
 from flashmoe.spec import ACTIVATIONS, GATED
 from hypothesis import given, settings

@@ -23,9 +23,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import torch.distributed as dist  # noqa: E402
-from flashmoe import growing  # noqa: E402
-from flashmoe.architectures import UNGATED  # noqa: E402
-from flashmoe.context import contexts  # noqa: E402
+from flashmoe.checkpoint.architectures import UNGATED  # noqa: E402
+from flashmoe.contexts import growing  # noqa: E402
+from flashmoe.contexts.context import contexts  # noqa: E402
 from flashmoe.integrations.transformers import experts_forward, recognise  # noqa: E402
 from flashmoe.integrations.transformers.experts import NAME, experts_modules  # noqa: E402
 from flashmoe.reference import activate, moe_reference  # noqa: E402
@@ -338,7 +338,8 @@ def test_gemma_4():
 
 
 def test_names_of_activations_are_of_the_same_functions():
-    """What a configuration may say, as `flashmoe.architectures` has it, beside what Transformers computes by it."""
+    """What a configuration may say, as `flashmoe.checkpoint.architectures` has it, beside what Transformers computes by
+    it."""
     z = torch.linspace(-8.0, 8.0, 1001, dtype=torch.float64)
     for name, plain in UNGATED.items():
         expected = activation(name)(z)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from flashmoe import InvalidArgument
-from flashmoe.growing import Shape, growing_context
+from flashmoe.contexts.growing import Shape, growing_context
 from flashmoe.integrations.vllm import recognise, register
 
 ADVICE = "set VLLM_PLUGINS to the plugins that are to be loaded, without flashmoe"
@@ -131,6 +131,6 @@ def test_a_context_that_grows_has_one_number_in_all_processes():
     shapes = [Shape(None, "float32", 16, 8, 4, 2), Shape(None, "float32", 16, 8, 4, 3)]
     held = [growing_context(shape) for shape in shapes]
     numbers = [each.number for each in held]
-    program = f"from flashmoe.growing import *\nprint(growing_context({shapes[1]!r}).number)"
+    program = f"from flashmoe.contexts.growing import *\nprint(growing_context({shapes[1]!r}).number)"
     assert int(run_program(program).stdout) == numbers[1]
     assert len(set(numbers)) == 2 and all(2**62 <= each < 2**63 for each in numbers)

@@ -362,7 +362,9 @@ except BaseException as error:
 """
 
 
-@pytest.mark.parametrize("module", ["numpy._core.multiarray", "numpy.linalg", "flashmoe.context", "tvm_ffi", "torch"])
+@pytest.mark.parametrize(
+    "module", ["numpy._core.multiarray", "numpy.linalg", "flashmoe.contexts.context", "tvm_ffi", "torch"]
+)
 def test_an_interrupt_while_modules_are_imported(module):
     """NumPy and PyTorch cannot be imported again where one has stopped their import half way."""
     if module == "torch":

@@ -141,7 +141,7 @@ long this_thread() {
 }
 
 // The thread that ends Python, once it does; 0: none yet. Calls in all other threads must then end
-// (python/flashmoe/ending.py).
+// (python/flashmoe/calls/ending.py).
 std::atomic<long> ended_by{0};
 
 void end_calls() {

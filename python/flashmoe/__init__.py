@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from .interrupts import deferred
+from .system.interrupts import deferred
 
 with deferred():
     from ._version import __version__
-    from .context import Context
+    from .calls.moe import moe
+    from .contexts.context import Context
     from .errors import (
         BadRow,
         CheckpointError,
@@ -18,7 +19,6 @@ with deferred():
         PeerTimeout,
         UnknownOption,
     )
-    from .ops import moe
     from .report import CallReport
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 import scipy_openblas32
 
 from . import errors
-from .interrupts import deferred
+from .system.interrupts import deferred
 
 _LIBRARY = pathlib.Path(__file__).parent / "lib" / "libflashmoe.so"
 
@@ -44,7 +44,8 @@ def library() -> Any:
 
 
 def layout_fields(engine: str, limits: dict[str, int], machines: Sequence[int] = ()) -> list[dict[str, Any]]:
-    """The fields of heap and workspace that the engine lays out for `limits` (`flashmoe.limits.ContextSpec.limits`).
+    """The fields of heap and workspace that the engine lays out for `limits`, which are
+    `flashmoe.contexts.limits.ContextSpec.limits`.
 
     `machines` has the machine of each rank, by rank; empty: all ranks are on one machine. Each field is a dict of name,
     region ("heap" or "workspace"), shape (a tuple), elem_bytes, bytes, writer and why.

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypedDict
 
 from . import _ffi
 from . import placement as placements
+from .calls.tensors import Described
+from .contexts.limits import Room, checked_capacity_factor
 from .errors import InvalidArgument, LimitExceeded
-from .limits import Room, checked_capacity_factor
-from .scales import SCALE_OF, check_slices, common_kind
 from .spec import (
     ACTIVATIONS,
     DTYPES,
@@ -34,7 +34,7 @@ from .spec import (
     scale_blocks,
     truth,
 )
-from .tensors import Described
+from .weights.scales import SCALE_OF, check_slices, common_kind
 
 AsOperand = Callable[[str, Any, str, tuple[str, ...]], Described]
 """(name, tensor, the expectation in words, the allowed element types) -> operand. Raises `InvalidArgument`."""

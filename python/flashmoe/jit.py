@@ -29,10 +29,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from . import driver, nvshmem
+from . import nvshmem
 from .errors import FlashMoEError
 from .spec import ACTIVATIONS, DTYPES, TITLES
-from .storage import Folder
+from .system import driver
+from .system.storage import Folder
 
 FLAGS = ("-cubin", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3")
 

@@ -28,8 +28,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from . import link
 from .errors import FlashMoEError, InvalidArgument
+from .groups import link
 from .spec import MAX_RANKS, bounded
 
 GRACE_SECONDS = 60.0

@@ -23,13 +23,15 @@ from .arguments import (
     placement_of,
     resolved,
 )
+from .calls.keywords import with_known_options
+from .calls.refusals import tell
 from .checkpoint import MoELayer
-from .context import Context, contexts, room_of
+from .contexts.context import Context, contexts, room_of
 from .errors import InvalidArgument
-from .keywords import with_known_options
-from .refusals import tell
-from .replicated import Replicas
-from .scales import SCALE_OF, scale_shape
+from .pytorch.operator import call, check_tensors, context_id, saving_contexts
+from .pytorch.replicated import Replicas
+from .pytorch.routing import of_given_routing, route
+from .pytorch.watched import found_on, is_touched
 from .slices import cut
 from .spec import (
     DTYPES,
@@ -43,9 +45,7 @@ from .spec import (
     one_of,
     truth,
 )
-from .torch_op import call, check_tensors, context_id, saving_contexts
-from .torch_routing import of_given_routing, route
-from .watched import found_on, is_touched
+from .weights.scales import SCALE_OF, scale_shape
 
 __all__ = ["Experts", "MoE", "Router", "SharedExpert", "saving_contexts"]
 

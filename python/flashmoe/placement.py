@@ -153,7 +153,7 @@ def move(tensors: Mapping[str, Tensor], before: Placement, after: Placement, gro
     GroupError
         The ranks disagree on placements, names, shapes or types. Nothing is sent then.
     """
-    from . import moving  # needs PyTorch
+    from .pytorch import moving  # needs PyTorch
 
     rank, ranks = moving.place_in(group)
 

@@ -21,13 +21,13 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from .architectures import architecture_of
 from .checkpoint import MoELayer, local_path, read_config, tensor_headers
+from .checkpoint.architectures import architecture_of
 from .errors import InvalidArgument
-from .foreign import REFUSALS, checkpoint_error, clipped, reason
-from .scales import SCALE_OF, check_slices, parts_of, scale_shape
 from .spec import ENCODINGS, FP8, MXFP4, SCALE_BLOCK, bounded, halves_of, one_of, scale_blocks
-from .tensor_file import DTYPES, QUANTISED, READ, Stored, TensorFile
+from .system.foreign import REFUSALS, checkpoint_error, clipped, reason
+from .weights.scales import SCALE_OF, check_slices, parts_of, scale_shape
+from .weights.tensor_file import DTYPES, QUANTISED, READ, Stored, TensorFile
 
 __all__ = [
     "dequantize",

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from .calls.tensors import dtype_name
 from .errors import InvalidArgument
-from .scales import check_slices, common_kind
 from .spec import ENCODINGS, STORED_AS, bounded, halves_of
-from .tensors import dtype_name
+from .weights.scales import check_slices, common_kind
 
 
 def cut(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_gpu import SIZES, E, H, K, arguments, freed, given, launched, on_gpu, sparse
 from flashmoe.arguments import Options, Tensors
-from flashmoe.context import run_backward
+from flashmoe.contexts.context import run_backward
 from flashmoe.engines.base import Gradients
 
 

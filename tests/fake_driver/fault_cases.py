@@ -6,9 +6,9 @@ import flashmoe
 import pytest
 import torch
 from fake_gpu import SIZES, E, H, I, K, arguments, driver
-from flashmoe import torch_op
 from flashmoe.arguments import Options, Tensors
-from flashmoe.growing import Shape, growing_context
+from flashmoe.contexts.growing import Shape, growing_context
+from flashmoe.pytorch import operator
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_growing_context_goes_on_behind_a_fault(monkeypatch, captures):
     tensors = Tensors(**{name: each for name, each in arguments().items() if name != "top_k"})
 
     def call() -> None:
-        torch_op.call(context.number, tensors, Options(top_k=K))
+        operator.call(context.number, tensors, Options(top_k=K))
 
     call()
     failed, capturing = context.with_room_for(100), True

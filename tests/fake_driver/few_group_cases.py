@@ -6,7 +6,7 @@ import pytest
 from fake_gpu import SIZES, H
 from fake_group import put_by
 from flashmoe import jit
-from flashmoe.memory import plan_memory
+from flashmoe.contexts.memory import plan_memory
 
 FEW = {"max_tokens": 21, "return_mode": "direct", "tokens": 20}
 """Of three ranks: 252 rows in all, 15.75 an expert."""

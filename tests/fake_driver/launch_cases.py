@@ -152,13 +152,14 @@ def test_exact(ctx, device):
 
 
 def test_operator_and_module(ctx):
-    from flashmoe import nn, torch_op
+    from flashmoe import nn
+    from flashmoe.pytorch import operator
 
     module = nn.MoE(ctx, H, I, E, K)
     assert module.exact is False
     args = arguments()
     floats = [args[name] for name in ("x", "gate_up_proj", "down_proj", "router")]
-    y = torch_op._moe(torch_op.context_id(ctx), *floats, top_k=K, exact=True)
+    y = operator._moe(operator.context_id(ctx), *floats, top_k=K, exact=True)
     assert y.shape == (100, H) and launched()["tokens"] == 100
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import SIZES, E, arguments, driver, given, launched, on_gpu, sparse
-from flashmoe import context as contexts
+from flashmoe.contexts import context as contexts
 from flashmoe.engines import cuda
 
 

@@ -6,7 +6,7 @@ import pytest
 from fake_gpu import SIZES
 from fake_group import put_by
 from flashmoe import jit
-from flashmoe.memory import plan_memory
+from flashmoe.contexts.memory import plan_memory
 
 
 @pytest.mark.parametrize("mode", ["direct", "reduced"])

@@ -9,8 +9,8 @@ import pytest
 from fake_gpu import SIZES, arguments, driver
 from fake_group import joined
 from flashmoe import models
+from flashmoe.contexts.memory import PUBLISHED, plan_memory
 from flashmoe.engines import base
-from flashmoe.memory import PUBLISHED, plan_memory
 
 
 def test_memory_is_given_back():

@@ -7,7 +7,7 @@ from fake_gpu import SIZES, H, K
 from fake_group import put_by
 from flashmoe import jit
 from flashmoe import nvshmem as nvshmem_files
-from flashmoe.memory import plan_memory
+from flashmoe.contexts.memory import plan_memory
 
 
 @pytest.mark.parametrize("mode", ["auto", "reduced"])

@@ -10,7 +10,7 @@ import mmap
 from typing import Any
 
 import capsules
-from flashmoe.capsule import NAME, DLTensor
+from flashmoe.calls.capsule import NAME, DLTensor
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0

@@ -24,8 +24,8 @@ import capsules
 import flashmoe
 import numpy as np
 from flashmoe import checkpoint
-from flashmoe.architectures import ARCHITECTURES
 from flashmoe.checkpoint import planned
+from flashmoe.checkpoint.architectures import ARCHITECTURES
 from flashmoe.errors import FlashMoEError
 from flashmoe.spec import ENCODINGS, GATED
 from flashmoe.tuning import knobs, profiles

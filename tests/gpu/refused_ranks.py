@@ -12,7 +12,7 @@ from typing import Any
 import flashmoe
 import torch
 from few_ranks import by_general_kernel, first_tokens, own_problem, sizes_of
-from flashmoe.refusals import tell
+from flashmoe.calls.refusals import tell
 from layers import Problem
 from ranks import HALF_A_MILLISECOND, joined, with_experts
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import ranks as on_rank
 import torch
+from flashmoe.contexts.limits import TRANSPORTS
+from flashmoe.contexts.memory import plan_memory
 from flashmoe.launch import RankFailed, RankPool
-from flashmoe.limits import TRANSPORTS
-from flashmoe.memory import plan_memory
 from flashmoe.placement import contiguous
 from layer_options import CLAMPED
 from ranks import everywhere

@@ -6,7 +6,7 @@ import flashmoe
 import pytest
 import torch
 from flashmoe import models
-from flashmoe.memory import plan_memory
+from flashmoe.contexts.memory import plan_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.undisturbed]
 

@@ -11,8 +11,8 @@ from typing import Any
 import network_ranks as on_rank
 import numpy as np
 import pytest
+from flashmoe.contexts.memory import plan_memory
 from flashmoe.launch import RankPool
-from flashmoe.memory import plan_memory
 from flashmoe.placement import contiguous
 from problems import Outcome, check, quantised, random_problem
 from ranks import RETURN_MODES, pool_of

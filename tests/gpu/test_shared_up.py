@@ -8,8 +8,8 @@ import flashmoe
 import pytest
 import torch
 from flashmoe.arguments import Options, Tensors
-from flashmoe.context import context_id
-from flashmoe.torch_op import by_operator
+from flashmoe.contexts.context import context_id
+from flashmoe.pytorch.operator import by_operator
 from layers import ARITHMETIC, Problem, context_of, gpu_operations, poisoned_outputs, random_problem
 from leaves import poisoned
 from torch import Tensor

@@ -2,8 +2,8 @@
 
 Needs numpy and ml_dtypes; neither torch nor transformers. Only the tensors of the layer that is asked for are read,
 once all that the files say of them is known to fit together: until then nothing of the size that a file claims is
-allocated. How the layer computes, `flashmoe.architectures` says, by the ``model_type`` of ``config.json``. Names are
-understood as they are found, in a block ``….mlp``, ``….block_sparse_moe`` or ``….feed_forward``:
+allocated. How the layer computes, `flashmoe.checkpoint.architectures` says, by the ``model_type`` of ``config.json``.
+Names are understood as they are found, in a block ``….mlp``, ``….block_sparse_moe`` or ``….feed_forward``:
 
 * router: ``gate.weight`` or ``router.weight``
 * experts, merged: ``experts.gate_up_proj``, ``experts.down_proj``

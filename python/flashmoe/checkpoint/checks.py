@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..architectures import Architecture
 from ..errors import CheckpointError, InvalidArgument
-from ..foreign import checkpoint_error, is_count, shown
-from ..scales import SCALE_OF, check_slices, common_kind
 from ..spec import ENCODINGS, STORED_AS, Encoding
+from ..system.foreign import checkpoint_error, is_count, shown
+from ..weights.scales import SCALE_OF, check_slices, common_kind
+from .architectures import Architecture
 from .planned import Planned
 
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..foreign import REFUSALS, checkpoint_error, parsed, read, reason, shown
-from ..tensor_file import DTYPES, MOST_HEADER_BYTES, WEIGHTS, Stored, TensorFile, read_header
+from ..system.foreign import REFUSALS, checkpoint_error, parsed, read, reason, shown
+from ..weights.tensor_file import DTYPES, MOST_HEADER_BYTES, WEIGHTS, Stored, TensorFile, read_header
 
 MOST_INDEX_BYTES = MOST_HEADER_BYTES
 """An index names the same tensors that headers describe."""

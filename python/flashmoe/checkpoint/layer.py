@@ -8,9 +8,9 @@ from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 
-from ..scales import common_kind
+from ..calls.tensors import dtype_name
 from ..spec import ENCODINGS, STORED_AS, halves_of
-from ..tensors import dtype_name
+from ..weights.scales import common_kind
 
 Weights = TypeVar("Weights")
 OF_EXPERTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")

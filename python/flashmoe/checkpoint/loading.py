@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ..architectures import architecture_of, rule_of
-from ..foreign import checkpoint_error, shown
-from ..scales import SCALE_OF
-from ..shares import Cut, checked_ids
 from ..slices import cut_scales
 from ..spec import Encoding, halves_of
+from ..system.foreign import checkpoint_error, shown
+from ..weights.scales import SCALE_OF
+from ..weights.shares import Cut, checked_ids
+from .architectures import architecture_of, rule_of
 from .checks import check_config, check_scales, check_whole_blocks, checked_encoding, checked_sizes
 from .files import StoredTensors, header_of, local_path, model_config
 from .layer import SHARED, MoELayer
@@ -38,7 +38,7 @@ def load_layer(
         path: a ``.safetensors`` file, or a checkpoint folder holding ``model.safetensors``, or
             ``model.safetensors.index.json`` and its shards. The ``config.json`` beside the tensors, if there
             is one, says how the layer routes and activates: its ``model_type`` is one of
-            `flashmoe.architectures.ARCHITECTURES`, or missing.
+            `flashmoe.checkpoint.architectures.ARCHITECTURES`, or missing.
         layer: the decoder layer's index; None takes the first that is an MoE layer.
         top_k, renormalize: override the config's ``num_experts_per_tok`` and ``norm_topk_prob``. Without a
             ``config.json``, `top_k` is required and `renormalize` is True if not given.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ..architectures import Architecture
-from ..foreign import checkpoint_error, shown
 from ..spec import ENCODINGS, FP8, MXFP4
-from ..tensor_file import BYTES, DTYPES, WEIGHTS, Stored
+from ..system.foreign import checkpoint_error, shown
+from ..weights.tensor_file import BYTES, DTYPES, WEIGHTS, Stored
+from .architectures import Architecture
 from .checks import one_dtype
 from .files import SCALE_ENDS, StoredTensors
 from .planned import Planned

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..contexts.memory import format_bytes, machine_bytes
 from ..errors import CheckpointError
-from ..foreign import checkpoint_error
-from ..memory import format_bytes, machine_bytes
-from ..scales import SCALE_OF
-from ..shares import Box, Cut
 from ..spec import ENCODINGS, STORED_AS
-from ..tensor_file import READ, Stored
+from ..system.foreign import checkpoint_error
+from ..weights.scales import SCALE_OF
+from ..weights.shares import Box, Cut
+from ..weights.tensor_file import READ, Stored
 from .files import expecting
 from .layer import OF_EXPERTS
 

@@ -13,9 +13,9 @@ import typer
 
 from ..checkpoint import shipped_layer
 from ..errors import InvalidArgument
-from ..foreign import REFUSALS, clipped, read, reason
 from ..placement import balanced, contiguous, rank_loads
 from ..spec import MAX_EXPERTS, MAX_RANKS, bounded
+from ..system.foreign import REFUSALS, clipped, read, reason
 from . import options
 from .console import console, count, working
 from .render import show_balance

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import driver, jit, models, nvshmem
+from .. import jit, models, nvshmem
 from ..checkpoint import MoELayer, MoELayerOf
+from ..contexts.memory import format_bytes
 from ..errors import FlashMoEError, HeapError
-from ..memory import format_bytes
 from ..spec import ELEMENT_BYTES, GATED, SCALE_BLOCK
+from ..system import driver
 from .console import count
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from importlib import metadata
 from rich.table import Table
 from rich.text import Text
 
-from .. import __version__, driver, jit, nvshmem, openssl
+from .. import __version__, jit, nvshmem
+from ..contexts.memory import SHARED_MEMORY, format_bytes
 from ..errors import FlashMoEError
-from ..memory import SHARED_MEMORY, format_bytes
+from ..system import driver, openssl
 from .console import console
 from .device import loads
 

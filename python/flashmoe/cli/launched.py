@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import launcher
 from ..errors import GroupError, InvalidArgument
-from ..foreign import shown
-from ..launcher import Launched
+from ..groups import launcher
+from ..groups.launcher import Launched
 from ..placement import local_experts
 from ..report import CallReport
+from ..system.foreign import shown
 from .workload import Workload
 
 _NAME, _TIMEOUT = "flashmoe-run", 60.0

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from .. import memory, models
+from .. import models
+from ..contexts import memory
+from ..contexts.limits import engine_return_mode
 from ..errors import HeapError, InvalidArgument
-from ..limits import engine_return_mode
 from ..placement import roomy
 from ..spec import ACTIVATIONS, bounded
 from . import options

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..account import PARTS, Account
-from ..memory import Comparison, MemoryPlan, TrainingCost, format_bytes
+from ..contexts.memory import Comparison, MemoryPlan, TrainingCost, format_bytes
 from ..placement import Placement, local_experts
 from ..report import TASK_KINDS, CallReport, GroupReport
 from ..simulation import Simulated

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from .. import launcher, models
+from .. import models
 from ..checkpoint import MoELayer
 from ..errors import FlashMoEError, InvalidArgument
+from ..groups import launcher
 from ..launch import run_ranks
 from ..placement import local_experts
 from ..report import CallReport, summarize

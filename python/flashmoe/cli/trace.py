@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from .. import launcher, models
+from .. import models
 from ..checkpoint import MoELayer
 from ..errors import InvalidArgument
+from ..groups import launcher
 from ..quantize import quantize_layer
 from ..spec import ACTIVATIONS, FP8, one_of
 from ..trace import write_traces

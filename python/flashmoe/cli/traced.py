@@ -16,9 +16,9 @@ from ..account import Account, accounts
 from ..checkpoint import MoELayer
 from ..launch import run_ranks
 from ..placement import local_experts
-from ..scales import SCALE_OF, parts_of
 from ..spec import FP8, halves_of
 from ..trace import CallTrace
+from ..weights.scales import SCALE_OF, parts_of
 from . import device
 from .workload import Workload
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from .. import models
 from ..checkpoint import MoELayer, load_layer, shipped_layer
+from ..contexts.memory import check_fits, plan_memory
 from ..errors import InvalidArgument
-from ..memory import check_fits, plan_memory
 from ..placement import contiguous
 from ..spec import DTYPES, ENCODINGS
 from . import device

@@ -7,14 +7,16 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arguments import Options, Tensors
+from ..contexts.limits import Room
 from ..errors import FlashMoEError, InvalidArgument
-from ..limits import Room
-from ..meeting import Meeting
 from ..report import CallReport
 from ..trace import CallTrace
+
+if TYPE_CHECKING:
+    from ..groups.meeting import Meeting
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .. import _ffi
 from .. import placement as placements
 from ..arguments import WRITTEN, Options, Tensors, check, redispatches
-from ..ending import Call
+from ..calls.ending import Call
+from ..calls.tensors import as_view, believed, empty_like, host_view, operand, refuse_unwritable, signature
+from ..contexts.limits import ContextSpec, Room
 from ..errors import InvalidArgument
-from ..limits import ContextSpec, Room
 from ..report import TASK_KINDS, CallReport, chosen_experts, traffic
 from ..spec import LayerSpec
-from ..tensors import as_view, believed, empty_like, host_view, operand, refuse_unwritable, signature
 from ..trace import PHASES, CallTrace, Event
 from .base import Engine, Gradients, Membership
-from .network import Joined, join
+
+if TYPE_CHECKING:
+    from .network import Joined
 
 _PHASES = PHASES[: PHASES.index("epilogue")]  # the phases whose sums the library has
 machines: tuple[int, ...] = ()
@@ -70,6 +72,8 @@ class CpuEngine(Engine):
         if who.meet is None:
             owner = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns, list(machines))
         else:
+            from .network import join
+
             self.joined = join(library, self.room.limits, who, who.meet)
             owner = self.joined.owner
         super().__init__(owner, library.context_close)

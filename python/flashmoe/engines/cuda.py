@@ -20,16 +20,16 @@ import numpy as np
 from .. import _ffi, jit, nvshmem
 from .. import placement as placements
 from ..arguments import Options, Tensors, beyond_limit, check, redispatches
+from ..calls.refusals import made
+from ..calls.tensors import DeviceOperand, as_view, device_operand, refuse_unstored
+from ..contexts.limits import ContextSpec, Room
 from ..errors import GroupError, InvalidArgument
-from ..limits import ContextSpec, Room
-from ..refusals import made
 from ..report import CallReport, expert_load
-from ..scales import SCALE_OF
 from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, MXFP4, LayerSpec, bounded, scale_blocks
-from ..tensors import DeviceOperand, as_view, device_operand, refuse_unstored
 from ..trace import CallTrace
 from ..tuning.knobs import PROFILE, checked_profile, stored_profile
 from ..tuning.profiles import Setting
+from ..weights.scales import SCALE_OF
 from . import cuda_training
 from .base import Engine, Gradients, Membership
 from .cuda_report import Ended, call_trace, counted, timed

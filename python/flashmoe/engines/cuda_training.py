@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .. import _ffi, jit
 from ..arguments import Options, Tensors, layer_of_operands
-from ..tensors import Operand, dtype_name
+from ..calls.tensors import Operand, dtype_name
 
 MOST_KEPT = 1 << 36
 """The most bytes that a call keeps: the backward pass counts them in units of 16 bytes, in 32 bits."""

@@ -9,11 +9,12 @@ import secrets
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .. import machine, openssl
 from .._version import __version__
 from ..errors import GroupError
-from ..foreign import clipped, is_count, shown
-from ..meeting import MOST_OF_A_NAME, Meeting
+from ..groups import machine
+from ..groups.meeting import MOST_OF_A_NAME, Meeting
+from ..system import openssl
+from ..system.foreign import clipped, is_count, shown
 from .base import Membership
 
 INTERFACE = "FLASHMOE_INTERFACE"

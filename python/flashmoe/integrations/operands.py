@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..growing import Shape
+from ..contexts.growing import Shape
 from ..spec import STORED_AS
 
 

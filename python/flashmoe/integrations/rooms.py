@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from ..context import Context
-from ..growing import Shape
+from ..contexts.context import Context
+from ..contexts.growing import Shape
 
 
 class GroupRoom:

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..contexts.limits import engine_return_mode
 from ..errors import FlashMoEError, InvalidArgument
-from ..limits import engine_return_mode
 from ..spec import bounded
 from . import profiles
 

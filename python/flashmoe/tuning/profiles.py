@@ -22,9 +22,9 @@ from typing import Any, get_origin, get_type_hints
 
 from .. import jit
 from ..errors import FlashMoEError
-from ..foreign import clipped, parsed, shown
 from ..spec import MAX_EXPERTS, MAX_RANKS, MAX_TOKENS, MAX_WIDTH, bounded
-from ..storage import Folder
+from ..system.foreign import clipped, parsed, shown
+from ..system.storage import Folder
 
 VERSION = 1
 MOST_BYTES = 2**24

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...memory import compare_published, plan_memory
+from ...contexts.memory import compare_published, plan_memory
 from ..plan import Machine, Point, Suite
 from ..run import Run
 

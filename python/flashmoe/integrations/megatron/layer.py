@@ -12,9 +12,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
 from ...arguments import Options, checked_values, layer_of
-from ...context import context_id
+from ...contexts.context import context_id
+from ...contexts.growing import GrowingContext, Shape, growing_context
 from ...errors import InvalidArgument
-from ...growing import GrowingContext, Shape, growing_context
 from ...spec import DTYPES, element_types
 from ..operands import as_taken
 from ..rooms import GroupRoom, room_of

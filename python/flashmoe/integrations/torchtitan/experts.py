@@ -10,10 +10,10 @@ from torch import Tensor
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 from ...arguments import Options, Tensors
-from ...context import context_id
+from ...contexts.context import context_id
+from ...contexts.growing import GrowingContext, Shape, growing_context, rounded_tokens
 from ...errors import InvalidArgument
-from ...growing import GrowingContext, Shape, growing_context, rounded_tokens
-from ...torch_op import call, moe_backward, moe_kept
+from ...pytorch.operator import call, moe_backward, moe_kept
 from ..operands import as_taken
 from ..rooms import GroupRoom, room_of
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from ...context import Context, context_id
-from ...growing import Shape, rounded_tokens
-from ...replicated import Replicas
-from ...torch_op import call
+from ...contexts.context import Context, context_id
+from ...contexts.growing import Shape, rounded_tokens
+from ...pytorch.operator import call
+from ...pytorch.replicated import Replicas
 from ..rooms import GroupRoom, room_of
 from .experts import NAME, mark_as_share, options_of, routed_operands
 from .recognise import recognise

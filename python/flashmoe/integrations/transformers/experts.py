@@ -12,11 +12,11 @@ from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from ...arguments import Options, Tensors
-from ...context import Context, context_id
+from ...contexts.context import Context, context_id
+from ...contexts.growing import GrowingContext, growing_context
 from ...errors import InvalidArgument
-from ...growing import GrowingContext, growing_context
+from ...pytorch.operator import call
 from ...spec import DTYPES, ENCODINGS
-from ...torch_op import call
 from ..operands import as_taken, shape_of
 from .attributes import computed_by, remembered, tensor_of
 from .recognise import ExpertsOptions, is_of_llama4, recognise

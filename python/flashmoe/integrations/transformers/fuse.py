@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidArgument
-from ...torch_op import call
+from ...pytorch.operator import call
 from ..operands import as_taken
 from .attributes import computed_by, tensor_of, unpatched
 from .experts import NAME, experts_modules, number_of, operands_of, options_of

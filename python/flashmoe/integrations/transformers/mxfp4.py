@@ -18,8 +18,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...errors import CheckpointError, InvalidArgument
-from ...scales import scale_shape
 from ...spec import ENCODINGS, MXFP4
+from ...weights.scales import scale_shape
 from .experts import NAME, always_here, experts_modules
 from .parallel import class_of
 from .recognise import recognise

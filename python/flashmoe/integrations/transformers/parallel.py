@@ -15,15 +15,15 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...calls.tensors import dtype_name
 from ...checkpoint import tensor_files
-from ...context import Context
+from ...contexts.context import Context
+from ...contexts.limits import checked_slices
 from ...errors import CheckpointError, InvalidArgument
-from ...limits import checked_slices
-from ...moving import place_in, together
 from ...placement import checked, holders, local_experts
-from ...shares import Cut, Share
+from ...pytorch.moving import place_in, together
 from ...spec import ENCODINGS, STORED_AS
-from ...tensors import dtype_name
+from ...weights.shares import Cut, Share
 from .experts import experts_modules, of_group
 from .llama4 import patch_blocks
 from .recognise import ExpertsOptions, recognise

@@ -27,8 +27,8 @@ from transformers.integrations import moe as interface
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from ...errors import InvalidArgument
+from ...pytorch.watched import found_on, is_touched
 from ...spec import BY_GATE, ENCODINGS, FP8, MXFP4
-from ...watched import found_on, is_touched
 from .attributes import remembered, tensor_of
 
 _KINDS: dict[str, tuple[Any, ...]] = {

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...pytorch.watched import is_touched
 from ...spec import MAX_CUDA_EXPERTS, MAX_CUDA_TOP_K
-from ...watched import is_touched
 from .experts import is_of_group
 from .recognise import GATED, ExpertsOptions
 from .watched import are_usual

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers.utils import output_capturing
 
-from ...watched import found_on, hooks_of, hooks_of_all, is_touched, name_of
+from ...pytorch.watched import found_on, hooks_of, hooks_of_all, is_touched, name_of
 from .experts import experts_forward
 
 NAME_IN_MODEL = "_flashmoe_name"

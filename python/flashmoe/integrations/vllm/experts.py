@@ -12,8 +12,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 
 from ...arguments import Options, Tensors
-from ...growing import GrowingContext
-from ...torch_op import call  # importing it registers the operator
+from ...contexts.growing import GrowingContext
+from ...pytorch.operator import call  # importing it registers the operator
 from ..operands import as_taken
 from . import recognise
 

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from ... import __version__
-from ...growing import growing_context
+from ...contexts.growing import growing_context
 from ..operands import shape_of
 from . import recognise
 from .experts import FlashMoEExperts, OneRank

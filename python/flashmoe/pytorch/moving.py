@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import GroupError, InvalidArgument
+from ..errors import GroupError, InvalidArgument
 
 _AT_ONCE = 64
 """The most rows of a tensor that are on their way at a time, between all ranks."""

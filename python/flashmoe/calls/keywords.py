@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from .errors import UnknownOption
+from ..errors import UnknownOption
 
 
 def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) -> None:

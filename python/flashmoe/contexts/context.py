@@ -7,32 +7,34 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import launcher, machine
-from . import placement as placements
-from .arguments import Options, Tensors
-from .ending import Call
-from .engines.base import Engine, Gradients, Membership
-from .engines.cpu import CpuEngine
-from .engines.cuda import CudaEngine
-from .errors import FlashMoEError, InvalidArgument
-from .keywords import with_known_options
+from .. import placement as placements
+from ..arguments import Options, Tensors
+from ..calls.ending import Call
+from ..calls.keywords import with_known_options
+from ..calls.refusals import tell
+from ..calls.tensors import refuse_unstored
+from ..calls.through_torch import is_recomputed
+from ..engines.base import Engine, Gradients, Membership
+from ..engines.cpu import CpuEngine
+from ..engines.cuda import CudaEngine
+from ..errors import FlashMoEError, InvalidArgument
+from ..report import CallReport
+from ..spec import bounded, one_of, truth
+from ..trace import CallTrace
 from .limits import ENGINES, Room, checked_context
-from .meeting import Meeting
-from .refusals import tell
-from .report import CallReport
-from .spec import bounded, one_of, truth
-from .tensors import refuse_unstored
-from .through_torch import is_recomputed
-from .trace import CallTrace
+
+if TYPE_CHECKING:  # most processes meet no others but in shared memory
+    from ..groups import launcher
+    from ..groups.meeting import Meeting
 
 MAX_SECONDS = 1e9  # their nanoseconds fit 63 bits
 
 contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The contexts that are alive, by number, also each `flashmoe.growing.GrowingContext`."""
+"""The contexts that are alive, by number, also each `flashmoe.contexts.growing.GrowingContext`."""
 _numbers = itertools.count(1)
 
 _GRADIENTS = {"y": "the gradient of y", "router_logits": "the gradient of router_logits"}
@@ -255,7 +257,7 @@ class Context:
         in its environment. The ranks find out which of them share a machine: these have each other's memory mapped, and
         reach the others by TLS (docs/several_machines.md). Default: ``FLASHMOE_RENDEZVOUS`` in the environment; without
         that, ranks meet in shared memory, all on one machine. Or a function that begins a meeting
-        (`flashmoe.launcher.Meet`).
+        (`flashmoe.groups.launcher.Meet`).
 
     Raises
     ------
@@ -375,9 +377,13 @@ class Context:
 
     def _meeting(self, rendezvous: str | launcher.Meet | None) -> Callable[[], Meeting] | None:
         """How the ranks meet; None: in shared memory."""
-        if rendezvous is None and self.ranks > 1 and self.engine == "cpu":
+        if self.ranks == 1:
+            return None
+        from ..groups import launcher
+
+        if rendezvous is None and self.engine == "cpu":
             rendezvous = os.environ.get(launcher.ADDRESS) or None
-        if rendezvous is None or self.ranks == 1:
+        if rendezvous is None:
             return None
         if self.engine != "cpu":
             raise InvalidArgument(f"rendezvous: expected none with the CUDA engine, got {rendezvous!r}")
@@ -395,6 +401,8 @@ class Context:
 
         `sizes` are the keyword arguments of `Context` except rank, ranks and rendezvous. CPU engine only.
         """
+        from ..groups import launcher
+
         found = launcher.launched()
         if found is None:
             raise InvalidArgument("RANK, WORLD_SIZE: expected them in the environment, as torchrun sets them, got none")
@@ -419,7 +427,8 @@ class Context:
 
         import torch.distributed as dist
 
-        from .moving import place_in
+        from ..groups import launcher, machine
+        from ..pytorch.moving import place_in
 
         rank, ranks = place_in(group)
         names = [f"torch-{os.getpid()}-{secrets.token_hex(8)}"]

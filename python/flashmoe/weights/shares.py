@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .errors import InvalidArgument
-from .spec import MAX_EXPERTS, bounded, halves_of
+from ..errors import InvalidArgument
+from ..spec import MAX_EXPERTS, bounded, halves_of
 
 Box = tuple[slice, ...]
 """A part of a tensor: for each axis its first element and its end."""

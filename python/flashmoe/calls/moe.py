@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from .arguments import SCALES, WRITTEN, CallOptions, Options, Tensors
-from .context import Context, context_id, run
+from ..arguments import SCALES, WRITTEN, CallOptions, Options, Tensors
+from ..contexts.context import Context, context_id, run
+from ..placement import Placement
+from ..spec import truth
 from .keywords import refuse_unknown
-from .placement import Placement
 from .refusals import tell
-from .spec import truth
 from .through_torch import goes_through_torch
 
 _KNOWN = frozenset((*Options._fields, *Tensors._fields, "ctx", "trace"))
@@ -88,7 +88,7 @@ def moe(
     With PyTorch tensors there are gradients (docs/training.md); all ranks make the backward passes in one order.
     Quantised weights, transport ``"rdma"`` and forward-mode derivatives raise `NotImplementedError`. Where PyTorch
     compiles, traces or transforms calls, and for tensors without values, a call without `trace` is one operator, such
-    as ``torch.ops.flashmoe.moe`` (`flashmoe.torch_op`).
+    as ``torch.ops.flashmoe.moe`` (`flashmoe.pytorch.operator`).
 
     Raises
     ------
@@ -119,7 +119,7 @@ def moe(
 
 def _call(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     if not truth("trace", trace) and goes_through_torch(tensors.x, tensors):
-        from . import torch_op
+        from ..pytorch import operator
 
-        return torch_op.by_operator(context_id(ctx), tensors, options)
+        return operator.by_operator(context_id(ctx), tensors, options)
     return run(ctx, tensors, options, trace)

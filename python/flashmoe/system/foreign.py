@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import CheckpointError
+from ..errors import CheckpointError
 
 REFUSALS = (OSError, ValueError, MemoryError)
 

@@ -24,16 +24,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from . import tensors as operands
-from .arguments import WRITTEN, Options, Tensors, as_plain_values
-from .context import Context, context_id, contexts, run, run_and_keep, run_backward
-from .engines import cuda_training
-from .engines.base import Gradients
-from .errors import FlashMoEError, InvalidArgument
-from .growing import GrowingContext, Result
-from .placement import from_flat
-from .refusals import tell
-from .through_torch import goes_through_torch, is_recomputed
+from ..arguments import WRITTEN, Options, Tensors, as_plain_values
+from ..calls import tensors as operands
+from ..calls.refusals import tell
+from ..calls.through_torch import goes_through_torch, is_recomputed
+from ..contexts.context import Context, context_id, contexts, run, run_and_keep, run_backward
+from ..contexts.growing import GrowingContext, Result
+from ..engines import cuda_training
+from ..engines.base import Gradients
+from ..errors import FlashMoEError, InvalidArgument
+from ..placement import from_flat
 
 __all__ = [
     "by_operator",

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from .foreign import is_count, length, opened, parsed, shown
+from ..system.foreign import is_count, length, opened, parsed, shown
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """The dtypes that are read, by their names in a safetensors file."""

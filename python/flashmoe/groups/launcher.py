@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .errors import FlashMoEError, InvalidArgument
-from .foreign import clipped
+from ..errors import FlashMoEError, InvalidArgument
+from ..system.foreign import clipped
 from .meeting import MOST_OF_A_NAME, SECRET, Meeting, StoreMeeting, secret_of_launcher, trusts_store
 from .rendezvous import AddressMeeting, parsed
 
@@ -57,7 +57,7 @@ def meet_of(address: str) -> Meet:
 def meet_in(store: Any, prefix: str | None = None) -> Meet:
     """A meeting in a store of torch.distributed, under `prefix`, or under a prefix made of the group's name. If the
     environment has no secret, the meeting has none. Its ranks must then be on one machine, unless the environment says
-    that the store is trusted (`flashmoe.meeting.TRUST_STORE`)."""
+    that the store is trusted (`flashmoe.groups.meeting.TRUST_STORE`)."""
 
     def meet(name: str, rank: int, ranks: int, timeout: float) -> Meeting:
         number = next(_joined.setdefault(name, itertools.count()))

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .errors import InvalidArgument
-from .spec import ENCODINGS, Encoding
+from ..errors import InvalidArgument
+from ..spec import ENCODINGS, Encoding
 
 SCALE_OF = {
     "gate_up_proj": "gate_up_scale",

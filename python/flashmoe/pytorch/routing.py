@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Options
-from .reference.routing import LEAST_SUM
+from ..arguments import Options
+from ..reference.routing import LEAST_SUM
 
 _OF_ROUTER = ("score", "round_logits", "routed_scale", "groups", "top_groups")
 """The options that only a router has."""

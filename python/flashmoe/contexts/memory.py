@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import _ffi
-from .errors import HeapError, InvalidArgument
-from .jit import TRAINED
+from .. import _ffi
+from ..errors import HeapError, InvalidArgument
+from ..jit import TRAINED
+from ..placement import Placement
+from ..spec import ACTIVATIONS, ELEMENT_BYTES, bounded, one_of, truth
 from .limits import ContextSpec, checked_context
-from .placement import Placement
-from .spec import ACTIVATIONS, ELEMENT_BYTES, bounded, one_of, truth
 
 HOPPER_PROCESSORS = 132
 """Multiprocessors of an H100 or H200 (SXM)."""

@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from . import errors
-from .errors import FlashMoEError, GroupError, InvalidArgument, PeerTimeout
-from .foreign import clipped, parsed, shown
+from .. import errors
+from ..errors import FlashMoEError, GroupError, InvalidArgument, PeerTimeout
+from ..system.foreign import clipped, parsed, shown
 
 SECRET = "FLASHMOE_SECRET"
 """The environment variable in which the launcher gives every rank of a group the same secret."""

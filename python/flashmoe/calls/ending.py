@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 
-from . import _ffi
+from .. import _ffi
 
 _PATIENCE = 5.0
 """Seconds for calls to end: a call ends after one task, or after one check of a wait."""

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..errors import FlashMoEError, GroupError
+from ..spec import MAX_CUDA_TOKENS, MAX_TOKENS
 from .context import Context, contexts
-from .errors import FlashMoEError, GroupError
-from .spec import MAX_CUDA_TOKENS, MAX_TOKENS
 
 Result = TypeVar("Result")
 
@@ -45,9 +45,9 @@ def rounded_tokens(tokens: int, device: int | None) -> int:
 class GrowingContext:
     """One rank alone, with memory for the most tokens that any call has had so far.
 
-    Its number (see `flashmoe.context.context_id`) depends on the shape alone. The number stays the same while contexts
-    come and go, and in every process, so compiled code may hold it, also on disk. T is rounded up to a power of two, so
-    a prompt that gets longer call by call makes the memory grow only a few times.
+    Its number (see `flashmoe.contexts.context.context_id`) depends on the shape alone. The number stays the same while
+    contexts come and go, and in every process, so compiled code may hold it, also on disk. T is rounded up to a power
+    of two, so a prompt that gets longer call by call makes the memory grow only a few times.
 
     A context that is replaced is not closed but released: another thread may be within one of its calls. A context that
     a CUDA graph has captured is kept, because replays of the graph write to its memory.

@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import foreign
-from .errors import FlashMoEError, GroupError, InvalidArgument, PeerTimeout
-from .foreign import clipped, is_count, shown
+from ..errors import FlashMoEError, GroupError, InvalidArgument, PeerTimeout
+from ..system import foreign
+from ..system.foreign import clipped, is_count, shown
 from .meeting import MOST_BYTES, MOST_OF_A_NAME, SECRET, Meeting, as_told, proof, telling
 
 GREETING = b"flashmoe rendezvous 1\n"

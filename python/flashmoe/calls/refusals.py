@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from .errors import BadRow, FlashMoEError, GroupError
+from ..errors import BadRow, FlashMoEError, GroupError
 
 _TOLD = "_flashmoe_told"
 

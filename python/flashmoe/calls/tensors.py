@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
+from ..errors import InvalidArgument
+from ..spec import ENCODINGS, FP8
+from ..system.foreign import clipped
 from .capsule import exported
-from .errors import InvalidArgument
-from .foreign import clipped
-from .spec import ENCODINGS, FP8
 
 if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
     import tvm_ffi

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .foreign import checkpoint_error, is_count, shown
-from .spec import BY_GATE, FP8, MXFP4
+from ..spec import BY_GATE, FP8, MXFP4
+from ..system.foreign import checkpoint_error, is_count, shown
 
 UNGATED = {
     "silu": "silu",

@@ -11,10 +11,10 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import _ffi
-from . import placement as placements
-from .errors import InvalidArgument
-from .spec import (
+from .. import _ffi
+from .. import placement as placements
+from ..errors import InvalidArgument
+from ..spec import (
     DTYPES,
     ELEMENT_BYTES,
     ENCODINGS,

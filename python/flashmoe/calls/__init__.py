@@ -1,0 +1,12 @@
+"""What a call goes through on its way from the user's tensors to an engine, and how it is refused or ended.
+
+* `moe`: `flashmoe.moe`, the operator as a function
+* `keywords`: refuses unknown keyword arguments, and names the known one that is most alike
+* `through_torch`: whether a call goes through PyTorch's operator (`flashmoe.pytorch.operator`)
+* `tensors`: tensors as the engines take them, from any library that speaks DLPack
+* `capsule`: checks what a DLPack capsule says, before anything follows its pointers
+* `refusals`: tells the group of calls that one rank cannot begin
+* `ending`: stops the calls of daemon threads when Python ends
+
+`flashmoe.arguments` has the arguments themselves, with their checks.
+"""

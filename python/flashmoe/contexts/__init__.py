@@ -1,0 +1,7 @@
+"""Contexts: a process's membership in a group of ranks, with the memory that calls share.
+
+* `context`: `flashmoe.Context`, and the calls that it makes
+* `growing`: a context whose number of tokens grows with its calls
+* `limits`: what a context is made for, and the limits from which its engine allocates memory
+* `memory`: how much memory a context takes, before it is made
+"""

@@ -1,0 +1,10 @@
+"""PyTorch's side of the layer. All modules of this folder import PyTorch, so ``import flashmoe`` imports none of them.
+
+* `operator`: ``torch.ops.flashmoe.moe``, for `flashmoe.nn` and ``torch.compile``
+* `routing`: the router's rule in PyTorch, for a router of another type than x
+* `moving`: moves rows of tensors between ranks over ``torch.distributed``
+* `replicated`: tokens that several ranks hold alike
+* `watched`: what somebody has put on a module to run with its forward pass
+
+`flashmoe.nn` has the module, `flashmoe.integrations` the frameworks.
+"""
