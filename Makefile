@@ -26,7 +26,7 @@ CPP_FILES = $(shell find include csrc benchmarks tests/cpp -type f \
 
 # What the installed package is made of; a change in any of them reinstalls it.
 PACKAGE_FILES := pyproject.toml CMakeLists.txt \
-                 $(shell find include csrc python -type f ! -name '*.pyc' 2>/dev/null) $(wildcard benchmarks/*.py)
+                 $(shell find include csrc python -type f ! -name '*.pyc' 2>/dev/null)
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves

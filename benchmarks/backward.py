@@ -8,7 +8,7 @@ power allows for long, which for layers of many milliseconds are not those of a 
 
   backward    of the whole layer under autograd: gradients of x, the router and both of the experts' matrices
   given       the same with the routing given: of x, the weights of the choices and both matrices
-  floor       PyTorch's four grouped GEMMs of a backward pass alone, on ready inputs (floors.py); in float32, which they
+  floor       PyTorch's four grouped GEMMs of a backward pass alone, on ready inputs; in float32, which they
               do not take, cuBLAS's products for each expert, in TF32 or, with --exact, in fp32
   keeps       the forward pass that keeps what gradients need
   inference   the forward pass that keeps nothing
@@ -24,61 +24,26 @@ import pathlib
 from contextlib import closing
 from typing import Any
 
-import flashmoe
 import torch
-from floors import backward_floor_call
-from harness import (
-    QUERY,
-    SHAPES,
-    TRAINED,
-    LoneLayer,
-    commit_option,
-    described,
-    flops,
-    in_turn,
-    medians_and_spread,
-    milliseconds,
-    nvidia_smi,
-    sustained,
-    write,
-)
+from flashmoe.bench.floors import backward_floor_call
+from flashmoe.bench.layer import Sizes
+from flashmoe.bench.measure import AUTOGRAD_CYCLES, in_turn, milliseconds, passes
+from flashmoe.bench.origin import QUERY, commit_option, nvidia_smi, write
+from flashmoe.bench.shapes import SHAPES, TRAINED
+from harness import described, medians_and_spread, sustained
+from lone_layer import LoneLayer
 
-BUSY_CYCLES = 10_000_000  # some 5 ms: autograd and what follows the kernel take the host longer than a launch
 TIMERS = {True: "", False: "plain_", None: "sustained_"}
 """How keys of a row begin, by whether the GPU was kept busy with something else; None: with calls of the same kind."""
-
-
-def calls_of(layer: Any, exact: bool = False) -> dict[str, Any]:
-    """What is timed of a layer (`LoneLayer`, or one that has its attributes), by name. `exact`: as its own calls."""
-    x = layer.xs[0].requires_grad_()
-    matrices = [layer.w1.requires_grad_(), layer.w2.requires_grad_()]
-    router, dy = layer.router.requires_grad_(), torch.randn_like(x)
-    ids = torch.rand(len(x), layer.experts, device=x.device).topk(layer.top_k).indices.int()
-    weights = torch.rand(len(x), layer.top_k, device=x.device).requires_grad_()
-    y = layer(0)
-    how = {"activation": layer.activation, "exact": exact}
-    y_given = flashmoe.moe(layer.context, x, *matrices, topk_ids=ids, topk_weights=weights, **how)
-
-    def inference(_: int) -> torch.Tensor:
-        with torch.no_grad():
-            return layer(0)
-
-    def backward(_: int) -> Any:
-        return torch.autograd.grad(y, [x, router, *matrices], dy, retain_graph=True)
-
-    def given(_: int) -> Any:
-        return torch.autograd.grad(y_given, [x, weights, *matrices], dy, retain_graph=True)
-
-    return {"backward": backward, "given": given, "keeps": lambda _: layer(0), "inference": inference}
 
 
 def measure(name: str, tokens: int, repeats: int, dtype: str, exact: bool) -> dict[str, Any]:
     hidden, inner, experts, top_k, _, _ = SHAPES[name]
     torch.backends.cuda.matmul.allow_tf32 = not exact  # of the floor's products
-    with closing(LoneLayer(name, tokens, dtype, exact)) as layer:
-        calls = calls_of(layer, exact)
+    with closing(LoneLayer(SHAPES[name], tokens, dtype, exact)) as layer:
+        calls = passes(layer, exact)
         bare = backward_floor_call(tokens * top_k, hidden, inner, experts, layer.w1.detach(), layer.w2.detach())
-        timer = functools.partial(milliseconds, cycles=BUSY_CYCLES)
+        timer = functools.partial(milliseconds, cycles=AUTOGRAD_CYCLES)
         calls["floor"] = bare
         timed = {**in_turn(timer, calls, repeats), **sustained(calls, repeats)}
         layer.context.synchronize()
@@ -88,7 +53,7 @@ def measure(name: str, tokens: int, repeats: int, dtype: str, exact: bool) -> di
         for call in ("backward", "given"):
             row[f"{kind}{call}_ratio"] = row[f"{kind}{call}_ms"] / row[f"{kind}floor_ms"]
         row[f"{kind}keeps_ratio"] = row[f"{kind}keeps_ms"] / row[f"{kind}inference_ms"]
-    row["tflops"] = 2 * flops(name, tokens) / row["given_ms"] * 1e-9
+    row["tflops"] = 2 * Sizes.of(name, tokens=tokens).flops / row["given_ms"] * 1e-9
     return row
 
 

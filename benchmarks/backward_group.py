@@ -24,22 +24,15 @@ from typing import Any
 import flashmoe
 import torch
 import torch.distributed as dist
-from backward import BUSY_CYCLES, TIMERS
-from floors import backward_floor_call
-from harness import (
-    QUERY,
-    SHAPES,
-    GroupLayer,
-    LoneLayer,
-    commit_option,
-    described,
-    group_milliseconds,
-    in_turn,
-    join,
-    medians_and_spread,
-    nvidia_smi,
-    write,
-)
+from backward import TIMERS
+from flashmoe.bench.floors import backward_floor_call
+from flashmoe.bench.joining import join_gpus
+from flashmoe.bench.measure import AUTOGRAD_CYCLES, group_milliseconds, in_turn
+from flashmoe.bench.origin import QUERY, commit_option, nvidia_smi, write
+from flashmoe.bench.overlap import GroupLayer
+from flashmoe.bench.shapes import SHAPES
+from harness import described, medians_and_spread
+from lone_layer import LoneLayer
 
 DEFAULT = ("qwen3-30b", "mixtral", "paper-E64")
 
@@ -76,13 +69,13 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
     hidden, inner, experts, top_k, _, _ = SHAPES[name]
     torch.manual_seed(tokens)
     router = torch.randn(experts, hidden, device="cuda", dtype=torch.bfloat16) * 0.02
-    with closing(GroupLayer(name, tokens)) as layer, closing(LoneLayer(name, tokens)) as lone:
+    with closing(GroupLayer(name, tokens)) as layer, closing(LoneLayer(SHAPES[name], tokens)) as lone:
         calls = calls_of(layer, layer.x, router)
         same_bits(calls["backward"])
         calls["alone"] = calls_of(lone, layer.x.detach().clone(), router.detach().clone())["backward"]
         w1, w2 = layer.w1.detach(), layer.w2.detach()
         calls["floor"] = backward_floor_call(tokens * top_k, hidden, inner, len(layer.own), w1, w2)
-        timed = in_turn(functools.partial(group_milliseconds, cycles=BUSY_CYCLES), calls, repeats)
+        timed = in_turn(functools.partial(group_milliseconds, cycles=AUTOGRAD_CYCLES), calls, repeats)
         lone.context.synchronize()
         layer.context.synchronize()
     row: dict[str, Any] = {"shape": name, "tokens": tokens, "ranks": dist.get_world_size()}
@@ -101,7 +94,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     commit_option(parser)
     args = parser.parse_args()
-    rank = join()
+    rank = join_gpus()
     result: dict[str, Any] = {**described(args.commit, dist.get_world_size()), "shapes": []}
     for name in args.shapes:
         row = measure(name, SHAPES[name][-1][0], args.repeats)

@@ -18,8 +18,8 @@ import sys
 import tempfile
 
 import numpy as np
+from flashmoe.bench.origin import ROOT, as_typed, cpu_model, head, result_path, write
 from flashmoe.checkpoint import shipped_layer
-from harness import ROOT, as_typed, cpu_model, head, result_path, write
 
 
 def build(folder: str) -> str:

@@ -3,7 +3,7 @@
     python benchmarks/fused_gpu.py [--shapes NAME ...] [--out benchmarks/results/fused_gpu/h200x1.json]
 
 Per shape and token count: the whole layer (router to combine, one launch), and the floor: PyTorch's two grouped GEMMs
-alone, on ready inputs, the same number of rows spread over the experts at random (floors.py). Both are timed by events,
+alone, on ready inputs, the same number of rows spread over the experts at random. Both are timed by events,
 in turn, by two timers: "busy", with the GPU kept busy before each so that no launch gap is in the figure, and "plain",
 which has the launches in it, one of the layer and two of the floor; medians and spread of --repeats. Prints ratios,
 writes JSON.
@@ -16,23 +16,15 @@ import pathlib
 from contextlib import closing
 
 import torch
-from floors import ceilings, floor_call
-from harness import (
-    QUERY,
-    SHAPES,
-    WHOLE,
-    LoneLayer,
-    beside_floor,
-    commit_option,
-    described,
-    flops,
-    gpu_operations,
-    in_turn,
-    milliseconds,
-    nvidia_smi,
-    reference,
-    write,
-)
+from flashmoe.bench.expected import reference
+from flashmoe.bench.floors import floor_call
+from flashmoe.bench.layer import Sizes
+from flashmoe.bench.measure import gpu_operations, in_turn, milliseconds
+from flashmoe.bench.origin import QUERY, commit_option, nvidia_smi, write
+from flashmoe.bench.shapes import SHAPES
+from floors import ceilings
+from harness import WHOLE, beside_floor, described
+from lone_layer import LoneLayer
 
 DEFAULT = tuple(name for name in WHOLE if name not in ("paper-E16", "paper-E32"))
 """On one GPU: the line over E is a matter of groups."""
@@ -40,7 +32,7 @@ DEFAULT = tuple(name for name in WHOLE if name not in ("paper-E16", "paper-E32")
 
 def measure(name: str, tokens: int, repeats: int) -> dict:
     hidden, inner, experts, top_k, activation, _ = SHAPES[name]
-    with closing(LoneLayer(name, tokens)) as layer:
+    with closing(LoneLayer(SHAPES[name], tokens)) as layer:
         y = layer(0)
         layer.context.synchronize()
         sample = torch.randperm(tokens, device="cuda")[:8]
@@ -58,7 +50,7 @@ def measure(name: str, tokens: int, repeats: int) -> dict:
     fused = row["fused_ms"]
     return {
         **row,
-        "tflops": flops(name, tokens) / fused * 1e-9,
+        "tflops": Sizes.of(name, tokens=tokens).flops / fused * 1e-9,
         "weight_tb_s": touched * (w1[0].numel() + w2[0].numel()) * 2 / fused * 1e-9,
         "gpu_operations_per_call": operations,
         "error": error,

@@ -20,25 +20,15 @@ import pathlib
 import flashmoe
 import torch
 import torch.distributed as dist
+from flashmoe.bench.expected import sampled_error
+from flashmoe.bench.floors import floor_call
+from flashmoe.bench.joining import join_gpus
+from flashmoe.bench.layer import Sizes
+from flashmoe.bench.measure import gpu_operations, group_milliseconds, in_turn
+from flashmoe.bench.origin import QUERY, commit_option, nvidia_smi, write
+from flashmoe.bench.shapes import SHAPES
 from flashmoe.placement import contiguous, local_experts
-from floors import floor_call
-from harness import (
-    QUERY,
-    SHAPES,
-    WHOLE,
-    beside_floor,
-    commit_option,
-    described,
-    flops,
-    gpu_operations,
-    group_milliseconds,
-    in_turn,
-    join,
-    nvidia_smi,
-    profile_of,
-    reference,
-    write,
-)
+from harness import WHOLE, beside_floor, described, profile_of
 
 PAPER_TOKENS = 16384
 """A GPU's, where the paper varies the number of experts."""
@@ -68,7 +58,7 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], retur
 
         y = layer(0)
         ctx.synchronize()
-        error = check(xs[0], y, router, own, w1, w2, top_k, gated)
+        error = sampled_error(xs[0], y, router, own, w1, w2, top_k, gated)
         bare = floor_call(tokens * top_k, hidden, inner, len(own), w1, w2)
         timed = in_turn(group_milliseconds, {"fused": layer, "floor": bare}, repeats)
         ctx.synchronize()
@@ -80,25 +70,11 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], retur
     row |= beside_floor(timed)
     return {
         **row,
-        "tflops": flops(name, tokens) / row["fused_ms"] * 1e-9,
+        "tflops": Sizes.of(name, tokens=tokens).flops / row["fused_ms"] * 1e-9,
         "mtokens_per_s": tokens / row["fused_ms"] * 1e-3,
         "gpu_operations_per_call": operations,
         "error": error,
     }
-
-
-def check(x, y, router, own, w1, w2, top_k: int, gated: bool) -> float:
-    """Relative error of a few of each rank's tokens, whose terms every rank computes for the experts that it holds."""
-    sample = torch.arange(0, len(x), max(1, len(x) // 4), device=x.device)[:4]
-    worst = 0.0
-    for source in range(dist.get_world_size()):
-        rows, results = x[sample].contiguous(), y[sample].contiguous()
-        dist.broadcast(rows, source)
-        dist.broadcast(results, source)
-        expected = reference(rows, router, w1, w2, top_k, gated, own)
-        dist.all_reduce(expected)
-        worst = max(worst, ((results.double() - expected).norm() / expected.norm()).item())
-    return worst
 
 
 def paper_line(rows: list[dict]) -> dict | None:
@@ -127,7 +103,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     commit_option(parser)
     args = parser.parse_args()
-    rank = join()
+    rank = join_gpus()
     profile = profile_of(args.profile)
     result = {**described(args.commit, dist.get_world_size()), "shapes": [], "paper_line": {}}
     by_return: dict[str, list[dict]] = {return_mode: [] for return_mode in args.returns}

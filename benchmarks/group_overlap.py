@@ -27,118 +27,30 @@ from __future__ import annotations
 import argparse
 import pathlib
 import statistics
-from collections.abc import Callable
 
-import flashmoe
 import torch
 import torch.distributed as dist
+from flashmoe.bench.floors import grouped_gemms
+from flashmoe.bench.joining import join_gpus
+from flashmoe.bench.measure import own_milliseconds
+from flashmoe.bench.origin import commit_option, write
+from flashmoe.bench.overlap import GivenLayer, everyone, hidden
 from flashmoe.placement import local_experts
-from floors import exchange, grouped_gemms
-from harness import (
-    WARM_UP,
-    GroupLayer,
-    commit_option,
-    described,
-    join,
-    own_milliseconds,
-    own_span,
-    slowest,
-    write,
-)
+from harness import described
 
-LINK = 350e9
-"""Bytes per second out of one H200 over NVLink, measured with plain stores."""
 DEVIATIONS = (0.0, 0.01, 0.032, 0.05)
 FIGURE_TOKENS = 8192
 """Of all ranks together, in COMET's figure 14."""
 
 
-class Layer(GroupLayer):
-    """With given routing."""
-
-    def __init__(self, name: str, tokens: int) -> None:
-        super().__init__(name, tokens)
-        self.weights = torch.full((tokens, self.top_k), 1.0 / self.top_k, device="cuda")
-
-    def choose(self, shares: torch.Tensor) -> torch.Tensor:
-        """Ids [T, K]: distinct experts, drawn by these shares (of E, or of some: zero elsewhere)."""
-        return torch.multinomial(shares.cuda().expand(self.tokens, -1), self.top_k).int()
-
-    def choose_evenly(self, among: list[int]) -> torch.Tensor:
-        """Ids [T, K]: distinct experts, drawn so that each of `among` has as many tokens as any other."""
-        n = len(among)
-        if self.tokens % n != 0:
-            raise SystemExit(f"tokens: expected a multiple of {n} experts, got {self.tokens}")
-        # n tokens at a time go round the experts, at the same distances from a token's first to its others.
-        distances = torch.rand(self.tokens // n, n).argsort(1)[:, : self.top_k]
-        ids = (distances[:, None, :] + torch.arange(n)[None, :, None]).remainder(n).flatten(0, 1)
-        return torch.tensor(among)[ids[torch.randperm(self.tokens)]].int().cuda()
-
-    def call(self, ids: torch.Tensor) -> Callable[[int], torch.Tensor]:
-        def moe(_: int, **how) -> torch.Tensor:
-            return flashmoe.moe(
-                self.context,
-                self.x,
-                self.w1,
-                self.w2,
-                topk_ids=ids,
-                topk_weights=self.weights,
-                activation=self.activation,
-                **how,
-            )
-
-        return moe
-
-    def in_turn(self, repeats: int, *calls: Callable) -> list[list[float]]:
-        """Milliseconds of each, of single calls in turn: the n-th of one is a neighbour of the n-th of the others."""
-        times: list[list[float]] = [[] for _ in calls]
-        for i in range(repeats + WARM_UP):
-            each_once = list(zip(times, calls, strict=True))
-            for each, call in each_once if i % 2 == 0 else reversed(each_once):  # a clock that falls favours none
-                each.append(own_span(call, i, True))
-        return [slowest(each[WARM_UP:]) for each in times]
-
-
-def everyone(value: float, how=dist.ReduceOp.MAX) -> float:
-    shared = torch.tensor([value], dtype=torch.float64, device="cuda")
-    dist.all_reduce(shared, op=how)
-    return shared.item()
-
-
-def hidden(name: str, tokens: int, repeats: int) -> dict:
-    layer = Layer(name, tokens)
-    travelling, local = (layer.call(layer.choose_evenly(among)) for among in (list(range(layer.experts)), layer.own))
-    fused, stays, one_way = layer.in_turn(16 * repeats, travelling, local, exchange(tokens * layer.top_k, layer.hidden))
-    travelling(0)
-    sent = layer.context.last_call.rows_sent
-    reduced = layer.context.last_call.return_mode == "reduced"
-    returned = sent if reduced else tokens * layer.top_k * (layer.ranks - 1) / layer.ranks
-    link = everyone((sent + returned) * layer.hidden * 2 / LINK * 1e3)
-    layer.close()
-    lower, difference, upper = statistics.quantiles([a - b for a, b in zip(fused, stays, strict=True)], n=4)
-    collectives = 2 * statistics.median(one_way)
-    return {
-        "shape": name,
-        "tokens": tokens,
-        "fused_ms": statistics.median(fused),
-        "local_ms": statistics.median(stays),
-        "difference_ms": difference,
-        "difference_quartiles_ms": [lower, upper],
-        "collectives_ms": collectives,
-        "exposed": difference / collectives,
-        "link_ms": link,
-        "exposed_of_link": difference / link,
-    }
-
-
 def uneven(name: str, tokens: int, repeats: int) -> list[dict]:
-    layer = Layer(name, tokens)
+    layer = GivenLayer(name, tokens)
     rows = [uneven_row(layer, deviation, repeats) for deviation in DEVIATIONS]
     layer.close()
     return [{"shape": name, "tokens": tokens, "tokens_in_all": tokens * layer.ranks, **row} for row in rows]
 
 
-def uneven_row(layer: Layer, deviation: float, repeats: int) -> dict:
+def uneven_row(layer: GivenLayer, deviation: float, repeats: int) -> dict:
     spread = torch.linspace(-1.0, 1.0, layer.experts)
     ids = layer.choose(1.0 / layer.experts + deviation * spread / spread.std(correction=0))
     counts = torch.bincount(ids.flatten().long(), minlength=layer.experts)
@@ -160,7 +72,7 @@ def uneven_row(layer: Layer, deviation: float, repeats: int) -> dict:
 
 
 def late(name: str, tokens: int, repeats: int) -> dict:
-    layer = Layer(name, tokens)
+    layer = GivenLayer(name, tokens)
     moe = layer.call(layer.choose(torch.ones(layer.experts)))
     is_late = layer.rank == layer.ranks - 1
     cycles = cycles_of_a_millisecond()
@@ -211,7 +123,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     commit_option(parser)
     args = parser.parse_args()
-    rank = join()
+    rank = join_gpus()
     settings = (("mixtral", FIGURE_TOKENS // dist.get_world_size()), ("mixtral", 8192), ("paper-E8", 8192))
     result = {
         **described(args.commit, dist.get_world_size()),

@@ -23,8 +23,12 @@ import torch
 import torch.distributed as dist
 from epilogues import with_epilogues
 from flashmoe.account import PARTS, Account, accounts
+from flashmoe.bench.joining import join_gpus
+from flashmoe.bench.measure import own_span
+from flashmoe.bench.overlap import GroupLayer
+from flashmoe.bench.shapes import SHAPES
 from flashmoe.trace import CallTrace, Event, write_traces
-from harness import SHAPES, GroupLayer, join, own_span, profile_of
+from harness import profile_of
 
 CALLS_BEFORE = 40
 GEMMS = ("gemm0", "gemm1")
@@ -116,7 +120,7 @@ def main() -> None:
     parser.add_argument("--perfetto", help="a file for ui.perfetto.dev")
     parser.add_argument("--histogram", type=int, default=0, help="microseconds of a bin")
     args = parser.parse_args()
-    rank = join()
+    rank = join_gpus()
     layer = GroupLayer(args.shape, args.tokens, profile_of(args.profile))
     torch.manual_seed(args.tokens)
     router = torch.randn(layer.experts, layer.hidden, device="cuda", dtype=torch.bfloat16) * 0.02

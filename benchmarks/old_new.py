@@ -23,7 +23,10 @@ import sys
 import time
 from typing import Any
 
-from harness import QUERY, ROOT, SHAPES, TRAINED, Tree, as_typed, compile_kernels, nvidia_smi, write
+from flashmoe.bench import measure
+from flashmoe.bench.origin import QUERY, as_typed, nvidia_smi, write
+from flashmoe.bench.shapes import SHAPES, TRAINED
+from harness import Tree, compile_kernels
 
 LAYERS = (
     ("paper-E64", 16384),
@@ -39,6 +42,7 @@ LAYERS = (
     ("phi3.5", 8192),
 )
 BACKWARD_LAYERS = tuple((name, SHAPES[name][-1][0]) for name in TRAINED)
+WORKER = pathlib.Path(__file__).with_name("timings.py")
 VARIANTS = (["--activation", "swiglu"], ["--activation", "gelu"])
 """What `flashmoe compile` is told for these."""
 ROUNDS = 15
@@ -55,7 +59,7 @@ class Player:
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
-        command = [sys.executable, str(ROOT / "benchmarks" / "timings.py")]
+        command = [sys.executable, str(WORKER), measure.__file__]
         self.process = subprocess.Popen(
             command, env=tree.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -118,9 +122,9 @@ def clocks_of(player: Player) -> str:
     return said
 
 
-def measure(players: list[Player], shape: str, tokens: int, backward: bool, rounds: int) -> dict[str, Any]:
+def measured(players: list[Player], shape: str, tokens: int, backward: bool, rounds: int) -> dict[str, Any]:
     old, new, again = players
-    hashes = [told["hash"] for told in everyone(players, "make", shape=shape, tokens=tokens, backward=backward)]
+    hashes = [told["hash"] for told in everyone(players, "make", sizes=SHAPES[shape], tokens=tokens, backward=backward)]
     clocks = clocks_of(old)
     for player in players:
         player.rounds.clear()
@@ -191,7 +195,7 @@ def main() -> int:
     print(f"{result['device']}, {result['torch']}, driver {result['driver']}")
     print(f"{'':>17} | busy: {columns}| plain: {columns}")
     for shape, tokens in layers:
-        row = measure(players, shape, tokens, args.backward, args.rounds)
+        row = measured(players, shape, tokens, args.backward, args.rounds)
         result["shapes"].append(row)
         print(shown(row), flush=True)
     for player in players:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-from harness import ROOT, as_typed, commit_option, nvidia_smi, result_path, write
+from flashmoe.bench.origin import ROOT, as_typed, commit_option, nvidia_smi, result_path, write
 
 SOURCE = ROOT / "benchmarks" / "protocol.cu"
 NVCC = ["nvcc", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", f"-I{ROOT / 'include'}"]

@@ -21,7 +21,8 @@ import sys
 import time
 from typing import Any
 
-from harness import ROOT, commit_option, cpu_model, described_on_cpu, digest_of, result_path, write
+from flashmoe.bench.origin import ROOT, commit_option, cpu_model, digest_of, result_path, write
+from harness import described_on_cpu
 
 SOURCES = ("include", "csrc", "python")
 TESTS = {

@@ -16,7 +16,8 @@ import pathlib
 from typing import Any
 
 import torch
-from harness import commit_option, cpu_model, described_on_cpu, result_path, write
+from flashmoe.bench.origin import commit_option, cpu_model, result_path, write
+from harness import described_on_cpu
 from training_curves import BATCH, WINDOW, assets, passage
 
 Routed = tuple[torch.Tensor, ...]

@@ -27,9 +27,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from bits_layers import GPU_VARIANTS, PUT, SHARING
-from harness import ROOT, Tree, as_typed, compile_kernels, cpu_model, nvidia_smi, write
+from flashmoe.bench.origin import as_typed, cpu_model, nvidia_smi, write
+from harness import Tree, compile_kernels
 
-WORKER = ROOT / "benchmarks" / "bits.py"
+WORKER = pathlib.Path(__file__).with_name("bits.py")
 SUITES = ("cpu", "gpu", "group")
 
 

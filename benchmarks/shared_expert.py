@@ -21,7 +21,10 @@ from typing import Any
 
 import flashmoe
 import torch
-from harness import QUERY, commit_option, described, in_turn, milliseconds, nvidia_smi, sustained, write
+from flashmoe.bench.floors import shared_gemms
+from flashmoe.bench.measure import in_turn, milliseconds
+from flashmoe.bench.origin import QUERY, commit_option, nvidia_smi, write
+from harness import described, sustained
 
 LAYERS: dict[str, dict[str, Any]] = {
     "qwen2-moe": {
@@ -41,11 +44,6 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 TIMERS = {"busy": True, "plain": False, "sustained": None}
 ALLOWED_SHARE, ALLOWED_ROUTER = 1.10, 1.02
-
-
-def bare(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, h: torch.Tensor) -> None:
-    torch.mm(x, gate_up.t())
-    torch.mm(h, down.t())
 
 
 def measure(name: str, repeats: int, experts: int | None) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def measure(name: str, repeats: int, experts: int | None) -> dict[str, Any]:
         calls = {
             "with": lambda i: moe(xs[i % 4], **layer["router"], **bias, **shared),
             "without": lambda i: moe(xs[i % 4], **layer["router"], **bias),
-            "gemms": lambda i: bare(xs[i % 4], shared_gate_up, shared["shared_down"], h),
+            "gemms": lambda i: shared_gemms(xs[i % 4], shared_gate_up, shared["shared_down"], h),
         }
         calls["apart"] = lambda i: (calls["without"](i), calls["gemms"](i))
         if bias:

@@ -20,9 +20,12 @@ from pathlib import Path
 import flashmoe
 import torch
 from epilogues import with_epilogues
+from flashmoe.bench.measure import BUSY_CYCLES, milliseconds
+from flashmoe.bench.origin import commit_option, result_path, write
+from flashmoe.bench.shapes import SHAPES
 from flashmoe.trace import Event
 from group_trace import GEMMS, microseconds
-from harness import BUSY_CYCLES, SHAPES, commit_option, described, milliseconds, result_path, write
+from harness import described
 
 LAYERS = {"paper-E64": (16384,), "qwen3-30b": (8192, 1024), "mixtral": (8192,)}
 FULL_ROWS = 256

@@ -7,24 +7,34 @@ its `make` to its `drop`, so that processes with different versions can be timed
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
-import backward
 import flashmoe
 import torch
-from harness import BUSY_CYCLES, LoneLayer, milliseconds
+from lone_layer import LoneLayer
 
 
-def called(layer: LoneLayer, backward_pass: bool) -> tuple[Callable[[int], Any], int]:
+def loaded(path: str) -> ModuleType:
+    """`flashmoe.bench.measure` of the version that asks, whose timers are those of all versions. `flashmoe` is the
+    version that is measured."""
+    spec = importlib.util.spec_from_file_location("measure", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def called(measure: ModuleType, layer: LoneLayer, backward_pass: bool) -> tuple[Callable[[int], Any], int]:
     """What is timed of a layer, and for how many cycles the GPU is occupied before it in "busy" timing."""
     if not backward_pass:
-        return layer, BUSY_CYCLES
-    return backward.calls_of(layer)["backward"], backward.BUSY_CYCLES
+        return layer, measure.BUSY_CYCLES
+    return measure.passes(layer)["backward"], measure.AUTOGRAD_CYCLES
 
 
 def hash_of(results: torch.Tensor | tuple[torch.Tensor, ...]) -> str:
@@ -56,17 +66,18 @@ def main() -> None:
         answers.flush()
 
     answer(device=torch.cuda.get_device_name(), torch=torch.__version__, package=flashmoe.__file__)
+    measure = loaded(sys.argv[1])
     made, call, cycles = None, None, 0
     for line in sys.stdin:
         told = json.loads(line)
         if told["do"] == "make":
-            made = LoneLayer(told["shape"], told["tokens"])
-            call, cycles = called(made, told["backward"])
+            made = LoneLayer(told["sizes"], told["tokens"])
+            call, cycles = called(measure, made, told["backward"])
             results = call(0)
             made.context.synchronize()
             answer(hash=hash_of(results))
         elif told["do"] == "time":
-            answer(ms=milliseconds(call, told["repeats"], told["busy"], cycles=cycles))
+            answer(ms=measure.milliseconds(call, told["repeats"], told["busy"], cycles=cycles))
         elif told["do"] == "occupy":
             occupy(call, told["seconds"])
             answer()

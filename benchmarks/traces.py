@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashmoe import models
+from flashmoe.bench.origin import commit_option, result_path, write
 from flashmoe.cli.trace import quantised
 from flashmoe.cli.traced import accounts_of, summary, traced
 from flashmoe.cli.workload import Request, random_workload
 from flashmoe.spec import FP8
 from flashmoe.trace import write_traces
-from harness import commit_option, described, result_path, write
+from harness import described
 from same_bits import mps, sharing
 
 

@@ -18,7 +18,8 @@ import sys
 import tempfile
 from typing import Any
 
-from harness import ROOT, commit_option, described_on_cpu, write
+from flashmoe.bench.origin import ROOT, commit_option, write
+from harness import described_on_cpu
 
 EXAMPLE = ROOT / "examples" / "train_parallel.py"
 BATCH, WINDOW = 4, 64

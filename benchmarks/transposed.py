@@ -18,7 +18,9 @@ from typing import Any
 
 import flashmoe
 import torch
-from harness import QUERY, commit_option, described, in_turn, milliseconds, nvidia_smi, write
+from flashmoe.bench.measure import in_turn, milliseconds
+from flashmoe.bench.origin import QUERY, commit_option, nvidia_smi, write
+from harness import described
 
 GPT_OSS = {"activation": "clamped_swiglu", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0, "interleaved": True}
 LLAMA4 = {"score": "sigmoid", "renormalize": False, "weights_on_input": True}

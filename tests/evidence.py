@@ -10,7 +10,6 @@ machine; less than a whole file is not recorded.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,13 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from flashmoe.bench.origin import digest_of, write
+from gpu_evidence.collect import file_of
+from gpu_evidence.digests import code_of
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
-
-from gpu_evidence.collect import file_of  # noqa: E402
-from gpu_evidence.digests import code_of  # noqa: E402
-from harness import digest_of, write  # noqa: E402
 
 OUTCOMES = ("passed", "failed", "skipped")
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evidence import ROOT, Evidence, Suite, committed  # which makes the benchmarks' modules importable
+from evidence import ROOT, Evidence, Suite, committed
+from flashmoe.bench.origin import cpu_model, head, result_path
 from gpu_evidence.collect import file_of
 from gpu_evidence.digests import differing
-from harness import cpu_model, head, result_path
 
 FOLDER = "FLASHMOE_NIGHTLY_EVIDENCE"
 NIGHTLY = Suite(

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import evidence  # noqa: F401  which makes the benchmarks' modules importable
 import flashmoe
 import pytest
 import torch

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import flashmoe
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
 import call_overhead
+import flashmoe
+import host_calls
+import pytest
 from harness import Tree
 
 
 def test_a_call_is_timed(monkeypatch):
     """Every call, and only those behind the warm-up; the calling thread cannot be busy for longer than a call takes."""
-    monkeypatch.setattr(call_overhead, "WARM_UP", 2)
-    monkeypatch.setattr(call_overhead, "CALLS", 5)
+    monkeypatch.setattr(host_calls, "WARM_UP", 2)
+    monkeypatch.setattr(host_calls, "CALLS", 5)
     calls = []
     moe = flashmoe.moe
     monkeypatch.setattr(flashmoe, "moe", lambda *args, **kinds: calls.append(args) or moe(*args, **kinds))
-    figures = call_overhead.timed(call_overhead.function_case("cpu", "numpy", call_overhead.tensors()))
+    figures = host_calls.timed(host_calls.function_case("cpu", "numpy", host_calls.tensors()))
     assert len(calls) == 7
     assert 0 < figures["host_us"] <= figures["call_us"] < 1e7
 
@@ -31,7 +26,7 @@ def test_blocks_of_transformers_are_timed():
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     with torch.no_grad():
-        found = {case.tensors: case.call() for case in call_overhead.block_cases("cpu")}
+        found = {case.tensors: case.call() for case in host_calls.block_cases("cpu")}
     assert list(found) == ["torch, experts", "torch, fused", "torch, fused, shared"]
     shapes = [tuple(y.shape) for y in found.values()]
     assert shapes == [(1, 64), (1, 1, 64), (1, 1, 64)]

@@ -9,7 +9,8 @@ from typing import Any
 import flashmoe
 import numpy as np
 import pytest
-from flashmoe import _ffi, arguments
+from flashmoe import _ffi
+from flashmoe.calls import arguments
 from flashmoe.contexts.limits import Room, checked_context
 from flashmoe.errors import HeapError, InvalidArgument
 from flashmoe.launch import RankFailed

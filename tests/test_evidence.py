@@ -6,9 +6,9 @@ import json
 import warnings
 from pathlib import Path
 
-import evidence  # which makes the benchmarks' modules importable
+import evidence
 import pytest
-from harness import digest_of
+from flashmoe.bench.origin import digest_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,7 +19,7 @@ SUITE = evidence.TRAINING
 CONFTEST = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {str(ROOT / "tests")!r})
+sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT / "tools")!r}]
 import evidence
 
 def pytest_collection_finish(session):

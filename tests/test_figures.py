@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from flashmoe.bench.origin import result_path
+from flashmoe.bench.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from harness import SHAPES, result_path  # noqa: E402
 
 README = (ROOT / "README.md").read_text()
 _h, _i, _e, _k = SHAPES["paper-E64"][:4]

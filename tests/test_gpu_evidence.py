@@ -7,25 +7,22 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import plant
 import pytest
+import stale
 from flashmoe.jit import Variant
+from gpu_evidence import collect, records
+from gpu_evidence.digests import Tree, variant_named, variant_of, without_comments, without_words
+from gpu_evidence.page import Page, digest
+from gpu_evidence.plan import SHARD_SECONDS, shards, units
+from gpu_evidence.records import PLACES, Evidence
+from gpu_evidence.session import file_record
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "benchmarks")]
-
-import plant  # noqa: E402
-import stale  # noqa: E402
-from gpu_evidence import collect, records  # noqa: E402
-from gpu_evidence.digests import Tree, variant_named, variant_of, without_comments, without_words  # noqa: E402
-from gpu_evidence.page import Page, digest  # noqa: E402
-from gpu_evidence.plan import SHARD_SECONDS, shards, units  # noqa: E402
-from gpu_evidence.records import PLACES, Evidence  # noqa: E402
-from gpu_evidence.session import file_record  # noqa: E402
 
 pytest_plugins = ["pytester"]
 

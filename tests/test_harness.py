@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-import harness
-from harness import beside_floor, in_turn, output
+from flashmoe.bench import measure, origin
+from flashmoe.bench.measure import in_turn
+from flashmoe.bench.origin import output
+from harness import Tree, beside_floor
 
 
 def test_calls_are_timed_in_turn():
@@ -56,7 +56,7 @@ def test_a_layer_stands_beside_its_floor():
     }
 
 
-ROOT = harness.ROOT
+ROOT = Path(__file__).resolve().parents[1]
 TYPED = {
     "benchmarks/decode.py --repeats 12": "benchmarks/decode.py --repeats 12",
     f"{ROOT}/benchmarks/decode.py --out {ROOT}/build/../out.json": "benchmarks/decode.py --out out.json",
@@ -68,18 +68,42 @@ TYPED = {
 }
 
 
+def test_results_lie_in_the_sources():
+    assert origin.result_path("decode", "NVIDIA H200", 2) == ROOT / "benchmarks" / "results" / "decode" / "h200x2.json"
+
+
 @pytest.mark.parametrize("typed", TYPED)
 def test_a_result_says_what_anybody_may_type(monkeypatch, tmp_path: Path, typed: str):
     """No folder of the machine that made it, whatever was typed there."""
     monkeypatch.chdir(tmp_path)
     arguments = typed.replace("HERE", str(tmp_path)).split()
-    assert harness.as_typed("python", arguments) == f"python {TYPED[typed]}"
+    assert origin.as_typed("python", arguments) == f"python {TYPED[typed]}"
 
 
 def test_a_tree_is_known_by_its_name(tmp_path: Path):
     (tmp_path / "old" / "flashmoe").mkdir(parents=True)
     (tmp_path / "old" / "flashmoe" / "__init__.py").touch()
-    assert harness.Tree.at(tmp_path / "old", "0123456").described()["folder"] == "old"
+    assert Tree.at(tmp_path / "old", "0123456").described()["folder"] == "old"
+
+
+WORKERS = {
+    "timings": "measure = timings.loaded(sys.argv[1]); measure.milliseconds, measure.passes",
+    "host_calls": "host_calls.timed",
+}
+"""And what of them is there without anything of the version that they measure."""
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_worker_measures_any_version(tmp_path: Path, worker: str):
+    """One that has no `flashmoe.bench`, for example, which is empty here."""
+    pytest.importorskip("torch")
+    (tmp_path / "flashmoe").mkdir()
+    (tmp_path / "flashmoe" / "__init__.py").touch()
+    program = f"import sys, {worker}; {WORKERS[worker]}; import flashmoe; print(flashmoe.__file__)"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'benchmarks'}"}
+    command = [sys.executable, "-c", program, measure.__file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=True)
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path)
 
 
 @pytest.mark.parametrize("suite", ["splits", "imbalance"])
@@ -98,7 +122,7 @@ def test_parallelism_on_the_cpu_engine(tmp_path: Path, suite: str):
         "--out",
         str(tmp_path / "x2.json"),
     ]
-    command = [*torchrun, str(Path(harness.__file__).with_name("parallelism.py")), suite, *how]
+    command = [*torchrun, str(ROOT / "benchmarks" / "parallelism.py"), suite, *how]
     subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     rows = json.loads((tmp_path / "x2.json").read_text())["rows"]
     assert all(row["tokens"] == 128 and row["ms"] > 0 for row in rows)

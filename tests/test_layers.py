@@ -3,7 +3,8 @@
 C++: each layer of `MAY_INCLUDE` may include itself and those named, and only these. Python: modules of the package may
 import one another in any order that has no circle, in functions too; what is imported for annotations alone, under
 TYPE_CHECKING, does not count. What breaks a rule today stands in the tables of exceptions, and nothing else does: an
-exception that is no longer needed fails the test like an arrow that points up.
+exception that is no longer needed fails the test like an arrow that points up. Neither the package nor a benchmark
+changes where modules are looked for.
 """
 
 from __future__ import annotations
@@ -191,6 +192,22 @@ def needless(arrows: list[Arrow], exceptions: set[Arrow]) -> set[Arrow]:
     return {each for each in exceptions if each not in arrows or not circle([*rest, each])}
 
 
+# ---- where modules are found -----------------------------------------------------------------------------------------
+
+
+def changing_the_path(root: Path) -> list[str]:
+    """Lines of the package and of benchmarks that name `sys.path`, in whatever form they import it."""
+    found = []
+    for path in sorted([*(root / "python").rglob("*.py"), *(root / "benchmarks").glob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path"
+            if isinstance(node, ast.ImportFrom) and node.module == "sys":
+                named = any(alias.name == "path" for alias in node.names)
+            if named:
+                found.append(f"{path.relative_to(root).as_posix()}:{node.lineno}")
+    return found
+
+
 # ---- the tests -------------------------------------------------------------------------------------------------------
 
 
@@ -253,10 +270,15 @@ def test_nothing_that_computes_knows_models():
     assert used_by(arrows, "flashmoe.models") == {"flashmoe.cli", "flashmoe.simulation"}
 
 
-def test_nothing_knows_the_frameworks_that_it_is_in():
+def test_nothing_that_computes_knows_the_frameworks_that_it_is_in():
+    """`flashmoe bench` measures a whole model of Transformers."""
     arrows = imports(ROOT / "python" / "flashmoe")
     assert ("flashmoe.integrations.transformers.experts", "flashmoe.pytorch.operator") in arrows
-    assert used_by(arrows, "flashmoe.integrations") == set()
+    assert used_by(arrows, "flashmoe.integrations") == {"flashmoe.bench"}
+
+
+def test_modules_are_found_where_they_are_installed():
+    assert changing_the_path(ROOT) == []
 
 
 HEADERS = {
@@ -341,6 +363,13 @@ def test_an_include_that_is_nowhere_is_caught(tmp_path):
     root = planted(tmp_path, {**HEADERS, "csrc/host/text.h": '#include "host/errors.h"\n'})
     with pytest.raises(AssertionError, match=r"host/errors\.h is nowhere"):
         includes(root)
+
+
+@pytest.mark.parametrize("name", ["python/flashmoe/bench/run.py", "benchmarks/decode.py"])
+@pytest.mark.parametrize("line", ["sys.path.append(x)", "sys.path[:0] = [x]", "from sys import argv, path"])
+def test_a_planted_path_is_caught(tmp_path, name, line):
+    root = planted(tmp_path, {name: f"import sys\n{line}\n"})
+    assert changing_the_path(root) == [f"{name}:2"]
 
 
 MODULES = {

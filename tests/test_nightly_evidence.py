@@ -11,7 +11,7 @@ from typing import Any
 import nightly_evidence
 import pytest
 from evidence import ROOT
-from harness import digest_of
+from flashmoe.bench.origin import digest_of
 from nightly_evidence import FOLDER, NIGHT, NIGHTLY, last_runs
 
 pytest_plugins = ["pytester"]

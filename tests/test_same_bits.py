@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
 from bits_layers import cpu_layers, gpu_layers, group_layers
 from harness import Tree
 from same_bits import compare

@@ -30,11 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe import jit
+from flashmoe.bench.origin import digest_of, head, write
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from harness import digest_of, head, write  # noqa: E402
 
 WORK, DIST = ROOT / "build-release", ROOT / "dist"
 GLIBC = "2.28"

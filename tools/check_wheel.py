@@ -2,9 +2,9 @@
 
     python tools/check_wheel.py [--gpu] [--out FOLDER] [PYTHON ...]     (after tools/build_release.py)
 
-PYTHON: paths of interpreters; without, this one. In each environment: `flashmoe run` on two ranks of the CPU engine,
-whose results it compares with a reference; a call from Python; and, of the CUDA engine, that each of the common kernels
-is found and is whole, with no nvcc to compile it.
+PYTHON: paths of interpreters; without, this one, which needs flashmoe itself to say what it ran on. In each
+environment: `flashmoe run` on two ranks of the CPU engine, whose results it compares with a reference; a call from
+Python; and, of the CUDA engine, that each of the common kernels is found and is whole, with no nvcc to compile it.
 
 `--gpu`: on a machine that has one, with the packages that the Python has, PyTorch among them; then `flashmoe run` uses
 the GPU too, and each of the kernels computes a layer there (tests/release/, which needs pytest and hypothesis).
@@ -26,11 +26,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flashmoe.bench.origin import as_typed, cpu_model, nvidia_smi, result_path, write
+
 ROOT = Path(__file__).resolve().parent.parent
 DIST, BUILT = ROOT / "dist", ROOT / "build-release" / "built.json"
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from harness import as_typed, cpu_model, nvidia_smi, result_path, write  # noqa: E402
 
 KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "FLASHMOE_SHARE_GPUS")
 KEPT_OF = ("NVIDIA_", "NVSHMEM_", "NCCL_", "TORCH_")

@@ -37,13 +37,11 @@ from typing import Any
 import nvshmem_headers
 from cuda_units import Unit, units
 from flashmoe import jit
+from flashmoe.bench.origin import as_typed, commit_option, cpu_model, result_path
 from gpu_evidence.digests import Tree
 from instance_records import Instance, Record, Standing, instance, read, standing
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from harness import as_typed, commit_option, cpu_model, result_path  # noqa: E402
 
 OUTPUT = ROOT / "build-cuda"
 CHECKS = [

@@ -20,9 +20,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from flashmoe.bench.origin import commit_option, cpu_model, write
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from harness import commit_option, cpu_model, write  # noqa: E402
 
 PROTOCOL, ACTORS = "include/flashmoe/protocol/", "include/flashmoe/actors/"
 TIMEOUT = 300

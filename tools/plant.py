@@ -21,15 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import flashmoe
+from flashmoe.bench.origin import commit_option, nvidia_smi, write
+from gpu_evidence.collect import collected
+from gpu_evidence.digests import Tree
+from gpu_evidence.plan import Unit, units
+from gpu_evidence.records import Evidence, read
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from gpu_evidence.collect import collected  # noqa: E402
-from gpu_evidence.digests import Tree  # noqa: E402
-from gpu_evidence.plan import Unit, units  # noqa: E402
-from gpu_evidence.records import Evidence, read  # noqa: E402
-from harness import commit_option, nvidia_smi, write  # noqa: E402
 
 COPIED = ("include", "csrc", "python", "tests", "tools", "benchmarks")
 

@@ -5,16 +5,10 @@ python tools/stale.py
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from gpu_evidence.collect import collected  # noqa: E402
-from gpu_evidence.digests import Tree  # noqa: E402
-from gpu_evidence.plan import Shard, shards, units  # noqa: E402
-from gpu_evidence.records import PLACES, Evidence, read  # noqa: E402
+from gpu_evidence.collect import collected
+from gpu_evidence.digests import Tree
+from gpu_evidence.plan import Shard, shards, units
+from gpu_evidence.records import PLACES, Evidence, read
 
 
 def said(planned: list[Shard]) -> list[str]:

@@ -15,16 +15,13 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from gpu_evidence.collect import collected  # noqa: E402
-from gpu_evidence.digests import Tree, differing  # noqa: E402
-from gpu_evidence.plan import shards, units  # noqa: E402
-from gpu_evidence.records import PLACES, RESULTS, Evidence, read  # noqa: E402
-from gpu_evidence.session import Session  # noqa: E402
-from harness import commit_option  # noqa: E402
-from stale import said  # noqa: E402
+from flashmoe.bench.origin import commit_option
+from gpu_evidence.collect import collected
+from gpu_evidence.digests import Tree, differing
+from gpu_evidence.plan import shards, units
+from gpu_evidence.records import PLACES, RESULTS, Evidence, read
+from gpu_evidence.session import Session
+from stale import said
 
 
 def main() -> int:

@@ -29,9 +29,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy loads its BLAS
-from harness import commit_option, cpu_model, write  # noqa: E402
+from flashmoe.bench.origin import commit_option, cpu_model, write  # noqa: E402
 
 CORPUS = HERE / "corpus"
 TARGETS = ("header", "index", "config", "profiles", "dlpack")

@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import evidence  # which makes the benchmarks' modules importable
+import evidence
 import pytest
 import torch
-from harness import cpu_model, head, result_path
+from flashmoe.bench.origin import cpu_model, head, result_path
 
 HERE = Path(__file__).resolve().parent
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe import jit
-from harness import nvidia_smi, result_path, write
+from flashmoe.bench.origin import nvidia_smi, result_path, write
 
 from .collect import file_of
 from .digests import ROOT, variant_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe.bench.compare import quartiles
-from flashmoe.bench.programs import program
+from flashmoe.bench.shapes import SHAPES
 from flashmoe.bench.store import PREFIX, read
 
 LEAST_MOST = "least and most of all calls"
@@ -77,8 +77,8 @@ class File:
 def _sizes(point: dict[str, Any]) -> dict[str, Any]:
     """With those of its shape."""
     sizes = dict(point["sizes"])
-    if (shape := sizes.get("shape")) in (shapes := program("harness").SHAPES):
-        hidden, intermediate, experts, top_k, activation, _ = shapes[shape]
+    if (shape := sizes.get("shape")) in SHAPES:
+        hidden, intermediate, experts, top_k, activation, _ = SHAPES[shape]
         of_shape = {"hidden": hidden, "intermediate": intermediate, "experts": experts, "top_k": top_k}
         return {**of_shape, "activation": activation, **sizes}
     return sizes

@@ -1,11 +1,35 @@
-"""How a rank of a suite joins PyTorch's process group, which baselines need."""
+"""How a rank joins PyTorch's process group, and its share of a GPU."""
 
 from __future__ import annotations
 
 import os
 import socket
 
-from .programs import program
+
+def ranks_a_gpu(ranks: int) -> int:
+    """1 unless there are fewer GPUs than ranks (FLASHMOE_SHARE_GPUS)."""
+    import torch
+
+    return -(-ranks // torch.cuda.device_count())
+
+
+def processors(ranks: int) -> int | None:
+    """Thread blocks of a context: None, as many as fit; ranks that share a GPU leave each other room."""
+    import torch
+
+    sharing = ranks_a_gpu(ranks)
+    return None if sharing == 1 else torch.cuda.get_device_properties(0).multi_processor_count // sharing // 2 * 2
+
+
+def join_gpus() -> int:
+    """Joins the group that torchrun has started, on a GPU of its own; the rank."""
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    return rank
 
 
 def free_port() -> int:
@@ -22,13 +46,12 @@ def join(engine: str, rank: int, ranks: int, port: int | None = None) -> None:
     port = free_port() if port is None else port
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in told.items()})
-    harness = program("harness")
     if engine == "cpu":
         dist.init_process_group("gloo")
-    elif ranks == 1 or harness.ranks_a_gpu(ranks) == 1:
-        harness.join()
+    elif ranks == 1 or ranks_a_gpu(ranks) == 1:
+        join_gpus()
     else:  # NCCL refuses two ranks on one GPU
         import torch
 
-        torch.cuda.set_device(rank // harness.ranks_a_gpu(ranks))
+        torch.cuda.set_device(rank // ranks_a_gpu(ranks))
         dist.init_process_group("gloo")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .programs import program
+from .expected import sampled_error
+from .joining import processors
 from .run import Run
+from .shapes import SHAPES
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +39,10 @@ class Sizes:
 
     @classmethod
     def of(cls, shape: str | None = None, **sizes: Any) -> Sizes:
-        """The sizes of a shape of the benchmarks' harness, except those that `sizes` gives; or of `sizes` alone."""
+        """The sizes of a shape of `SHAPES`, except those that `sizes` gives; or of `sizes` alone."""
         if shape is None:
             return cls(**sizes)
-        hidden, intermediate, experts, top_k, activation, _ = program("harness").SHAPES[shape]
+        hidden, intermediate, experts, top_k, activation, _ = SHAPES[shape]
         tokens = sizes.pop("tokens")
         return replace(cls(hidden, intermediate, experts, top_k, activation, tokens), **sizes)
 
@@ -85,7 +87,7 @@ class Layer:
         self.tensors = {"gate_up_proj": self.w1, "down_proj": self.w2}
         generator = torch.Generator(run.device).manual_seed(1 + 500_000 * number)
         self.router = torch.randn(sizes.experts, sizes.hidden, generator=generator, **make) * sizes.hidden**-0.5
-        # The names that the programs' functions use.
+        # The names that `measure.passes` uses.
         self.experts, self.top_k, self.activation = sizes.experts, sizes.top_k, sizes.activation
         self._owns_context = like is None
         if like is not None:
@@ -121,8 +123,7 @@ class Layer:
     def error(self, y: torch.Tensor) -> float:
         """The error of the result of batch 0, from some of each rank's tokens, against float64 with float32's
         routing."""
-        of_sample = program("fused_group").check
-        return of_sample(self.xs[0], y, self.router, self.own, self.w1, self.w2, self.top_k, self.sizes.gated)
+        return sampled_error(self.xs[0], y, self.router, self.own, self.w1, self.w2, self.top_k, self.sizes.gated)
 
     def checked(self) -> dict[str, Any]:
         """Calls once, and checks the result. Raises `Voided`."""
@@ -154,8 +155,9 @@ class Quantised(Layer):
     def __init__(self, run: Run, sizes: Sizes, **further: Any) -> None:
         import torch
 
+        from .quantised import by_block
+
         super().__init__(run, sizes, weight_dtype="float8_e4m3fn", **further)
-        by_block = program("fp8").by_block
         self.tensors = {}
         for name, matrices in (("gate_up", self.w1), ("down", self.w2)):
             pairs = [by_block(each) for each in matrices]
@@ -177,10 +179,10 @@ def _context(run: Run, sizes: Sizes, profile: dict[str, int], further: dict[str,
 
     import flashmoe
 
-    processors = 1
+    blocks: int | None = 1
     if run.engine == "cuda":
         torch.cuda.empty_cache()  # the context cannot use memory in PyTorch's cache
-        processors = program("harness").processors(run.ranks)
+        blocks = processors(run.ranks)
     return flashmoe.Context.from_torch(
         engine=run.engine,
         profile=profile,
@@ -190,5 +192,5 @@ def _context(run: Run, sizes: Sizes, profile: dict[str, int], further: dict[str,
         experts=sizes.experts,
         top_k=sizes.top_k,
         dtype=sizes.dtype,
-        **{"processors": processors, **further},
+        **{"processors": blocks, **further},
     )

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .clocks import Clocks
+from .joining import ranks_a_gpu
+from .measure import WARM_UP, group_milliseconds, host_milliseconds, in_turn, slowest
 from .plan import Voided
-from .programs import program
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ class Run:
     @property
     def ranks_a_gpu(self) -> int:
         """Ranks on one GPU. Where several ranks share one, there is no NCCL, and no work that hides launches."""
-        return 1 if self.engine == "cpu" or self.ranks == 1 else program("harness").ranks_a_gpu(self.ranks)
+        return 1 if self.engine == "cpu" or self.ranks == 1 else ranks_a_gpu(self.ranks)
 
     @property
     def small(self) -> bool:
@@ -49,9 +50,8 @@ class Run:
         launches. CPUs have only ``plain``."""
         if not calls:
             return {}
-        harness = program("harness")
         with Clocks(self._uuid()) as clocks:
-            timed = harness.in_turn(self._timer(cycles), calls, self.repeats)
+            timed = in_turn(self._timer(cycles), calls, self.repeats)
         self.clocks |= clocks.seen
         samples: dict[str, dict[str, list[float]]] = {name: {} for name in calls}
         for (name, busy), times in timed.items():
@@ -61,11 +61,13 @@ class Run:
 
     def _timer(self, cycles: int | None) -> Callable[[Call, int, bool], list[float]]:
         if self.engine == "cuda":
-            harness = program("harness")
             further = {} if cycles is None else {"cycles": cycles}
-            return lambda call, repeats, busy: harness.group_milliseconds(call, repeats, busy, **further)
-        on_cpu, warm_up = program("parallelism").milliseconds, program("harness").WARM_UP
-        return lambda call, repeats, busy: [] if busy else on_cpu(call, repeats + warm_up, "cpu")[warm_up:]
+            return lambda call, repeats, busy: group_milliseconds(call, repeats, busy, **further)
+
+        def on_host(call: Call, repeats: int, busy: bool) -> list[float]:
+            return [] if busy else slowest(host_milliseconds(call, repeats + WARM_UP), "cpu")[WARM_UP:]
+
+        return on_host
 
     def _uuid(self) -> str:
         if self.engine == "cpu":

@@ -17,8 +17,8 @@ from ..errors import FlashMoEError
 from ..launch import RankFailed
 from .group import Group
 from .plan import Machine, Point, Suite, Voided
-from .programs import program
 from .run import Run
+from .shapes import SHAPES
 from .store import Results
 
 REPEATS = {"cuda": 32, "cpu": 8}
@@ -122,7 +122,7 @@ def kernels_of(suite: Suite, point: Point) -> list[jit.Variant]:
     if not point.ranks:
         return []
     sizes = point.sizes
-    shape = program("harness").SHAPES.get(sizes.get("shape"))
+    shape = SHAPES.get(sizes.get("shape"))
     of = {"dtype": sizes.get("dtype", "bfloat16"), "exact": sizes.get("exact", False)}
     of["activation"] = shape[4] if shape else sizes.get("activation", "swiglu")
     found = []

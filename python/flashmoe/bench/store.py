@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidArgument
+from .origin import as_typed, cpu_model, digest_of, nvidia_smi, result_path
 from .plan import ENGINES, Machine, Point, Suite
-from .programs import program
 
 PREFIX = "bench_"
-"""The beginning of the folders' names: results of the programs of ``benchmarks/`` have other names."""
+"""The beginning of the folders' names: results of the scripts of ``benchmarks/`` have other names."""
 PACKAGES = (
     *("flashmoe", "torch", "numpy", "transformers", "triton", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13"),
     *("vllm", "sonic-moe", "deep_ep", "tutel", "deepspeed", "megatron-core", "liger-kernel"),
@@ -37,17 +37,16 @@ def detected(engine: str | None) -> tuple[Machine, str]:
     """This machine, and its device's name. `engine` None: ``cuda`` if there is a GPU."""
     if engine not in (None, *ENGINES):
         raise InvalidArgument(f"--engine: expected {' or '.join(ENGINES)}, got {engine!r}")
-    harness = program("harness")
-    names = [] if engine == "cpu" else _gpus(harness)
+    names = [] if engine == "cpu" else _gpus()
     if engine == "cpu" or (engine is None and not names):
-        return Machine("cpu", 0), harness.cpu_model()
+        return Machine("cpu", 0), cpu_model()
     shared = len(names) == 1 and int(os.environ.get("FLASHMOE_SHARE_GPUS") or 1) > 1
-    return Machine("cuda", len(names), shared), names[0] if names else harness.cpu_model()
+    return Machine("cuda", len(names), shared), names[0] if names else cpu_model()
 
 
-def _gpus(harness: Any) -> list[str]:
+def _gpus() -> list[str]:
     """Names of the GPUs that this process may use. NVML gives them, so that asking takes no GPU."""
-    names = harness.nvidia_smi("name").splitlines()
+    names = nvidia_smi("name").splitlines()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names if visible is None else names[: len([each for each in visible.split(",") if each.strip()])]
 
@@ -55,7 +54,7 @@ def _gpus(harness: Any) -> list[str]:
 @functools.cache
 def sources_digest() -> str:
     """The digest of the installed package's sources: its Python, its library, and the kernels' sources."""
-    return program("harness").digest_of(Path(__file__).resolve().parents[1], ".")
+    return digest_of(Path(__file__).resolve().parents[1], ".")
 
 
 def versions() -> dict[str, str]:
@@ -73,18 +72,18 @@ class Results:
 
     def __init__(self, folder: Path, suite: Suite, machine: Machine, device: str, commit: str) -> None:
         kind = PREFIX + suite.name.replace("-", "_")
-        self.path = folder / kind / program("harness").result_path(kind, device, machine.gpus).name
+        self.path = folder / kind / result_path(kind, device, machine.gpus).name
         self._origin = {
             "device": f"{device} x{machine.gpus}",
             "engine": machine.engine,
             "suite": suite.name,
             "commit": commit,
             "sources_sha256": sources_digest(),
-            "command": program("harness").as_typed("flashmoe", sys.argv[1:]),
+            "command": as_typed("flashmoe", sys.argv[1:]),
             "versions": versions(),
         }
         if machine.engine == "cuda":
-            self._origin["driver"] = program("harness").nvidia_smi("driver_version").partition("\n")[0]
+            self._origin["driver"] = nvidia_smi("driver_version").partition("\n")[0]
         self._entries: dict[str, dict[str, Any]] = {}
         if self.path.exists():
             self._entries = {entry["name"]: entry for entry in read(self.path)["points"]}

@@ -13,6 +13,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ..bench import compare, runner, store
+from ..bench.origin import head
 from ..bench.plan import Machine, Suite
 from ..bench.run import median
 from ..bench.suites import SUITES
@@ -59,7 +60,7 @@ def command(
     _require(machine, suites if suite else [])
     if unknown := set(ranks or ()) - {point.ranks for each in suites for point in each.points(machine)}:
         raise InvalidArgument(f"--ranks: expected a number of ranks that points have here, got {min(unknown)}")
-    commit = commit or store.program("harness").head()
+    commit = commit or head()
     return _measure(suites, machine, device, out, commit, budget, ranks or [])
 
 

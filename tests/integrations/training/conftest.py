@@ -8,12 +8,12 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import evidence  # which makes the benchmarks' modules importable
+import evidence
 import pytest
 import torch
+from flashmoe.bench.origin import cpu_model, head, result_path
 from flashmoe.launch import RankPool
 from gloo import Gloo
-from harness import cpu_model, head, result_path
 
 HERE = Path(__file__).resolve().parent
 FRAMEWORKS = ("megatron-core", "torchtitan")

@@ -74,18 +74,15 @@ def tried(run: Run, attempt: Callable[[], Result]) -> tuple[Result | None, str]:
 def floors(layer: Layer) -> dict[str, Any]:
     """The layer's bare GEMMs, on ready rows that are spread over the experts at random. With several ranks also the
     bare exchange of one row for each (token, k), there and back."""
-    from ..programs import program
+    from ..floors import exchange, floor_call
 
     sizes, run = layer.sizes, layer.run
     rows = sizes.tokens * sizes.top_k
-    of_program = program("floors")
     calls: dict[str, Any] = {}
     if sizes.dtype == "bfloat16" or run.small:  # PyTorch's grouped GEMM has no other type on a GPU
-        calls["gemms"] = of_program.floor_call(
-            rows, sizes.hidden, sizes.intermediate, len(layer.own), layer.w1, layer.w2
-        )
+        calls["gemms"] = floor_call(rows, sizes.hidden, sizes.intermediate, len(layer.own), layer.w1, layer.w2)
     if run.ranks > 1:
-        one_way = of_program.exchange(rows, sizes.hidden, run.device, layer.w1.dtype)
+        one_way = exchange(rows, sizes.hidden, run.device, layer.w1.dtype)
         calls["exchange"] = lambda i: (one_way(i), one_way(i))
     return calls
 

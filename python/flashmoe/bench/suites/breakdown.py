@@ -9,7 +9,6 @@ from typing import Any
 from .. import baselines
 from ..layer import Layer, Sizes
 from ..plan import Machine, Point, Suite
-from ..programs import program
 from ..run import Run
 from .latency import small
 
@@ -26,7 +25,7 @@ def points(machine: Machine) -> Iterator[Point]:
 
 def measure(run: Run, **sizes: Any) -> dict[str, Any]:
     """Measures the layer beside PyTorch's layer, its GEMMs and its exchanges. ``hidden`` (several GPUs): what sending
-    rows adds to a call, over what collectives take, by benchmarks/group_overlap.py. ``phases``: the processors' time by
+    rows adds to a call, over what collectives take, by `overlap.py`. ``phases``: the processors' time by
     what they did."""
     of = Sizes.of(**sizes)
     with Layer(run, of) as layer:
@@ -43,7 +42,9 @@ def measure(run: Run, **sizes: Any) -> dict[str, Any]:
         whole, exchanges = (statistics.median(samples[name][timer]) for name in ("pytorch", "exchange"))
         values["communication_of_pytorch"] = exchanges / whole
     if run.ranks > 1 and run.engine == "cuda" and of.tokens % of.experts == 0:
-        hidden = program("group_overlap").hidden(sizes["shape"], of.tokens, max(4, run.repeats // 8))
+        from .. import overlap
+
+        hidden = overlap.hidden(sizes["shape"], of.tokens, max(4, run.repeats // 8))
         values |= {"hidden": hidden, "figures": {name: hidden[name] for name in ("exposed", "exposed_of_link")}}
     return {"check": check, "samples": samples, "absent": absent, "values": values}
 

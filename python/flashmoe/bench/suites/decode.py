@@ -1,5 +1,5 @@
 """Calls of few tokens: how long they take, and how fast experts' weights are read. On one GPU by
-benchmarks/decode.py."""
+`decoding.py`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..baselines.pytorch import route
+from ..expected import reference
 from ..layer import BOUNDS, Layer, Quantised, Sizes
 from ..plan import Machine, Point, Suite
-from ..programs import program
 from ..run import Call, Run, apart, median
 from . import latency
 
@@ -42,11 +42,12 @@ def measure(run: Run, shape: str | None = None, weights: str = "bf16", **sizes: 
         return measure_group(run, weights=weights, **({"shape": shape} if shape else {}), **sizes)
     if run.small:
         return latency.measure(run, **sizes)
-    decode = program("decode")
-    layers = decode.Layers(shape, max(decode.TOKENS), weights)
-    read = decode.read_speed()
+    from .. import decoding
+
+    layers = decoding.Layers(shape, max(decoding.TOKENS), weights)
+    read = decoding.read_speed()
     check = run.check(*error(layers, weights), "rows of four tokens, beside float64's")
-    rows = [layers.measure(tokens, run.repeats, read) for tokens in decode.TOKENS]
+    rows = [layers.measure(tokens, run.repeats, read) for tokens in decoding.TOKENS]
     layers.context.close()
     samples = {f"{row['tokens']} tokens": {"busy": [us / 1e3 for us in row.pop("samples")]} for row in rows}
     return {"check": check, "samples": samples, "values": {"read_tb_s": read / 1e12, "rows": rows}}
@@ -64,9 +65,7 @@ def error(layers: Any, weights: str) -> tuple[float, float]:
     y = layers.call(4, 0)
     layers.context.synchronize()
     gated = layers.options["activation"] == "swiglu"
-    expected = program("harness").reference(
-        layers.x[:4], layers.routers[0], w1, w2, layers.top_k, gated, range(layers.experts)
-    )
+    expected = reference(layers.x[:4], layers.routers[0], w1, w2, layers.top_k, gated, range(layers.experts))
     return apart(y, expected), 2.0**-3 if weights == "fp8" else BOUNDS["bfloat16"]
 
 
@@ -110,7 +109,9 @@ def of_all(run: Run, model: list[Layer], tokens: int) -> Call:
 
     if run.engine == "cpu":
         return lambda _: [call(number) for number in range(len(model))]
-    graph = program("decode").captured(call, len(model))
+    from ..decoding import captured
+
+    graph = captured(call, len(model))
     return lambda _: graph.replay()
 
 
@@ -118,7 +119,9 @@ def run_data(run: Run) -> Any:
     """The memory that is read beside the calls; it is larger than any cache."""
     import torch
 
-    return torch.zeros(program("decode").READ_BYTES // (4 if run.engine == "cuda" else 256), device=run.device)
+    from ..decoding import READ_BYTES
+
+    return torch.zeros(READ_BYTES // (4 if run.engine == "cuda" else 256), device=run.device)
 
 
 def read_bytes(model: list[Layer], tokens: int) -> float:

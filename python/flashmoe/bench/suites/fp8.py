@@ -7,7 +7,6 @@ from typing import Any
 
 from ..layer import Layer, Quantised, Sizes
 from ..plan import Machine, Point, Suite
-from ..programs import program
 from ..run import Run
 from .latency import small
 
@@ -32,8 +31,10 @@ def measure(run: Run, **sizes: Any) -> dict[str, Any]:
         check = layer.checked()
         calls = {"flashmoe fp8": layer, "flashmoe bf16": plain}
         if run.engine == "cuda":
+            from ..quantised import floor_call
+
             rows = of.tokens * of.top_k
-            calls["gemms fp8"] = program("fp8").floor_call(of.hidden, of.intermediate, len(layer.own), rows)
+            calls["gemms fp8"] = floor_call(of.hidden, of.intermediate, len(layer.own), rows)
         samples = run.samples(calls)
         plain.context.synchronize()
     return {"check": check, "samples": samples, "values": {"flops": of.flops}}

@@ -8,8 +8,8 @@ from typing import Any
 
 from .. import baselines
 from ..layer import Layer, Sizes
+from ..measure import gpu_operations
 from ..plan import Machine, Point, Suite
-from ..programs import program
 from ..run import Call, Run
 from .latency import small
 
@@ -36,7 +36,7 @@ def launches(run: Run, **sizes: Any) -> dict[str, Any]:
 
 def on_gpu(call: Call) -> float:
     """Kernels, copies and clears in a call."""
-    return program("harness").gpu_operations(call, CALLS) / CALLS
+    return gpu_operations(call, CALLS) / CALLS
 
 
 def operators(call: Call) -> float:

@@ -17,7 +17,7 @@ MODELS = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5")
 
 
 def measure(run: Run, names: tuple[str, ...] = baselines.MODULES, **sizes: Any) -> dict[str, Any]:
-    """Measures a layer, of a shape of the harness or of sizes alone, beside the baselines of these names."""
+    """Measures a layer, of a shape of `SHAPES` or of sizes alone, beside the baselines of these names."""
     of = Sizes.of(**sizes)
     with Layer(run, of) as layer:
         check = layer.checked()

@@ -1,4 +1,4 @@
-"""A whole model of Transformers, with its own experts and with FlashMoE's, by benchmarks/transformers_model.py."""
+"""A whole model of Transformers, with its own experts and with FlashMoE's, by `whole_model.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from ..baselines.needs import not_installed
 from ..plan import Machine, Point, Suite
-from ..programs import program
 from ..run import Run, apart, median
 
 SMALL = {
@@ -47,7 +46,8 @@ def measure(run: Run, layers: int, cases: list[str]) -> dict[str, Any]:
         return {"check": run.check(0.0, 0.0, "nothing is measured"), "absent": {"transformers": reason}, "values": {}}
     import torch
 
-    of = program("transformers_model")
+    from .. import whole_model as of
+
     build = partial(
         of.build, layers, run.device, torch.float32 if run.small else torch.bfloat16, **(SMALL if run.small else {})
     )

@@ -1,14 +1,14 @@
-"""Experts that are spread in different ways, or chosen unevenly, by benchmarks/parallelism.py."""
+"""Experts that are spread in different ways, or chosen unevenly, by `spreading.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ..layer import BOUNDS
 from ..plan import Machine, Point, Suite
-from ..programs import program
 from ..run import Run
+from ..shapes import SHAPES, SMALL
 
 IN_ALL = 8192
 """Tokens of all ranks together, in COMET's figures 12 and 14."""
@@ -34,32 +34,26 @@ def imbalance_points(machine: Machine) -> Iterator[Point]:
             yield Point(f"{shape} std {spread:g} x{ranks}", ranks, sizes)
 
 
-def measured(run: Run, rows: Callable[[Any, tuple], list[dict[str, Any]]], shape: str, label: str) -> dict[str, Any]:
-    parallelism = program("parallelism")
-    of = rows(parallelism, (program("harness").SHAPES | parallelism.SMALL)[shape])
+def measured(run: Run, rows: list[dict[str, Any]], label: str) -> dict[str, Any]:
     bound = BOUNDS["exact" if run.engine == "cpu" else "bfloat16"]
-    check = run.check(max(row["error"] for row in of), bound, "a rank's rows of sampled tokens, beside float64's")
+    check = run.check(max(row["error"] for row in rows), bound, "a rank's rows of sampled tokens, beside float64's")
     timer = "busy" if run.engine == "cuda" and run.ranks_a_gpu == 1 else "plain"
-    samples = {label.format(**row): {timer: row.pop("samples_ms")} for row in of}
-    return {"check": check, "samples": samples, "values": {"rows": of}}
+    samples = {label.format(**row): {timer: row.pop("samples_ms")} for row in rows}
+    return {"check": check, "samples": samples, "values": {"rows": rows}}
 
 
 def splits(run: Run, shape: str, tokens: int) -> dict[str, Any]:
-    return measured(
-        run,
-        lambda of, sizes: of.splits(shape, sizes, tokens, run.repeats, run.engine),
-        shape,
-        "EP {expert_parallel} x TP {tensor_parallel}",
-    )
+    from .. import spreading
+
+    rows = spreading.splits(shape, (SHAPES | SMALL)[shape], tokens, run.repeats, run.engine)
+    return measured(run, rows, "EP {expert_parallel} x TP {tensor_parallel}")
 
 
 def imbalance(run: Run, shape: str, tokens: int, spread: float) -> dict[str, Any]:
-    return measured(
-        run,
-        lambda of, sizes: of.imbalance(shape, sizes, tokens, run.repeats, run.engine, [spread]),
-        shape,
-        "{placement}",
-    )
+    from .. import spreading
+
+    rows = spreading.imbalance(shape, (SHAPES | SMALL)[shape], tokens, run.repeats, run.engine, [spread])
+    return measured(run, rows, "{placement}")
 
 
 SUITES = (

@@ -9,7 +9,6 @@ from typing import Any
 from ..baselines import floors
 from ..layer import Layer, Sizes
 from ..plan import Machine, Point, Suite
-from ..programs import program
 from ..run import Run
 from .latency import small
 
@@ -30,6 +29,8 @@ def measure(run: Run, width: int, **sizes: Any) -> dict[str, Any]:
     those of the shared expert, on ready rows."""
     import torch
 
+    from ..floors import shared_gemms
+
     of = Sizes.of(**sizes)
     with Layer(run, of, shared_intermediate=width) as layer:
         shared = weights(layer, width)
@@ -44,7 +45,7 @@ def measure(run: Run, width: int, **sizes: Any) -> dict[str, Any]:
         matrices = shared["shared_gate_up"], shared["shared_down"]
 
         def bare(i: int) -> None:
-            program("shared_expert").bare(layer.xs[i % len(layer.xs)], *matrices, h)
+            shared_gemms(layer.xs[i % len(layer.xs)], *matrices, h)
 
         calls = {
             "flashmoe": lambda i: layer(i, **shared),

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..baselines import pytorch, tried
+from ..expected import reference
 from ..layer import Layer, Sizes
+from ..measure import AUTOGRAD_CYCLES
 from ..plan import Machine, Point, Suite
-from ..programs import program
 from ..run import Call, Run, apart, median
 from .latency import small
 from .training import PASSES, SAMPLE
@@ -52,7 +53,7 @@ def measure(run: Run, layers: int, **sizes: Any) -> dict[str, Any]:
             calls["pytorch"] = theirs
         # A step takes as long as dozens of calls, so it is repeated less often.
         fewer = replace(run, repeats=max(4, run.repeats // 2))
-        samples = fewer.samples(calls, cycles=program("backward").BUSY_CYCLES)
+        samples = fewer.samples(calls, cycles=AUTOGRAD_CYCLES)
         first.context.synchronize()
     flops = 3 * layers * of.flops
     figures = {f"TFLOP/s a rank, {name}": flops / median(samples[name]) * 1e-9 for name in calls}
@@ -79,9 +80,11 @@ def step(model: list[Layer], forward: Forward) -> Call:
 
 
 def bare(layer: Layer, layers: int) -> Call:
-    of, floors = layer.sizes, program("floors")
+    from ..floors import backward_floor_call, floor_call
+
+    of = layer.sizes
     sizes = (of.tokens * of.top_k, of.hidden, of.intermediate, len(layer.own), layer.w1.detach(), layer.w2.detach())
-    passes = floors.floor_call(*sizes), floors.backward_floor_call(*sizes)
+    passes = floor_call(*sizes), backward_floor_call(*sizes)
     return lambda i: [each(i) for _ in range(layers) for each in passes]
 
 
@@ -132,7 +135,7 @@ def of_tokens(layer: Layer, x: Any, dy: Any) -> Any:
     gathered = [gather(layer, each[:SAMPLE]) for each in (x, dy)]
     rows = gathered[0].double().requires_grad_()
     router, w1, w2 = (each.detach() for each in (layer.router, layer.w1, layer.w2))
-    y = program("harness").reference(rows, router, w1, w2, layer.top_k, layer.sizes.gated, list(layer.own))
+    y = reference(rows, router, w1, w2, layer.top_k, layer.sizes.gated, list(layer.own))
     (terms,) = torch.autograd.grad(y, [rows], gathered[1].double())
     if layer.run.ranks > 1:
         torch.distributed.all_reduce(terms)

@@ -3,15 +3,14 @@ collective."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from .. import baselines
 from ..layer import Layer, Sizes
+from ..measure import host_milliseconds, own_milliseconds
 from ..plan import Machine, Point, Suite
-from ..programs import program
 from ..run import Call, Run
 from .latency import of_paper
 
@@ -47,16 +46,8 @@ def measure(run: Run, **sizes: Any) -> dict[str, Any]:
 
 def own_times(run: Run, call: Call, repeats: int) -> list[float]:
     if run.engine == "cuda":
-        return program("harness").own_milliseconds(call, repeats, False)
-    import torch.distributed as dist
-
-    times = []
-    for i in range(repeats):
-        dist.barrier()
-        start = time.perf_counter()
-        call(i)
-        times.append((time.perf_counter() - start) * 1e3)
-    return times
+        return own_milliseconds(call, repeats, False)
+    return host_milliseconds(call, repeats)
 
 
 def of_ranks(run: Run, times: list[float]) -> tuple[list[float], list[float]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..expected import reference
 from ..layer import Layer, Sizes
+from ..measure import AUTOGRAD_CYCLES, passes
 from ..plan import Machine, Point, Suite
-from ..programs import program
 from ..run import Run, apart
+from ..shapes import SHAPES, TRAINED
 from .latency import small
 
 SAMPLE = 4
@@ -19,23 +21,24 @@ def points(machine: Machine) -> Iterator[Point]:
     if machine.small:
         yield Point("small x1", 1, small(tokens=64))
         return
-    for name in ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64"):
-        tokens = 16384 if name == "paper-E64" else 8192
+    for name in TRAINED:
+        tokens = SHAPES[name][-1][0]
         yield Point(f"{name} {tokens} x1", 1, {"shape": name, "tokens": tokens})
 
 
 def measure(run: Run, **sizes: Any) -> dict[str, Any]:
+    from ..floors import backward_floor_call
+
     of = Sizes.of(**sizes)
-    backward, floors = program("backward"), program("floors")
     with Layer(run, of, return_mode="direct") as layer:
         layer.checked()
-        calls = backward.calls_of(layer)
+        calls = passes(layer)
         check = run.check(error(layer), 4 * layer.bound, "gradients of x of sampled tokens, beside float64's")
-        calls["gemms"] = floors.backward_floor_call(
+        calls["gemms"] = backward_floor_call(
             of.tokens * of.top_k, of.hidden, of.intermediate, of.experts, layer.w1.detach(), layer.w2.detach()
         )
         # Autograd takes the host longer than a launch, so the work that hides it is longer.
-        samples = run.samples(calls, cycles=backward.BUSY_CYCLES)
+        samples = run.samples(calls, cycles=AUTOGRAD_CYCLES)
     return {"check": check, "samples": samples, "values": {"flops": 2 * of.flops}}
 
 
@@ -50,7 +53,7 @@ def error(layer: Layer) -> float:
     (ours,) = torch.autograd.grad(layer(0), [x], dy)
     rows = x[:SAMPLE].detach().requires_grad_()
     router, w1, w2 = (each.detach() for each in (layer.router, layer.w1, layer.w2))
-    y = program("harness").reference(rows, router, w1, w2, layer.top_k, layer.sizes.gated, range(layer.experts))
+    y = reference(rows, router, w1, w2, layer.top_k, layer.sizes.gated, range(layer.experts))
     (expected,) = torch.autograd.grad(y, [rows], dy[:SAMPLE].double())
     return apart(ours[:SAMPLE], expected)
 

@@ -1,0 +1,128 @@
+"""What travelling costs a call of a group of GPUs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import flashmoe
+from flashmoe.placement import contiguous, local_experts
+
+from .floors import exchange
+from .measure import WARM_UP, own_span, slowest
+from .shapes import SHAPES
+
+LINK = 350e9
+"""Bytes per second out of one H200 over NVLink, measured with plain stores."""
+
+
+class GroupLayer:
+    """One rank's share of a layer of random weights, and its context, of the built-in order but for `profile`."""
+
+    def __init__(self, name: str, tokens: int, profile: dict[str, int] | None = None) -> None:
+        self.hidden, self.inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
+        self.rank, self.ranks, self.tokens = dist.get_rank(), dist.get_world_size(), tokens
+        self.owners = contiguous(self.experts, self.ranks)
+        self.own = local_experts(self.owners, self.rank)
+        make = {"device": "cuda", "dtype": torch.bfloat16}
+        rows = self.inner * (2 if self.activation == "swiglu" else 1)
+        self.w1 = torch.randn(len(self.own), rows, self.hidden, **make) * 0.02
+        self.w2 = torch.randn(len(self.own), self.hidden, self.inner, **make) * 0.02
+        torch.manual_seed(self.rank + 1)
+        self.x = torch.randn(tokens, self.hidden, **make)
+        self.context = flashmoe.Context.from_torch(
+            engine="cuda",
+            profile=profile or {},
+            max_tokens=tokens,
+            hidden=self.hidden,
+            intermediate=self.inner,
+            experts=self.experts,
+            top_k=self.top_k,
+        )
+
+    def close(self) -> None:
+        self.context.synchronize()
+        dist.barrier()  # a rank that closes its context must not be awaited in another's call
+        self.context.close()
+        torch.cuda.empty_cache()
+
+
+class GivenLayer(GroupLayer):
+    """With given routing."""
+
+    def __init__(self, name: str, tokens: int) -> None:
+        super().__init__(name, tokens)
+        self.weights = torch.full((tokens, self.top_k), 1.0 / self.top_k, device="cuda")
+
+    def choose(self, shares: torch.Tensor) -> torch.Tensor:
+        """Ids [T, K]: distinct experts, drawn by these shares (of E, or of some: zero elsewhere)."""
+        return torch.multinomial(shares.cuda().expand(self.tokens, -1), self.top_k).int()
+
+    def choose_evenly(self, among: list[int]) -> torch.Tensor:
+        """Ids [T, K]: distinct experts, drawn so that each of `among` has as many tokens as any other."""
+        n = len(among)
+        if self.tokens % n != 0:
+            raise SystemExit(f"tokens: expected a multiple of {n} experts, got {self.tokens}")
+        # n tokens at a time go round the experts, at the same distances from a token's first to its others.
+        distances = torch.rand(self.tokens // n, n).argsort(1)[:, : self.top_k]
+        ids = (distances[:, None, :] + torch.arange(n)[None, :, None]).remainder(n).flatten(0, 1)
+        return torch.tensor(among)[ids[torch.randperm(self.tokens)]].int().cuda()
+
+    def call(self, ids: torch.Tensor) -> Callable[[int], torch.Tensor]:
+        def moe(_: int, **how) -> torch.Tensor:
+            return flashmoe.moe(
+                self.context,
+                self.x,
+                self.w1,
+                self.w2,
+                topk_ids=ids,
+                topk_weights=self.weights,
+                activation=self.activation,
+                **how,
+            )
+
+        return moe
+
+    def in_turn(self, repeats: int, *calls: Callable) -> list[list[float]]:
+        """Milliseconds of each, of single calls in turn: the n-th of one is a neighbour of the n-th of the others."""
+        times: list[list[float]] = [[] for _ in calls]
+        for i in range(repeats + WARM_UP):
+            each_once = list(zip(times, calls, strict=True))
+            for each, call in each_once if i % 2 == 0 else reversed(each_once):  # a clock that falls favours none
+                each.append(own_span(call, i, True))
+        return [slowest(each[WARM_UP:]) for each in times]
+
+
+def everyone(value: float, how=dist.ReduceOp.MAX) -> float:
+    shared = torch.tensor([value], dtype=torch.float64, device="cuda")
+    dist.all_reduce(shared, op=how)
+    return shared.item()
+
+
+def hidden(name: str, tokens: int, repeats: int) -> dict:
+    layer = GivenLayer(name, tokens)
+    travelling, local = (layer.call(layer.choose_evenly(among)) for among in (list(range(layer.experts)), layer.own))
+    fused, stays, one_way = layer.in_turn(16 * repeats, travelling, local, exchange(tokens * layer.top_k, layer.hidden))
+    travelling(0)
+    sent = layer.context.last_call.rows_sent
+    reduced = layer.context.last_call.return_mode == "reduced"
+    returned = sent if reduced else tokens * layer.top_k * (layer.ranks - 1) / layer.ranks
+    link = everyone((sent + returned) * layer.hidden * 2 / LINK * 1e3)
+    layer.close()
+    lower, difference, upper = statistics.quantiles([a - b for a, b in zip(fused, stays, strict=True)], n=4)
+    collectives = 2 * statistics.median(one_way)
+    return {
+        "shape": name,
+        "tokens": tokens,
+        "fused_ms": statistics.median(fused),
+        "local_ms": statistics.median(stays),
+        "difference_ms": difference,
+        "difference_quartiles_ms": [lower, upper],
+        "collectives_ms": collectives,
+        "exposed": difference / collectives,
+        "link_ms": link,
+        "exposed_of_link": difference / link,
+    }
