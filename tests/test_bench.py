@@ -311,7 +311,7 @@ def test_ranks_share_a_gpu_where_they_may(monkeypatch):
             assert {point.ranks for point in suite.points(shared)} == {2}
         else:
             assert list(suite.points(alone)) == list(suite.points(shared))
-    monkeypatch.setattr(store, "_gpus", lambda harness: ["NVIDIA H200"])
+    monkeypatch.setattr(store, "_gpus", lambda: ["NVIDIA H200"])
     for said, expected in ((None, alone), ("", alone), ("1", alone), ("2", shared)):
         if said is None:
             monkeypatch.delenv("FLASHMOE_SHARE_GPUS", raising=False)
