@@ -1,5 +1,6 @@
 // Groups of more ranks than a word has bits, than a warp has lanes, and than a GPU has: a rank has one processor, and few
 // tokens. What is checked of each call is in abstract_group.h.
+#include "compiled_once.h"
 #include "lane_calls.h"
 
 namespace flashmoe::test {
