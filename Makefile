@@ -1,4 +1,5 @@
 # make run        set up .venv, install the package, run the demo
+# make quick      a few Python tests that show most of the product, in less than a minute on two cores
 # make test       every test that runs without a GPU; says what it had to skip
 # make test-gpu   the tests that need a GPU, as far as what they are of has changed since they ran;  make stale  names them
 # make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 3 GB)
@@ -30,7 +31,7 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt \
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
-.PHONY: run test test-cpp test-cuda-build test-python test-gpu stale test-integrations in-vllm in-training nightly fuzz wheel site \
+.PHONY: run quick test test-cpp test-cuda-build test-python test-gpu stale test-integrations in-vllm in-training nightly fuzz wheel site \
         format lint clean compiler spin
 
 run: $(VENV)/.package
@@ -94,6 +95,13 @@ compiler:
 	     "for example: apt-get install g++" >&2; exit 1
 
 # ---- Tests --------------------------------------------------------------------------------------------
+
+# Forward passes of one to eight ranks against the reference, gradients, what one rank refuses, a tutorial.
+QUICK := tests/test_reference.py tests/test_edges.py tests/test_training.py::test_layers \
+         tests/test_refused_calls.py::test_one_rank_refuses_a_call \
+         'tests/test_tutorials.py::test_a_tutorial_prints_what_it_says[several_ranks]'
+quick: $(VENV)/.package $(VENV)/.test
+	@$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist worksteal --timeout=$(TEST_TIMEOUT) $(QUICK)
 
 # pytest comes last, so that its summary, with the names of what it skipped, ends the output.
 test: test-cpp test-cuda-build stale test-python

@@ -16,12 +16,16 @@ from nightly_evidence import FOLDER, NIGHT, NIGHTLY, last_runs
 
 pytest_plugins = ["pytester"]
 
+SUITE = NIGHTLY._replace(sources=("tests/fake_openssl",))
+"""Of few sources: each run of pytest takes their digest anew, and that of all takes over a second."""
+
 CONFTEST = f"""
 import sys
 sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT / "tools")!r}]
 import nightly_evidence
 
 def pytest_configure(config):
+    nightly_evidence.NIGHTLY = nightly_evidence.NIGHTLY._replace(sources={SUITE.sources!r})
     nightly_evidence.differing = lambda: ""
     nightly_evidence.cpu_model = lambda: "Fake(R) CPU"
     nightly_evidence.head = lambda: "0123456789"
@@ -100,7 +104,7 @@ def test_a_night_is_counted_by_file(fake, processes):
     done.stdout.no_fnmatch_line("not recorded*")
     assert recorded(fake) == {"tests/test_first.py": FIRST_COUNTS, "tests/test_second.py": SECOND_COUNTS}
     result = json.loads((fake.path / "results" / "fake-r-cpux0-0123456.json").read_text())
-    assert result["device"] == "Fake(R) CPU x0" and result["sources_sha256"] == NIGHTLY.digest()
+    assert result["device"] == "Fake(R) CPU x0" and result["sources_sha256"] == SUITE.digest()
     assert result["environment"] == dict.fromkeys(NIGHT, "") | {"FLASHMOE_EXAMPLES": "123"}
 
 
@@ -189,8 +193,9 @@ def record(digest: str, *failures: str, examples: str = "10000") -> str:
     return json.dumps({"sources_sha256": digest, "environment": environment, "files": files})
 
 
-def test_runs_of_today_count_together(tmp_path):
-    now = NIGHTLY.digest()
+def test_runs_of_today_count_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(nightly_evidence, "NIGHTLY", SUITE)
+    now = SUITE.digest()
     for name, text in {
         "a": record(now, FAILED),
         "b": record(now),
@@ -205,7 +210,8 @@ def test_runs_of_today_count_together(tmp_path):
 
 
 def test_what_has_not_run_or_failed_is_named(tmp_path, monkeypatch):
-    (tmp_path / "a.json").write_text(record(NIGHTLY.digest(), FAILED))
+    monkeypatch.setattr(nightly_evidence, "NIGHTLY", SUITE)
+    (tmp_path / "a.json").write_text(record(SUITE.digest(), FAILED))
     monkeypatch.setattr(nightly_evidence, "committed", lambda suite: list(tmp_path.glob("*.json")))
     there = len(list((ROOT / "tests").glob("test_*.py")))
     assert nightly_evidence.outdated() == [

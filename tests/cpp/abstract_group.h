@@ -469,19 +469,7 @@ class Rank {
 
   // Runs the calls on this rank's actors, each checked to its end; stops after one that was aborted. Returns
   // how many succeeded.
-  uint32_t run(const std::vector<Problem>& problems) {
-    std::vector<std::thread> threads;
-    succeeded_ = 0;
-    for (uint32_t actor = 0; actor <= limits_.processors + formers_ + senders_ + keepers_ + relays_; ++actor) {
-      threads.emplace_back([&, actor] {
-        this_rank = call.rank;
-        const auto body = [&] { run_actor(actor, problems); };
-        is_processor(actor) ? run_team<P>(body) : run_warp<P>(body);
-      });
-    }
-    for (std::thread& t : threads) t.join();
-    return succeeded_;
-  }
+  uint32_t run(const std::vector<Problem>& problems);
 
   // Makes the call ready to run. One thread.
   void prepare(const Problem& x) {
@@ -701,6 +689,22 @@ class Rank {
   bool aborted_ = false;
   uint32_t succeeded_ = 0;
 };
+
+// Not in its class, where it would be inline: each test would compile it, also one that declares it extern (compiled_once.h).
+template <class P>
+uint32_t Rank<P>::run(const std::vector<Problem>& problems) {
+  std::vector<std::thread> threads;
+  succeeded_ = 0;
+  for (uint32_t actor = 0; actor <= limits_.processors + formers_ + senders_ + keepers_ + relays_; ++actor) {
+    threads.emplace_back([&, actor] {
+      this_rank = call.rank;
+      const auto body = [&] { run_actor(actor, problems); };
+      is_processor(actor) ? run_team<P>(body) : run_warp<P>(body);
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  return succeeded_;
+}
 
 template <class P>
 class AbstractGroup {

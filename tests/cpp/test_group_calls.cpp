@@ -5,6 +5,7 @@
 //   test_group_calls [calls]
 #include <cstdlib>
 
+#include "compiled_once.h"
 #include "lane_calls.h"
 
 namespace flashmoe::test {

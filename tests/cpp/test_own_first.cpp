@@ -1,7 +1,7 @@
 // Which experts' tiles are computed while another rank's rows are awaited: OrderPolicy::own_first.
 #include <thread>
 
-#include "abstract_group.h"
+#include "compiled_once.h"
 
 namespace flashmoe::test {
 namespace {

@@ -1,6 +1,7 @@
 // Whole calls of the protocol with warps of 1 to 32 lanes, teams of 1 to 3 warps, and tiles formed by the OS actor or by
 // formers: random routing, changing sizes, both return modes, capacity, every order policy. What is checked is in
 // abstract_group.h; under ThreadSanitizer, races between lanes and warps too.
+#include "compiled_once.h"
 #include "lane_calls.h"
 
 namespace flashmoe::test {

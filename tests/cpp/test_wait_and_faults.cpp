@@ -3,7 +3,7 @@
 #include <mutex>
 #include <thread>
 
-#include "abstract_group.h"
+#include "compiled_once.h"
 #include "host/text.h"
 
 namespace flashmoe::test {
