@@ -303,13 +303,13 @@ COMMUNICATION = Topic(
         Promise(
             "No byte of a heap that peers write has two writers.",
             PROTOCOL,
-            "In every field that a peer writes, the coordinate names the writer",
+            "In every field that a peer writes, one index of an element names the rank that writes it",
             ("tests/cpp/test_conflict_free.cpp",),
         ),
         Promise(
             "Rows that are joined as they come have the bits of those that are combined.",
             PROTOCOL,
-            "A call that is `joined` (a rank alone, `direct`, at most two rows of each token, dropless) has no Combine",
+            "The processor that stores the later row has the two rows added, and the output written",
             (
                 "tests/test_joined_calls.py::test_right_and_bit_for_bit_what_combine_gives",
                 "tests/gpu/test_join.py::test_right_and_bit_for_bit_what_combine_gives",
@@ -355,7 +355,7 @@ COMMUNICATION = Topic(
         Promise(
             "A row crosses to each other machine once, and with the reduced return one sum comes back.",
             PROTOCOL,
-            "Where ranks are on several machines a token's row crosses to each other machine once",
+            "Where ranks are on several machines, a token's row crosses to each other machine once",
             (
                 "tests/test_once_per_machine.py::test_bits_and_rows_on_one_machine",
                 "tests/test_once_per_machine.py::test_what_crosses",

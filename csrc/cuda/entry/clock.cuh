@@ -1,4 +1,4 @@
-// The kernel that tells the time to calls that are traced, beside each kernel that may be.
+// The kernel that tells the host the device's time. It is compiled beside each kernel that can be traced.
 #pragma once
 
 #include "flashmoe/gpu/tracer.cuh"

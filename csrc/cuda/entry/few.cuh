@@ -1,4 +1,5 @@
-// The kernel for a few tokens: of which rank (decode/alone.cuh, decode/group.cuh) whoever includes this has named Kernel.
+// The kernel for a few tokens. The file that includes this one has defined Kernel: that of a rank alone
+// (decode/alone.cuh) or of a rank of a group (decode/group.cuh).
 #pragma once
 
 #include "flashmoe/sm90/instance.cuh"

@@ -1,4 +1,4 @@
-// The fused kernel of a pass (roles/pass.cuh), which whoever includes this has named Pass.
+// The fused kernel of a pass. The file that includes this one has defined Pass (roles/pass.cuh).
 #pragma once
 
 #include "flashmoe/sm90/instance.cuh"

@@ -1,5 +1,6 @@
-// What actors ask of the engine that copies, multiplies and sums for them. All lanes call its functions. Each engine is held to
-// what it is for where it is defined.
+// What actors ask of the engine that copies, multiplies and sums for them, as concepts. The CPU engine, the GPU kernel,
+// the simulation and tests have such engines. All lanes call an engine's functions. Each engine is checked against its
+// concepts where it is defined.
 #pragma once
 
 #include <concepts>

@@ -1,4 +1,5 @@
-// Who of a group moves: what the wait of an OS actor watches (protocol/wait.h).
+// Which ranks of a group make progress. The wait of an OS actor (protocol/wait.h) asks this before it expires, and then
+// asks which rank holds the group up.
 #pragma once
 
 #include "flashmoe/protocol/fault.h"

@@ -1,12 +1,12 @@
-// Joiner: adds a token's two rows as they come, in place of Combine. Where a token has two rows at most and all of them
-// are computed here, whoever finds that a row is the later one of its token has the two added and the output written,
-// while other tasks run. With Combine, every processor would have nothing but combines to do after its last task. (Of
-// one row a token nothing is joined: GEMM1 writes the output.)
+// Joiner: adds a token's two rows as soon as both are computed, in place of Combine. It runs in joined calls, where a
+// rank is alone and a token has two rows at most. The processor that stores the later row of a token has the two rows
+// added, and the output written, while other tasks run. With Combine, every processor would have nothing but combines
+// to do after its last task. (If tokens have one row each, nothing is joined: GEMM1 writes the output.)
 //
-// A word per token and block of columns counts what is stored of the token's two rows: a thread block that has stored
-// all of a task's features of a row adds 2; where a cluster's two blocks halve the features, each adds 1. The add that
-// makes it 4 is the later row's; whoever made it resets the word. The sum of two does not depend on their order: the
-// bits are those of Combine.
+// There is a word for each token and block of columns. It counts how much of the token's two rows is stored. A thread
+// block that has stored all of a task's features of a row adds 2. If a cluster's two blocks have half of the features
+// each, each block adds 1. The add that makes the word 4 belongs to the later row. Whoever makes it sets the word to
+// zero. The sum of two rows does not depend on their order, so the bits are those of Combine.
 #pragma once
 
 #include "flashmoe/actors/engine.h"

@@ -1,10 +1,10 @@
-// Keeper: copies the rows of other ranks' tokens, as they arrive, to memory of the pass's own, where passes train among
-// several ranks. A forward pass needs them again for its gradients (unless x is dispatched again), a backward pass
-// behind its last return, and their senders overwrite them in the next call, which they begin when all has come back to
-// them.
+// Keeper: copies the rows of other ranks' tokens to memory of the pass, as the rows arrive. Keepers run where passes
+// train among several GPUs. A forward pass needs these rows again for its gradients (unless x is dispatched again). A
+// backward pass needs them after its last return. But the source overwrites them in the next call, which it begins when
+// it has all its returns.
 //
-// So no source is done with (Pending) before keepers have copied what it sent: to the counter, each of them is one more
-// expert, without rows. Nothing is signalled that would not be anyway.
+// So a source must not get its last return before keepers have copied its rows. For this, each keeper counts as one
+// more expert, without rows, in the counter of Pending. No further signal is needed.
 #pragma once
 
 #include "flashmoe/protocol/arrivals.h"

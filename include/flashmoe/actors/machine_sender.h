@@ -1,6 +1,6 @@
-// What a sender does for ranks of another machine: it brings the packets of all of them to the one that stands for the
-// machine towards this rank, its relay (protocol/machines.h), each row once. The rows are those that any of the ranks
-// needs; entries, offsets and counts are those that each would get.
+// What a sender does for ranks of another machine. It brings the packets for all ranks of that machine to the machine's
+// relay for this rank (protocol/machines.h), each token's row once. It sends a row if any of those ranks needs it.
+// Entries, offsets and counts are those that each rank would get by itself.
 #pragma once
 
 #include <cstring>

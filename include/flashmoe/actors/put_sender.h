@@ -1,8 +1,8 @@
-// Put sender: what Sender does, where peers are not mapped, and besides it puts the returns. Only senders put: so
-// nobody else waits for the network, and the network's code is in one role.
+// Put sender: sends packets as Sender does, where peers are not mapped. It also puts the returns. Only senders put, so
+// no other actor waits for the network, and the network's code is in one role.
 //
-// A sender leaves only when its puts have arrived, since what they read may then be overwritten by the next call, or
-// freed with the context.
+// A sender leaves the call only when its puts have arrived. After that, the next call may overwrite the memory that the
+// puts read, and a context that closes may free it.
 #pragma once
 
 #include "flashmoe/actors/engine.h"

@@ -1,15 +1,16 @@
-// Relay: passes on what sources on other machines have sent for the ranks of this one. A source's rows lie in this rank's
-// heap where its own rows of that source have their place (Call::dispatched_row), also those that only others need; each
-// goes to the same place in the heap of every rank that needs it, then that rank's entries, offsets and counts, and behind
-// these its packet's signal. So the ranks find packets as if the source itself had written them, and the own one, too.
+// Relay: passes on what sources on other machines have sent for the ranks of this machine. A source's rows lie in this
+// rank's heap (Call::dispatched_row), those that only other ranks need, too. The relay copies each row to the same
+// place in the heap of every rank that needs it. Then it copies that rank's entries, offsets and counts, and then it
+// signals that rank's packet. So each rank finds packets as if the source itself had written them. The relay signals
+// its own packet in the same way.
 //
-// Who passes on waits for nothing but the sources' signals, and a source sends without waiting for others: so it gets on,
-// and with it all that await packets. It is the OS actor, in steps of a batch of token blocks (Relay); or, where relays are
-// actors of their own (kRelaysApart), workers that share out the packets among them (RelayWorker), behind their own sends.
+// On the CPU engine the OS actor passes on, one batch of token blocks a step (Relay). Where relays are actors of their
+// own (kRelaysApart), workers share the packets among them, after their own sends (RelayWorker). Both wait only for
+// signals of sources, and a source sends without waiting for others. So no wait is in a circle.
 //
-// A rank does not end a call before it has passed on everything (run_os), and the source not before all returns of the
-// call are here, which ranks owe until they have seen its last packet. So what is read here is not overwritten too early,
-// and there is one copy of it.
+// A rank does not end a call before it has passed on everything (run_os). The source does not end the call before it
+// has all returns, and ranks owe these until they have seen its last packet. So nothing that a relay reads is
+// overwritten too early, and one copy of the memory is enough.
 #pragma once
 
 #include "flashmoe/actors/engine.h"

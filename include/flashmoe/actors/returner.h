@@ -1,27 +1,29 @@
-// Returner: what a processor does while it has no task. It reduces rows that are computed here and owed to their homes;
-// if none are ready, it combines what came back for its rank's own tokens.
+// Returner: the work on returns that a processor does while it has no task. First it looks for Reduce, which other
+// ranks wait for, then for Combine.
 //
 //   Reduce   (only with the reduced return) sums the rows that this rank's experts made for a token, and sends the sum
-//            home (COMET, section 3.1). Return group by return group, in each the other ranks' tokens before the own.
-//            Where peers are not mapped, the sum replaces the token's first staged row, and senders put it. Where ranks
-//            are on several machines, sums of another machine's tokens stay on this one, in fp32: their source's relay
-//            sums those of all its ranks, places ascending, and sends that home (protocol/machines.h).
-//   Combine  out[token] = sum of the rows that came back for it, over k (direct) or over ranks (reduced), in ascending order
-//            in fp32 (FlashDMoE, equation 5.3). Return group by return group.
+//            home (COMET, section 3.1). It goes return group by return group; in each, other ranks' tokens come before
+//            the own. Where peers are not mapped, the sum replaces the token's first staged row, and senders put it.
+//            Where ranks are on several machines, sums for another machine's tokens stay on this machine in fp32. The
+//            relay of their source adds those of all ranks, by place ascending, and sends the total home
+//            (protocol/machines.h).
+//   Combine  out[token] = sum of the rows that came back for the token, over k (direct) or over ranks (reduced), in
+//            ascending order in fp32 (FlashDMoE, equation 5.3). It goes return group by return group.
 //
-// Both are tasks in the papers' sense, but nobody hands them out: they are cut into pieces, some items each (the engine says
-// what an item is: a token's columns of the group, or a part of these), and whoever is free takes the next piece that is
-// ready. So they need no slot of the ready queue and no step of the scheduler, and fill the time between products.
+// Both are tasks in the papers' sense, but no scheduler hands them out. They are cut into pieces of some items each.
+// (The engine says what an item is: a token's columns of the group, or a part of these columns.) A processor that is
+// free takes the next piece that is ready. So they need no slot of the ready queue and no step of the scheduler, and
+// fill the time between products.
 //
 //   ready     Reduce: reduce_signal[p][g] has this call's epoch. Combine: return_signal[q][g] of every rank q has it.
-//   taken     Reduce: by tickets of one counter of the rank. Whoever does the last piece of (p, g) signals p, so none
+//   taken     Reduce: by tickets of one counter of the rank. Whoever does the last piece of (p, g) signals p, so no piece
 //             may wait for a processor that is busy until the end. Combine: pieces are dealt out to processors in turn,
 //             and a processor's workers (a GPU's warps) take its pieces by a counter of the processor.
-//   retired   Reduce: reduce_done[p][g] counts pieces, and the last one signals the group to p. Combine: nothing depends on
-//             it; a rank's call is over when no worker has a piece left.
+//   retired   Reduce: reduce_done[p][g] counts pieces, and the last one signals the group to p. Combine: nothing depends
+//             on it; a rank's call is over when no worker has a piece left.
 //
-// A relay's sums are pieces of Reduce like any others, of a group behind all that its own rank owes in the group. So what a
-// worker waits for never waits for it: a machine's sum of group g for Reduce of g, and that for nothing that comes later.
+// A relay's sums are pieces of Reduce, too. In each group they come after all that the relay's own rank owes. So there
+// is no circle of waits: a machine's sum of group g waits for Reduce of g, which waits for nothing that comes later.
 #pragma once
 
 #include <concepts>

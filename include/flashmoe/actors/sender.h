@@ -1,14 +1,14 @@
-// Sender: brings a rank's packets to the other ranks that hold an expert of them: entries and rows, then the signal.
+// Sender: brings a rank's packets to the other ranks: offsets, entries and rows, then the signal.
 //
-// A packet for another rank is built in the workspace, the outbox, since many small stores to a peer would hold up the
-// signal of the own packet. Its rows are sent in parts of 32 tokens, by several senders; whoever sends the last part
-// signals the packet. Rank 2 of 4 sends all packets for rank 3, then those for rank 0, then for rank 1: so each rank
-// receives from one rank at a time, the first packets early, instead of from all ranks at the end. And senders share a
-// packet's parts: were each packet sent by one, all would be complete at the same time, late, and until then no tile
-// could be made of them.
+// A packet for another rank is built in the workspace, in the outbox, because many small stores to a peer would hold up
+// the signal of the own packet. Its rows are sent in parts of 32 tokens, by several senders. Whoever sends the last
+// part signals the packet. Rank 2 of 4 sends all packets for rank 3, then those for rank 0, then those for rank 1. So
+// each rank receives from one rank at a time, and receives its first packets early. Senders share the parts of one
+// packet. If one sender sent a whole packet, all packets would be complete at the same time, late, and until then no
+// tile could be made of them.
 //
-// Where ranks are on several machines, the packets for all of another machine go to its relay: machine_sender.h.
-// Where peers are not mapped: put_sender.h.
+// Other senders: machine_sender.h sends the packets for all ranks of another machine to its relay. put_sender.h sends
+// where peers are not mapped.
 #pragma once
 
 #include "flashmoe/actors/engine.h"

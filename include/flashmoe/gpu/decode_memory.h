@@ -1,5 +1,6 @@
-// The memory of the kernel for a few tokens (sm90/decode/) besides the protocol's: behind the workspace, in which no other rank
-// reads or writes. Host and kernel have one table of it; the names with `few` are those of calls of few tokens.
+// The memory that the kernel for a few tokens (sm90/decode/) has besides the protocol's. It lies behind the workspace,
+// where no other rank reads or writes. The host and the kernel use one table of it. Names with `few` belong to calls of
+// few tokens.
 #pragma once
 
 #include "flashmoe/protocol/call.h"

@@ -1,4 +1,4 @@
-// What a backward pass makes of pre-activations: activations once more, and their slopes.
+// What a backward pass computes from pre-activations: the activations once more, and their derivatives.
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"

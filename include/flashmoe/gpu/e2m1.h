@@ -1,8 +1,10 @@
-// mxfp4 decoded to a 16-bit type, given how two words of that multiply, so that hosts test it.
+// Decodes mxfp4 to a 16-bit type. The caller supplies the multiplication of two words, so that hosts can test this
+// file.
 //
-// A code's sign, two bits of exponent and one of mantissa, put where a 16-bit type has its sign, the lowest bits of its
-// exponent and the highest of its mantissa, are the number times a constant power of two: numbers of exponent 0 have no
-// hidden bit in either. So a number in mxfp4 is these bits times one power of two, in which the block's scale is.
+// A code has a sign, two bits of exponent and one bit of mantissa. The decoder puts these bits where a 16-bit type has
+// its sign, the lowest bits of its exponent and the highest bit of its mantissa. The result is the number times a
+// constant power of two. This is also true for exponent 0, since numbers of exponent 0 have no hidden bit in either
+// type. So a number in mxfp4 is these bits times one power of two, which also includes the scale of the block.
 #pragma once
 
 #include <cstdint>

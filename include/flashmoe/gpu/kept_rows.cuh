@@ -1,9 +1,12 @@
-// Behind a forward pass that keeps, among several ranks: counts its rows, and moves them from where the pass has left them to
-// memory that has room for about as many (CountedRows, MovedRows). Both are launched before anybody knows how many there are.
-// So the second one does nothing where they have no room; and the host, which is told three numbers a rank, sees as much, and
-// launches it again with memory that has. All else stays on the device.
+// Two kernels that run after a forward pass that keeps, among several ranks. The first counts the rows of the pass
+// (CountedRows). The second moves them from where the pass has left them to memory that fits them (MovedRows).
 //
-// All they read lies in this rank's memory: what peers write there in the next call is of the other parity.
+// The host launches both before anybody knows the number of rows. If the memory has too little room, the second kernel
+// does nothing. The first tells the host three numbers for each rank. From these the host sees that there was too
+// little room, and launches the second kernel again with larger memory. All other data stays on the device.
+//
+// Both kernels read only memory of this rank. Peers may already write there for the next call, but they write the copy
+// of the other parity.
 #pragma once
 
 #include "flashmoe/gpu/copy_row.cuh"

@@ -1,5 +1,6 @@
-// Sums on their way through a machine (protocol/machines.h), of a rank's rows of another machine's token, which stay in fp32,
-// and of those sums of its ranks, rounded once. Both add in ascending order in fp32, as ItemSums does.
+// Two sums where ranks are on several machines (protocol/machines.h). The first is over one rank's rows for a token of
+// another machine, and stays in fp32. The second is over these sums of all ranks of the machine, and is rounded once.
+// Both add in ascending order in fp32, as ItemSums does.
 #pragma once
 
 #include "flashmoe/gpu/sum.cuh"

@@ -1,7 +1,7 @@
-// Numbers in mxfp4 as those of a 16-bit type, rounded to nearest where it has not got them.
+// Converts numbers in mxfp4 to a 16-bit type. Numbers that the type does not have are rounded to nearest.
 //
-// bf16 has all of them exactly, but those beyond its range, which are infinite. fp16 has multiples of 2^-24 up to 65504:
-// of others it has the nearest multiple, or infinity, as if they had been converted.
+// bf16 has all numbers of mxfp4 exactly, except those beyond its range, which become infinite. fp16 has multiples of
+// 2^-24 up to 65504. Other numbers become the nearest multiple, or infinity, as in an ordinary conversion.
 #pragma once
 
 #include <cstdint>

@@ -1,15 +1,18 @@
-// The network: what the kernel calls of NVSHMEM, and all that it does.
+// The network: what the kernel calls of NVSHMEM, and all that these calls do. Only kernels for peers that are not
+// mapped include this file.
 //
-// Inlined from NVSHMEM's headers: a call that is left in the kernel, be it of an assertion, would have ptxas serialise
-// every wgmma. Without what a GPU itself says to a network card (IBGDA, GPUNetIO), for that is 390 KB of instructions with a
-// stack frame and a printf, behind headers of rdma-core that its package lacks: to a peer that is not mapped, NVSHMEM's CPU
-// proxy sends. A mapped peer's memory these functions write themselves.
+// The calls are inlined from NVSHMEM's headers. If one call were left in the kernel, even of an assertion, ptxas would
+// serialise every wgmma. The code by which a GPU itself talks to a network card (IBGDA, GPUNetIO) is left out: it is
+// 390 KB of instructions with a stack frame and a printf, and needs headers of rdma-core that NVSHMEM's package lacks.
+// Instead, NVSHMEM's CPU proxy sends to a peer that is not mapped. If a peer is mapped, these functions write its
+// memory themselves.
 //
-// NVSHMEM's public calls, but for three: settle(), whose like is public only as the end of a wait; quiet(), which is public
-// only for a lane; and put() from 3.8 on. These, and how the headers declare what the host fills in, change from release to
-// release, so that only those are compiled with which somebody has looked at the result (python/flashmoe/nvshmem.py).
+// The calls are NVSHMEM's public ones, with three exceptions: settle() is public only as the end of a wait; quiet() is
+// public only for a lane; put() is not public from 3.8 on. The exceptions, and how the headers declare what the host
+// fills in, change from release to release. So only those releases are compiled with whose result somebody has looked
+// at (python/flashmoe/nvshmem.py).
 //
-// A remote address is a symmetric one: that of the same place in the own heap.
+// A remote address is a symmetric address: that of the same place in the own heap.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// Sums of products of a few rows of weights with some tokens' rows, by one warp: for calls whose time is that of reading the
-// weights. Weights come in blocks of eight rows; a lane ends with the sums of two neighbouring rows of each block,
-// first_row() and the next, with one of each eight tokens.
+// One warp multiplies a few rows of weights by some tokens' rows, and sums the products. This is for calls that take as
+// long as reading the weights. Weights come in blocks of eight rows. At the end, a lane has the sums of two
+// neighbouring rows of each block (first_row() and the next one), for one token of each eight.
 #pragma once
 
 #include <type_traits>

@@ -1,4 +1,5 @@
-// Rows in e4m3 (spec/rows.h): every step in fp32 is one of IEEE's, so that the bits are those of the CPU engine.
+// Quantises rows to e4m3 (spec/rows.h). Every step is an IEEE operation in fp32, so the bits are those of the CPU
+// engine.
 #pragma once
 
 #include <cstdint>

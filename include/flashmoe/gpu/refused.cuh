@@ -1,4 +1,5 @@
-// The end of a call that some rank has refused (protocol/refusal.h): what the last thread does, of a rank that has begun it.
+// The end of a call that some rank has refused (protocol/refusal.h), on a rank that has begun the call. The last thread
+// of the kernel runs this code.
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"

@@ -1,5 +1,6 @@
-// From tokens' router logits to their experts: the K largest of the scores (ties: the lower expert), and what weights
-// these make (FlashDMoE, equation 5.1; groups, sigmoids and the bias of the choice: DeepSeek-V3, section 2.1.2).
+// Chooses a token's experts from its router logits, and computes their weights. The experts are those with the K
+// largest scores (if scores are equal, the lower expert). The rules are those of FlashDMoE, equation 5.1. Groups of
+// experts, sigmoids and the bias of the choice are those of DeepSeek-V3, section 2.1.2.
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"

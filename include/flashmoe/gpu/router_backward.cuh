@@ -1,8 +1,9 @@
-// The gradients of a router's logits, from those of combine weights: of a backward pass, a few lanes a token.
+// Computes the gradients of a router's logits from those of the combine weights, in a backward pass. A few lanes share
+// a token.
 //
-// Nothing large cancels where a score is near 1: exponentials are float32's, whose relative errors scores keep, and all that is
-// made of them is in float64, as cpu/router_backward.cpp has it. They are rounded once, to x's type, since tensor cores multiply
-// by them, as by dZ.
+// Nothing large cancels where a score is near 1. Exponentials are in float32; scores keep their relative errors.
+// Everything that is computed from them is in float64, as in cpu/router_backward.cpp. The results are rounded once, to
+// x's type, since tensor cores multiply by them, as by dZ.
 #pragma once
 
 #include "flashmoe/gpu/choice_gradient.cuh"

@@ -1,5 +1,6 @@
-// The shared expert's weight in a token's sum: 1, or with a gate the sigmoid of the token's row times the gate's. (Its FFN
-// is computed as experts are: it is cut into slices that every token has among its choices, see CallShape::shared.)
+// The shared expert's weight in a token's sum. It is 1; with a gate, it is the sigmoid of the token's row times the
+// gate's row. (The shared expert's FFN is computed like that of other experts: it is cut into slices that every token
+// has among its choices, see CallShape::shared.)
 #pragma once
 
 #include "flashmoe/gpu/memory.cuh"

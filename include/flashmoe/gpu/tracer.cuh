@@ -1,5 +1,6 @@
-// Writes what a block's roles do, and when, to the trace buffer: compiled to nothing unless asked for. And the device's clock for the
-// host, which brackets each answer between two readings of its own (csrc/cuda/clock.cpp).
+// Writes to the trace buffer what a block's roles do, and when. If no trace is asked for, this code compiles to
+// nothing. The file also has the device's clock for the host, which brackets each answer between two readings of its
+// own clock (csrc/cuda/clock.cpp).
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"

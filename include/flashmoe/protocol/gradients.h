@@ -1,18 +1,18 @@
-// What a backward pass adds to the protocol, which it else runs as it is: it is a call of the layer's program whose token
-// rows are dY and whose routing is the forward pass's, known before it begins.
+// What a backward pass adds to the protocol. A backward pass is a call like others, with these differences: its token
+// rows are rows of dY, and its routing is that of the forward pass, so it is known from the beginning.
 //
-//   tokens     rows of dY; each crosses to a rank once, and with it the token's x, where the forward pass has kept none
-//   GEMM0      dA = dY down^T; from it and what the forward pass kept, each row's gradient of its pre-activations
-//   GEMM1      dX = that times gate_up, to the row's home: by itself or summed with the token's others (Reduce)
+//   tokens     rows of dY. Each crosses to a rank once, with the token's x, if the forward pass has kept no x there
+//   GEMM0      dA = dY down^T. From dA and what the forward pass kept: each row's gradient of its pre-activations
+//   GEMM1      dX = that gradient times gate_up. It goes to the row's home, by itself or summed by Reduce
 //   Combine    dX of a token, and what comes back through the router
-//   afterwards the gradients of weights: sums over an expert's rows, in canonical order, which no peer waits for
+//   afterwards the gradients of weights: sums over an expert's rows, in canonical order. No peer waits for them
 //
-// Besides rows, the gradients of combine weights go home: one number for each choice, in a region of the heap of its own.
-// They are written before the rows that a return signal announces.
+// The gradients of combine weights go home, too: one number for each choice, in a region of its own behind the heap. A
+// rank writes them before the rows that a return signal announces.
 //
-// x that is dispatched again (`redispatch`) has a region of its own, too, laid out as dispatched rows are. Who writes a
-// row of dY writes the token's x before the same signal; who reads it has read both before the same return. So the pair
-// is to every actor what a row is in other calls, of twice the bytes.
+// With `redispatch`, x is sent again. Its rows have a region of their own, laid out as dispatched rows. Whoever writes
+// a row of dY also writes the token's x before the same signal. Whoever reads the row has read both before the same
+// return. So to every actor the pair is one row of twice the bytes.
 #pragma once
 
 #include "flashmoe/protocol/call.h"

@@ -1,5 +1,6 @@
-// Where everything is. One table per memory region yields sizes, addresses, the memory planner's lines and the
-// conflict-freedom test's coordinates: the host allocates from it and the device indexes with it.
+// Where everything lies in a rank's memory. There is one table for each region of memory. From it the host takes sizes
+// and allocates, the device takes addresses, the memory planner takes its lines, and the test of conflict-freedom takes
+// coordinates.
 #pragma once
 
 #include <array>

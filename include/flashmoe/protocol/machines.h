@@ -1,14 +1,15 @@
-// Once per machine: in a group whose ranks are on several machines a token's row crosses to each other machine once, and
-// with `reduced` one sum of what its experts there have made comes back.
+// Once per machine: if the ranks of a group are on several machines, a token's row crosses to each other machine once.
+// With `reduced`, one sum of the rows of that machine's experts comes back. This file has the tables and the memory for
+// it; senders, relays and returners use them.
 //
-// The rank that stands for machine m towards source p is its *relay*: p sends it the packets of all its ranks, and it
-// passes them on in p's name (actors/relay.h); where sums are formed, the ranks of m leave theirs of p's tokens with it,
-// and it sends the sum of these home (actors/returner.h). So ranks of a machine share that work, source by source, and
-// all that p and m have to do with one another has one pair of ends.
+// For each source p, every other machine m has a *relay*: one of its ranks. Rank p sends the packets for all ranks of m
+// to the relay, which passes them on in p's name (actors/relay.h). Where sums are formed, the ranks of m leave their
+// sums for p's tokens with the relay, and the relay sends the total home (actors/returner.h). So the ranks of a machine
+// share this work, source by source.
 //
-// A Platform whose ranks may be on several machines says so (kSpansMachines), and whether relays are actors of their own
-// (kRelaysApart: RelayWorker) or the OS actor passes on. SpreadPlatform makes one of any other. For those that say no, nothing
-// here is compiled in.
+// A Platform whose ranks may be on several machines says so by kSpansMachines. kRelaysApart says who passes on: actors
+// of their own (RelayWorker), or the OS actor. SpreadPlatform makes such a Platform of any other. For other Platforms
+// nothing of this file is compiled in.
 #pragma once
 
 #include "flashmoe/protocol/gradients.h"

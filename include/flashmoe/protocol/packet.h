@@ -1,10 +1,11 @@
-// Packets: the choices (token, k) of one token block, sorted by destination rank and local expert. A rank's packet for
-// itself is written to its heap, where formers read it; those for other ranks to the outbox, from which senders take
-// them (actors/sender.h).
+// Packets: the choices (token, k) of one token block, sorted by destination rank and local expert. The engines call
+// this code after the gate. A rank writes its packet for itself to its own heap, where formers read it. It writes
+// packets for other ranks to the outbox, from which senders take them (actors/sender.h).
 //
-// Run by a team of warps per token block (P::workers), on routing that the gate left in shared memory. Each worker has
-// a range of consecutive tokens: it counts its choices per expert, a scan over workers and experts gives every choice its
-// place, and each worker writes its own. Places are in token order, which a capacity factor relies on.
+// A team of warps (P::workers) builds the packets of a token block, from the routing that the gate left in shared
+// memory. Each warp of the team, a worker, has a range of consecutive tokens. It counts its choices per expert. A scan
+// over workers and experts gives every choice its place, and each worker writes its own choices. Places are in token
+// order, which a capacity factor relies on.
 #pragma once
 
 #include "flashmoe/protocol/fault.h"

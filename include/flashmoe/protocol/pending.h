@@ -1,11 +1,15 @@
-// How a rank knows that it has computed all it owes to a source, while rows of that source may still be arriving.
+// How a rank knows that it has computed everything that it owes to a source, while rows of that source may still
+// arrive. Formers, processors and keepers change the counters.
 //
-// One counter per source and return group. Its low 40 bits are the (row, block of columns) pairs still to compute (of
-// 100 rows and a group of 4 blocks of columns, 400); its high bits are the local experts whose former has seen the
-// source's last packet. A former adds rows before it announces their tile, and its experts after the last packet; a
-// retired task subtracts. Whoever brings the counter to "every expert, no rows" has completed it and resets it. Rows
-// are added before they can be subtracted, so the low part is never negative. (Keepers, where there are any, count as
-// experts: whoever overwrites rows that are returned finds them copied, actors/keeper.h.)
+// There is one counter for each source and return group. Its low 40 bits are the pairs (row, block of columns) that are
+// still to compute: 400 for 100 rows and a group of 4 blocks of columns. Its high bits are the number of local experts
+// whose former has seen the source's last packet. A former adds rows before it announces their tile, and adds its
+// experts after the last packet. A processor that retires a task subtracts. The change that leads to "every expert, no
+// rows" completes the counter, and whoever makes it sets the counter to zero. Rows are added before they can be
+// subtracted, so the low part is never negative.
+//
+// Where there are keepers (actors/keeper.h), each counts as one more expert. So a source gets its last return only
+// after the keepers have copied its rows.
 #pragma once
 
 #include "flashmoe/protocol/machines.h"

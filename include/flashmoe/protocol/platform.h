@@ -1,16 +1,18 @@
-// What the protocol asks of the machine it runs on.
+// What the protocol asks of the machine on which it runs. The GPU, the CPU engine, the tests and the simulation each
+// have a Platform.
 //
-// A Platform is a type with only static members. Protocol code is written for the kLanes lanes of one warp working
-// side by side: every lane calls every function, work is strided by lane(), and lanes meet in the collectives
-// below. On a GPU kLanes is 32; the CPU engine has 1; the tests run 4 and 8 lanes as threads (tests/cpp), so that
-// lane code is checked under ThreadSanitizer without lockstep.
-// RunsProtocol says what it has; each is held to that where it is defined.
+// A Platform is a type that has only static members. Protocol code is written for the kLanes lanes of one warp, which
+// work side by side: every lane calls every function, lane() tells a lane which part of the work is its own, and lanes
+// meet in the collective functions below. On a GPU kLanes is 32, on the CPU engine 1. Tests run 4 and 8 lanes as
+// threads (tests/cpp), so ThreadSanitizer checks the code of lanes without lockstep. The concept RunsProtocol says what
+// a Platform has. Each Platform is checked against it where the Platform is defined.
 //
-// poll and post are for looking often and publishing much. On a GPU an acquire load holds up every load behind it, and
-// a release store waits for every store before it; so words are polled, many at once, and those that had news are
-// loaded once more, with acquire. A fence instead would, at system scope, also release, and wait for writes to peers,
-// which at the start of a call take 0.1 ms. On CPU platforms poll acquires and post releases, likewise what is nearby;
-// acquire and the fences are empty, since ThreadSanitizer knows no fences.
+// poll and post are for code that looks often and publishes much. On a GPU, an acquire load holds up every load behind
+// it, and a release store waits for every store before it. So code polls many words at once, without acquire, and then
+// loads those words that had news once more, with acquire. A fence could replace this second load. But at system scope
+// a fence also releases: it waits for writes to peers, which take 0.1 ms at the start of a call. On CPU platforms poll
+// acquires and post releases, and so do the functions named `nearby`. There, acquire and the fences are empty, since
+// ThreadSanitizer knows no fences.
 #pragma once
 
 #include <concepts>

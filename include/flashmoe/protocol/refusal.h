@@ -1,10 +1,11 @@
-// A call that one rank cannot begin (an argument of its own is wrong): the rank tells the others, the call is over on all of
-// them, and the group lives on. (Not where peers are reached by puts alone.)
+// A call that one rank cannot begin, because an argument of its own is wrong. The rank tells the others, the call is
+// over on all ranks, and the group may call again. (This is not so where peers are reached by puts alone.)
 //
-// The rank takes no part in the call: it sends neither its call signal nor a packet, without which no rank completes it.
-// The others end it when they see the refusal (FaultRecord::posted). A rank whose call ended so, or that has refused it, says when it
-// has left it (FaultRecord::left). Before a rank begins the next call, or refuses it, all have left this one: what ended calls
-// leave in heaps is overwritten by then, or of an epoch that nobody looks for (docs/protocol.md, "Calls that a rank refuses").
+// The rank that refuses takes no part in the call: it sends neither its call signal nor a packet. Without these, no
+// rank completes the call. The others end it when they see the refusal (FaultRecord::posted). Each rank says when it
+// has left the refused call (FaultRecord::left). Before a rank begins or refuses the next call, all ranks have left
+// this one. By then, nothing that the ended call has left in heaps can be mistaken for data of a later call
+// (docs/protocol.md, "Calls that a rank refuses").
 #pragma once
 
 #include "flashmoe/protocol/machines.h"

@@ -1,19 +1,20 @@
-// The tile geometry that host and kernel both compute with.
+// The tile geometry: how host and kernel cut GEMMs into tiles, tasks and shares of thread blocks.
 //
-// GEMMs run transposed: weight rows ("features") on wgmma's M side, tokens on its N side. Token counts are what varies
-// from 1 to 256 per tile, and N goes in steps of 8 where M is always 64: no padding to speak of, and one kernel for
-// large and small batches. Full tiles alone run the other way round, tokens on M and 256 features on N: their products
-// then read 80 KiB of shared memory a k-block, not 96 (not fp32 without the tensor cores, which has one way for all).
+// GEMMs run transposed: weight rows ("features") are on wgmma's M side, tokens on its N side. A tile has from 1 to 256
+// tokens. N goes in steps of 8, but M is always 64. So there is little padding, and one kernel serves large and small
+// batches. Full tiles run the other way round: tokens on M, and 256 features on N. Their products then read 80 KiB of
+// shared memory for each k-block, not 96. (In fp32 without tensor cores, all tiles have tokens on N.)
 //
-// A task is a tile times 256 features, computed by a cluster of two thread blocks. What bounds a GEMM on all
-// SMs is the L2: 34 bytes a clock and SM. So the cluster shares what it can: each block loads half of the weights and
-// multicasts it to both, each multiplies all 256 features by its own half of the tokens (32 KiB of L2 traffic a block
-// for 48 KiB of operands). Tiles of few tokens are halved the other way: 128 features and all tokens for each block.
+// A task is a tile times 256 features. A cluster of two thread blocks computes it. A GEMM on all SMs is bound by the
+// L2, which gives 34 bytes a clock and SM. So the cluster shares loads: each block loads half of the weights and
+// multicasts them to both, and each multiplies all 256 features by its own half of the tokens. (A block then has 32 KiB
+// of L2 traffic for 48 KiB of operands.) Tiles of few tokens are halved the other way: each block has 128 features and
+// all tokens.
 //
-// Rows in e4m3 are always multiplied with tokens on M, and blocks never halve a task by features (docs/fp8.md).
+// Rows in e4m3 are always multiplied with tokens on M, and a task in e4m3 is never halved by features (docs/fp8.md).
 //
-// Transposed weights, whose rows in memory go along features, are always multiplied with tokens on M: a thread then has a
-// gate and its up, in whichever order they lie.
+// Transposed weights, whose rows in memory go along features, are always multiplied with tokens on M. A thread then has
+// both a gate and its up, in whichever order they lie in memory.
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"

@@ -1,4 +1,4 @@
-// Which instance of its kernels a build is: types as kBuild says.
+// Which instance of its kernels a build is: the types and options that kBuild names.
 #pragma once
 
 #include <type_traits>

@@ -1,8 +1,9 @@
-// What a build of a kernel is told by -D: the one place that reads such a macro, and what goes with what.
+// The options with which a kernel is compiled (by -D), and which of them go together. Only this file reads such a
+// macro.
 //
-// A kernel is compiled for a layer's element type and activation, and for some of these options; python/flashmoe/jit.py names
-// them likewise, and defines FLASHMOE_<NAME>=1 for those that it wants. Host code is compiled with none. What computes asks
-// kBuild: all of it is known to the compiler.
+// A kernel is compiled for a layer's element type and activation, and for some of these options. python/flashmoe/jit.py
+// has the same names, and defines FLASHMOE_<NAME>=1 for each option that it wants. Host code is compiled with no
+// option. Code that computes asks kBuild, whose values the compiler knows.
 #pragma once
 
 #include "flashmoe/spec/enums.h"

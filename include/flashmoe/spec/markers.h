@@ -1,4 +1,4 @@
-// What host and device compilers need to be told.
+// Markers of functions and loops that host and device compilers need, each in its own way.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,9 +1,9 @@
-// The program of a call: every kind of task as a row of one table.
+// The program of a call: a table with a row for every kind of task.
 //
-// A row says what a task multiplies or sums, over which axis, how its results are cut into tasks, what becomes of them, who
-// takes it and what it waits for. Who forms tiles, orders tasks, loads, multiplies, retires, counts or traces reads the
-// table and names no kind. All of it is known to the compiler: what reads it is compiled to comparisons with constants, as
-// if it named the kinds.
+// A row says what a task multiplies or sums, over which axis, how its results are cut into tasks, where the results go,
+// who takes the task and what it waits for. Code that forms tiles, orders tasks, loads, multiplies, retires, counts or
+// traces reads the table, and names no kind. The compiler knows the whole table. So it turns such code into comparisons
+// with constants, as if the code named the kinds.
 #pragma once
 
 #include <array>

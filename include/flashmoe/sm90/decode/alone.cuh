@@ -1,33 +1,35 @@
-// The layer of a few tokens (kFewTokens at most) on a rank that is alone: one cooperative launch, one block per SM, 12 warps
-// a block, or 13 where weights have scales. All threads of all blocks run it.
+// The layer of a few tokens (at most kFewTokens) on a rank that is alone: one cooperative launch, one block per SM, 12
+// warps a block, or 13 if weights have scales. All threads of all blocks run it.
 //
-// It reads x, given routing, the router and the experts' weights, and writes the outputs. Between blocks it uses its own rank's
-// memory: FewMemory (gpu/decode_memory.h), and of the workspace intermediate rows and words of Control. Of the heap it writes a
-// fault alone, and there is no peer. Of shared memory it has FewShared (decode/block.cuh).
+// It reads x, routing that the caller gives, the router and the experts' weights. It writes the outputs. Blocks
+// exchange data in memory of their own rank: FewMemory (gpu/decode_memory.h), and in the workspace intermediate rows
+// and words of Control. In the heap it writes only a fault. It reads and writes no other rank's memory. Its shared
+// memory is FewShared (decode/block.cuh).
 //
-// Such a call takes the time to read its experts' weights once, plus every round trip to memory before and between.
-// Through the actors of sm90/roles/kernel.cuh these are a chain of some twenty, for tiles of a few rows that are handed out by
-// one scheduler. Here each block works out for itself which experts have which rows, and takes tasks by itself; weights are
-// on their way from the moment the experts are known to the end, 112 KiB a multiprocessor, whatever their rows wait for.
+// Such a call takes the time to read its experts' weights once, plus the round trips to memory before and between. The
+// actors of sm90/roles/kernel.cuh would make a chain of some twenty round trips, for tiles of a few rows that one
+// scheduler hands out. Here each block finds out for itself which experts have which rows, and takes tasks by itself.
+// From the moment the experts are known until the end, 112 KiB of weights a multiprocessor are on their way, even while
+// their rows are not there yet.
 //
-//   gate    eight experts and some tokens are a job of a block, whose warps have parts of H (sm90/decode/routing.cuh)
-//   choose  every block for itself, or, where tokens are many, each for some tokens; and all pass them on
+//   gate    a job of a block is eight experts and some tokens; each of its warps has a part of H (sm90/decode/routing.cuh)
+//   choose  every block chooses for itself; if tokens are many, each block chooses for some and passes the choices on
 //   then, by a block's warps (sm90/decode/tasks.cuh, sm90/decode/gemms.cuh):
-//   0-7     consumers: GEMM0's tasks, then GEMM1's; intermediate and weighted rows to device memory
+//   0-7     consumers: GEMM0's tasks, then GEMM1's; they store intermediate and weighted rows to device memory
 //   8       takes tasks, and loads their weights (one thread)
-//   9       loads their rows: of GEMM1 when the unit's intermediate rows are stored. In FP8 9 to 11, which quantise them
-//           (decode/rows_quantised.cuh)
+//   9       loads their rows: those of GEMM1 when the unit's intermediate rows are stored. In FP8 warps 9 to 11 do this, and
+//           quantise the rows (decode/rows_quantised.cuh)
 //   10, 11  in mxfp4: load the scales of the weights (decode/scales_mxfp4.cuh); consumers meet in named barrier 1, once
-//   10      or 12 where weights have scales: tells all blocks of rows that the consumers have stored (one thread)
-//   and when all blocks have met, all warps sum the rows of each token. No return, no combine.
+//   10      (12 if weights have scales) tells all blocks which rows the consumers have stored (one thread)
+//   When all blocks have met, all warps sum the rows of each token. There is no return and no Combine.
 //
-// Bits: a token's row is the same in every call of up to kFewExactTokens tokens, whatever the others are: products are summed
-// in several sums side by side, and of few rows' long ones parts are tasks of their own. In calls of more tokens they are
-// summed along K in steps of 16 as in the general kernel, and have its bits; but for quantised weights, see docs/fp8.md and
-// docs/mxfp4.md.
+// Bits: in calls of up to kFewExactTokens tokens, a token's row has the same bits in every call, whatever the other
+// tokens are. There, products are summed in several sums side by side, and if rows are few, parts of long rows are
+// tasks of their own. In calls of more tokens, products are summed along K in steps of 16 as in the general kernel, and
+// have its bits. (For quantised weights see docs/fp8.md and docs/mxfp4.md.)
 //
-// Waits: for logits, choices, a unit's rows and at the meeting, all bounded (wait_until). The protocol's queues and signals
-// are left alone.
+// Waits: for logits, choices, a unit's rows, and at the meeting. All are bounded (wait_until). This kernel does not use
+// the protocol's queues and signals.
 #pragma once
 
 #include "flashmoe/gpu/leave.cuh"

@@ -1,8 +1,10 @@
-// What a thread block of the kernel for a few tokens (sm90/decode/alone.cuh) knows of its call, and how it waits for the others.
+// What a thread block of the kernel for a few tokens (sm90/decode/alone.cuh) knows of its call, and how it waits for
+// the other blocks.
 //
-// FewShared is all of its shared memory. Block is what every function here gets: that, the arguments and the call, from which
-// addresses in device memory follow. This file itself stores to shared memory alone; waiting loads what the others have stored.
-// wait_for_blocks() is run by one warp, fail() by one thread, all_well() by all threads, the rest by any thread.
+// FewShared is all of the block's shared memory. Every function of this kernel gets a Block: the shared memory, the
+// kernel's arguments and the call, from which addresses in device memory follow. The code of this file stores only to
+// shared memory. Its waits load what other blocks have stored. One warp runs wait_for_blocks(), one thread fail(), all
+// threads all_well(), any thread the rest.
 #pragma once
 
 #include "flashmoe/gpu/decode_memory.h"
@@ -22,11 +24,11 @@ inline constexpr uint32_t kFewRouters = 12;
 // The most units of a call, and their experts with the slices of the shared one.
 inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kFewChoices / 16;
 
-// The routing, as every block knows it. Choice p is (token p / n, k = p % n), where n is few_choices: the shared expert's
-// slices are choices here. Choices that are not dropped, and have an expert (ExpertId), have rows: an expert's follow one another, in token order, and so
-// do the experts. A unit is an expert and some of its rows, as many as a warp multiplies at a time.
-// In a group only those choices count that came to this rank: number p is row p, of a token and a choice as SentRow says, and
-// experts are local ones.
+// The routing, as every block knows it. Choice p is (token p / n, k = p % n), where n is few_choices. The shared expert's
+// slices are choices here. Each choice that has an expert (ExpertId) and is not dropped has a row. Rows are ordered by
+// expert, and within an expert by token. A unit is some rows of one expert, as many as a warp multiplies at a time.
+// In a group, only the choices that came to this rank count. Choice number p is row p, whose token SentRow names, and
+// experts are numbered locally.
 struct FewRouting {
   int32_t ids[kFewChoices];
   float weights[kFewChoices];
@@ -36,7 +38,7 @@ struct FewRouting {
   uint16_t unit_expert[kFewUnits], unit_first[kFewUnits], unit_rows[kFewUnits];
 };
 
-// In a group, whose a row is: as FewRouting::ids have it.
+// In a group: the home, the token and the k of a row, which FewRouting::ids has for each row as one packed word.
 struct SentRow {
   uint32_t source, token, k;
 

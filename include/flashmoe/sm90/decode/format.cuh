@@ -1,8 +1,10 @@
-// What differs with how experts' matrices are stored: Format<Dtype>. This one is of matrices in the type of rows; those in e4m3 and
-// in mxfp4 have theirs (decode/fp8.cuh, decode/mxfp4.cuh), which the entry of such a kernel includes.
+// What the kernel for a few tokens does differently for each way in which experts' matrices are stored: Format<Dtype>.
+// The Format in this file is for matrices in the type of rows. Matrices in e4m3 and in mxfp4 have Formats of their own
+// (decode/fp8.cuh, decode/mxfp4.cuh), which the entry of such a kernel includes.
 //
-// prepare() and multiply() are run by the consumer warps, load() by the warps that load rows and scales, send_rows() by all
-// threads. Which memory they touch is said in decode/products.cuh, decode/tasks.cuh and decode/send.cuh, to which they pass.
+// The consumer warps run prepare() and multiply(). The warps that load rows and scales run load(). All threads run
+// send_rows(). These functions call decode/products.cuh, decode/tasks.cuh and decode/send.cuh, which say what memory
+// they touch.
 #pragma once
 
 #include "flashmoe/sm90/decode/products.cuh"

@@ -1,5 +1,6 @@
-// Format (decode/format.cuh) of experts in e4m3 (docs/fp8.md): rows are quantised as they are loaded, or in a group as they are sent.
-// Run by the warps that decode/format.cuh names. Which memory they touch is said in the files that are included here.
+// The Format (decode/format.cuh) of experts in e4m3 (docs/fp8.md). Rows are quantised as they are loaded, or, in a
+// group, as they are sent. decode/format.cuh says which warps run it. The files that are included here say what memory
+// they touch.
 #pragma once
 
 #include "flashmoe/sm90/decode/format.cuh"

@@ -1,13 +1,15 @@
-// The consumer warps of the kernel for a few tokens (sm90/decode/alone.cuh): both GEMMs, the activation, and, when all rows are there,
-// the sum over each token's k experts.
+// The consumer warps of the kernel for a few tokens (sm90/decode/alone.cuh). They compute both GEMMs and the
+// activation. When all rows are there, they sum each token's K rows.
 //
-// consume_tasks(): warps 0 to 7 of every block, each its columns of every task. They read stages, tasks and routing in shared memory,
-// and biases in device memory. They write intermediate rows to this rank's workspace (GEMM0); and of GEMM1 result rows, each times
-// its choice's weight: on a rank that is alone to FewMemory (gpu/decode_memory.h), in a group to the return rows of the heap
-// of the rank whose token it is, this one's or a peer's; decode/group.cuh signals return rows.
-// tell_of_stored(): one thread of each block, of warp kFewTeller. It adds to FewMemory's counter of a unit, with release, so that all
-// blocks may load the unit's rows.
-// sum_rows(): all threads of a rank that is alone, behind its grid's meeting. It reads FewMemory and writes the output y.
+// consume_tasks(): warps 0 to 7 of every block run it; each warp computes its own columns of every task. They read
+// stages, tasks and routing in shared memory, and biases in device memory. GEMM0 writes intermediate rows to this
+// rank's workspace. GEMM1 writes result rows, each times the weight of its choice. On a rank that is alone, they go to
+// FewMemory (gpu/decode_memory.h). In a group, they go to the return rows in the heap of the token's home, which is
+// this rank or a peer; decode/group.cuh signals return rows.
+// tell_of_stored(): one thread of each block runs it, of warp kFewTeller. It adds to FewMemory's counter of a unit,
+// with release, so that all blocks may load the unit's rows.
+// sum_rows(): all threads of a rank that is alone run it, after all blocks have met. It reads FewMemory and writes the
+// output y.
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"

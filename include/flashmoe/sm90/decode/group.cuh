@@ -1,22 +1,24 @@
-// The layer of a few tokens on a rank of a group whose memory is mapped: the kernel of sm90/decode/alone.cuh with the protocol's packets
-// in place of its routing, and its returns in place of its meeting. All threads of all blocks run it.
+// The layer of a few tokens on a rank of a group whose memory is mapped. The kernel is that of sm90/decode/alone.cuh,
+// with the protocol's packets in place of its routing, and with the protocol's returns in place of its meeting. All
+// threads of all blocks run it.
 //
-// It has that kernel's memory, and both sides' heaps besides: it reads its own, where peers store their calls, packets, rows and
-// returns, and stores its own to theirs. From peers' heaps it loads whether they are alive, and of a fault what they had begun.
+// It has the memory of that kernel, and the heaps of all ranks. It reads its own heap, where peers store their calls,
+// packets, rows and returns. It stores its own to the heaps of peers. From these it loads only whether the peers are
+// alive and, for a fault, what they have begun.
 //
-// What goes between ranks, and when, is what the general kernel writes and awaits (docs/protocol.md): to the others it is
-// the same rank. It has none of its actors; what one of them would do is done by
-//   announcing    a block in the middle, first of all: it has no part in what the first packets wait for
-//   packets       a token block each, by the last blocks: rows to all ranks, while logits are computed (decode/send.cuh); then the
-//                 choice, and entries, offsets and the signal (decode/outbox.cuh)
-//   arrival       warp 0 of every block, until all packets of all ranks are here; each block lists its rank's rows for itself
-//                 (decode/packets.cuh)
-//   returning     the consumers, as they compute rows; who counts the last block signals all groups to all ranks
-//   combining     blocks that have sums to make await all returns
-// How it waits, and what block 0 does meanwhile: decode/waits.cuh.
+// Between ranks, it writes and awaits the same as the general kernel (docs/protocol.md). So other ranks cannot tell
+// which kernel a rank runs. It has no actors. Their work is done by
+//   announcing    a block in the middle, before anything else: the first packets do not need this block
+//   packets       the last blocks, a token block each: rows to all ranks, while logits are computed (decode/send.cuh); then
+//                 the choice of experts, and entries, offsets and the signal (decode/outbox.cuh)
+//   arrival       warp 0 of every block, until all packets of all ranks are here; each block lists its rank's rows for
+//                 itself (decode/packets.cuh)
+//   returning     the consumers, as they compute rows; the block that is counted last signals all groups to all ranks
+//   combining     blocks that have sums to make wait for all returns
+// decode/waits.cuh says how it waits, and what block 0 does meanwhile.
 //
-// Only results that go home as rows, and sums in the general kernel's order: so every bit is that of any other way; but for
-// experts in e4m3 (docs/fp8.md).
+// It supports only results that go home as rows, and sums them in the general kernel's order. So every bit is that of
+// the general kernel, except for experts in e4m3 (docs/fp8.md).
 #pragma once
 
 #include "flashmoe/protocol/announce.h"

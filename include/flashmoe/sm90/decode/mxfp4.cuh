@@ -1,5 +1,6 @@
-// Format (decode/format.cuh) of experts in mxfp4 (docs/mxfp4.md), whose matrices become the rows' type as they are multiplied.
-// Run by the warps that decode/format.cuh names. Which memory they touch is said in the files that are included here.
+// The Format (decode/format.cuh) of experts in mxfp4 (docs/mxfp4.md). Their matrices become the type of rows as they
+// are multiplied. decode/format.cuh says which warps run it. The files that are included here say what memory they
+// touch.
 #pragma once
 
 #include "flashmoe/sm90/decode/format.cuh"

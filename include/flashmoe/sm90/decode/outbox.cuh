@@ -1,10 +1,11 @@
-// The packets of a few tokens among several ranks (sm90/decode/group.cuh), on their way out: by some thread blocks, a token block at a
-// time. What protocol/packet.h makes, by a warp for each destination, whose choices it counts, places and stores to the
-// destination itself: of so few there is no need for a team's meetings, nor for a copy in the workspace.
+// Builds and sends the packets of a few tokens among several ranks (sm90/decode/group.cuh). Some thread blocks do this,
+// one token block at a time. The packets are those that protocol/packet.h makes. Here one warp for each destination
+// counts and places the choices, and stores them directly to the destination. With so few choices there is no need for
+// a team's meetings, or for a copy in the workspace.
 //
-// Run by all threads of the last blocks. It counts in FewOutbox, in shared memory. It stores offsets, entries and signals to the
-// heaps of all ranks; to the own workspace what the host reads of the routing; to the own heap return rows of choices without an
-// expert; and adds to the output `load`.
+// All threads of the last blocks run it. It counts in FewOutbox, in shared memory. It stores offsets, entries and
+// signals to the heaps of all ranks. It stores to the own workspace what the host reads of the routing, and to the own
+// heap the return rows of choices without an expert. It adds to the output `load`.
 #pragma once
 
 #include "flashmoe/protocol/packet.h"

@@ -1,8 +1,8 @@
-// The packets of a few tokens among several ranks (sm90/decode/group.cuh), as they come: awaited and taken apart by all thread
-// blocks, each for itself, into units of rows.
+// Waits for the packets of a few tokens among several ranks (sm90/decode/group.cuh), and takes them apart into units of
+// rows. Every thread block does this for itself.
 //
-// Warp 0 waits, then all threads read. What they read lies in the own heap: calls' and packets' signals, offsets and entries. What
-// they make of it lies in shared memory: FewPackets, then FewRouting. Nothing goes to peers but block 0's fault.
+// Warp 0 waits, then all threads read. They read the own heap: signals of calls and packets, offsets and entries. They
+// write shared memory: FewPackets, then FewRouting. Only a fault that block 0 finds goes to peers.
 #pragma once
 
 #include "flashmoe/sm90/decode/routing.cuh"

@@ -1,10 +1,11 @@
-// What decode/products.cuh is, of experts in mxfp4, which are decoded to rows' type on the way from shared memory to the tensor cores:
-// run by the same warps on the same memory, the scales behind the stage's weights, and a table of pairs in shared memory, which
-// they fill together before their first task.
+// The products of decode/products.cuh, for experts in mxfp4. Weights are decoded to the type of rows on the way from
+// shared memory to the tensor cores. The same warps run it on the same memory. They also read the scales behind the
+// stage's weights, and a table of pairs in shared memory, which they fill together before their first task.
 //
-// A stage is 256 of K, eight blocks of 32. Of a block of a row ldmatrix gives each of four lanes four bytes, so eight
-// neighbouring numbers: all that the lane has in two steps of mma, for the order of K within them is free, if that of rows
-// is the same. So a lane's part of these is eight neighbours, too: the 16 bytes of a chunk.
+// A stage has 256 of K, which are eight blocks of 32. For a block of a row, ldmatrix gives each of four lanes four
+// bytes, which are eight neighbouring numbers. These are all numbers that the lane needs in two steps of mma. This
+// works because the order of K within the two steps is free, as long as rows have the same order. So of rows, too, a
+// lane takes eight neighbours: the 16 bytes of a chunk.
 #pragma once
 
 #include <cstddef>

@@ -1,11 +1,11 @@
-// What decode/products.cuh is, of experts in e4m3: by the tensor cores in fp16, run by the same warps on the same memory, and the
-// scales behind the stage's rows.
+// The products of decode/products.cuh, for experts in e4m3. The tensor cores multiply in fp16. The same warps run it on
+// the same memory. They also read the scales behind the stage's rows.
 //
-// Hopper's tensor cores take e4m3 by wgmma alone: of mma.sync's m16n8k32 ptxas makes conversions to fp16 and two m16n8k16.
-// So both are made here where they cost least: weights are converted by the warp that multiplies them, and rows once, by the
-// warp that loads them. fp16 has all numbers of e4m3 and fp32 all of their products, and the tensor cores add those up with
-// all bits of fp32 or more (of e4m3 by wgmma with some 14). What a stage gives is multiplied by its scales, and added
-// to sums in fp32.
+// Hopper's tensor cores take e4m3 only by wgmma. From mma.sync's m16n8k32, ptxas makes conversions to fp16 and two
+// m16n8k16. So this code converts to fp16 itself, where it costs least: the warp that multiplies converts the weights,
+// and the warp that loads converts each row once. fp16 has all numbers of e4m3, and fp32 has all of their products. The
+// tensor cores add these products with all bits of fp32 or more. (wgmma adds products of e4m3 with some 14 bits.) The
+// sum of a stage is multiplied by the stage's scales, and added to sums in fp32.
 #pragma once
 
 #include "flashmoe/gpu/quantise.cuh"

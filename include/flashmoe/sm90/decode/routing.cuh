@@ -1,12 +1,14 @@
-// Routing in the kernel for a few tokens (sm90/decode/alone.cuh): logits, choices, and the units of rows that every block lists for itself
-// in shared memory (FewRouting; a unit is a few rows of one expert).
+// Routing in the kernel for a few tokens (sm90/decode/alone.cuh): logits, choices, and units. (A unit is a few rows of
+// one expert.) Every block lists all units for itself in shared memory (FewRouting).
 //
-// Run by all threads of all blocks, but for functions whose comment names a warp. This file's functions read x, the router's weights,
-// and routing that the caller gives. Each block computes some of the logits, and blocks exchange these, and where tokens are many
-// their choices, in FewMemory (gpu/decode_memory.h), in this rank's device memory; each word carries its call's epoch as its signal.
-// report_routing() writes, of every gridDim-th token, its experts and weights to this rank's workspace, where the host reads them.
-// Of the call's outputs `load` (choices of each expert) and `router_logits` are written here, where the caller asks for them.
-// No other rank's memory is read or written: what peers' tokens choose comes in packets (decode/packets.cuh).
+// All threads of all blocks run this code, except functions whose comment names a warp. It reads x, the router's
+// weights, and routing that the caller gives. Each block computes some of the logits. Blocks exchange logits, and, if
+// tokens are many, their choices. They do this in FewMemory (gpu/decode_memory.h), in this rank's device memory. Each
+// exchanged word has its call's epoch, which is its signal.
+// report_routing() writes experts and weights to this rank's workspace, where the host reads them; each block writes
+// those of every gridDim-th token. If the caller asks for the outputs `load` (choices of each expert) and
+// `router_logits`, this file writes them. It neither reads nor writes memory of other ranks: what peers' tokens choose
+// comes in packets (decode/packets.cuh).
 #pragma once
 
 #include "flashmoe/gpu/route.cuh"

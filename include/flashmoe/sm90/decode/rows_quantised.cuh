@@ -1,11 +1,12 @@
-// The warps that load rows beside weights in e4m3, in the kernel for a few tokens (sm90/decode/alone.cuh): x's or intermediate rows,
-// quantised as they come. So each is quantised anew for every task that multiplies it, by warps that would else wait: no
-// block waits until others have quantised, and a task of GEMM0 may be half as wide as a block of columns that share a scale.
-// In a group x's rows come quantised, own ones too (decode/send.cuh).
+// The warps that load rows of x and intermediate rows beside weights in e4m3, in the kernel for a few tokens
+// (sm90/decode/alone.cuh). They quantise rows as they load them. So a row is quantised again for every task that
+// multiplies it, by warps that would otherwise wait. Hence no block waits until others have quantised, and a task of
+// GEMM0 may be half as wide as a block of columns that share a scale. In a group, rows of x arrive quantised, the
+// rank's own rows, too (decode/send.cuh).
 //
-// Run by warps 9 to 11, each its stages. They read x and its scales, in a group what lies in the own heap and behind the own
-// workspace; the workspace's intermediate rows, once their unit's are stored (wait_for_unit); and scales of weights. They store to
-// the stages in shared memory alone.
+// Warps 9 to 11 run it, each for its own stages. They read x and its scales (in a group, rows in the own heap and
+// behind the own workspace), the workspace's intermediate rows after those of their unit are stored (wait_for_unit),
+// and the scales of weights. They store only to the stages in shared memory.
 #pragma once
 
 #include "flashmoe/sm90/decode/products_quantised.cuh"

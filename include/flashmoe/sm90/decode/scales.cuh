@@ -1,6 +1,8 @@
-// Scales of a task's weights, in the kernel for a few tokens (sm90/decode/alone.cuh): where an expert's are, and those of e4m3.
+// The scales of a task's weights in the kernel for a few tokens (sm90/decode/alone.cuh): where the scales of an expert
+// lie, for e4m3 and mxfp4, and how those of e4m3 are read.
 //
-// Run by lanes of warps that multiply or load rows, each for itself: they read the caller's scales in device memory, to registers.
+// Lanes of warps that multiply or load rows run it, each for itself. They read the caller's scales in device memory, to
+// registers.
 #pragma once
 
 #include "flashmoe/gpu/mxfp4.cuh"

@@ -1,11 +1,11 @@
-// The warps that load the scales of weights in mxfp4 beside these, in the kernel for a few tokens (sm90/decode/alone.cuh).
+// The warps that load the scales of weights in mxfp4, in the kernel for a few tokens (sm90/decode/alone.cuh).
 //
-// Run by warps 10 and 11, half of a stage's rows each. They read the caller's scales in device memory, and store behind the weights
-// of the stages in shared memory.
+// Warps 10 and 11 run it, each for half of a stage's rows. They read the caller's scales in device memory. They store
+// them behind the weights of the stages in shared memory.
 //
-// Of a row they are K / 32 bytes, and the next row's follow: they begin anywhere, which the copy engine does not take. A
-// stage has eight of a row, and these lie in three words, wherever they begin. So words are copied, and behind them is
-// where in the first they begin (StageScaleRow).
+// A row of weights has K / 32 bytes of scales, and the next row's scales follow at once. So a row's scales begin at any
+// byte, which TMA does not accept. A stage needs eight scales of a row, and these lie in three words, wherever they
+// begin. So these words are copied, and behind them the number of the byte at which the scales begin (StageScaleRow).
 #pragma once
 
 #include "flashmoe/gpu/mxfp4.cuh"

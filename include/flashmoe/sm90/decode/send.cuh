@@ -1,9 +1,11 @@
-// Rows of a few tokens on their way to the other ranks of a group (sm90/decode/group.cuh), by the blocks that build their packets.
+// Sends the rows of a few tokens to the other ranks of a group (sm90/decode/group.cuh). The blocks that build the
+// packets run it.
 //
-// To all ranks, before any expert is chosen: most need most of them, and so they are on their way while logits are computed. A
-// rank reads no row that none of its entries names. The packet's signal, by the same block, releases them.
+// Rows go to all ranks before any expert is chosen, because most ranks need most of them. So rows are on their way
+// while logits are computed. A rank does not read a row that none of its entries names. The same block later signals
+// the packet, with a release that covers the rows.
 //
-// Run by all threads of these blocks. It reads x, stores to peers' heaps, and needs no shared memory.
+// All threads of these blocks run it. It reads x, stores to peers' heaps, and needs no shared memory.
 #pragma once
 
 #include "flashmoe/sm90/decode/block.cuh"

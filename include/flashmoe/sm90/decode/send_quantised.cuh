@@ -1,7 +1,8 @@
-// Rows in e4m3 of a few tokens on their way to the other ranks of a group (decode/send.cuh), quantised as they are sent.
+// Sends the rows of a few tokens to the other ranks of a group (decode/send.cuh), and quantises them to e4m3 on the
+// way.
 //
-// Run by all threads of the blocks that build packets. It reads x, and its scales where it has some; it stores to peers' heaps and,
-// for the own experts, behind the own workspace (Call::out_row). It needs no shared memory.
+// All threads of the blocks that build packets run it. It reads x, and its scales if x has some. It stores to peers'
+// heaps and, for the own experts, behind the own workspace (Call::out_row). It needs no shared memory.
 #pragma once
 
 #include "flashmoe/sm90/decode/rows_quantised.cuh"

@@ -1,9 +1,11 @@
 // How a thread block of the kernel for a few tokens waits for other ranks of its group (sm90/decode/group.cuh).
 //
-// Block 0's waits are the rank's OS actor: they keep its heartbeat, watch the others', and name who does not come.
+// Block 0 does the work of the rank's OS actor while it waits: it keeps the rank's heartbeat, watches the other ranks',
+// and names the rank that does not come.
 //
-// Run by warp 0. It polls signals in the own heap. Block 0 stores to the own Status, and reads the peers'; what it names is posted to
-// all ranks. In shared memory are what it saw of the peers (FewShared::seen), and whether the call has failed.
+// Warp 0 runs it. It polls signals in the own heap. In block 0 it also stores to the own Status and reads those of the
+// peers, and posts a fault to all ranks. It keeps in shared memory what it has seen of the peers (FewShared::seen), and
+// whether the call has failed.
 #pragma once
 
 #include "flashmoe/actors/group_liveness.h"

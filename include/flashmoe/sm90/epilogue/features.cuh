@@ -1,8 +1,8 @@
-// Consumer warpgroups: from a task's accumulators to memory, where these are FeaturesByTokens. For TokensByFeatures:
-// epilogue/rows.cuh.
+// Consumer warpgroups store a task's accumulators to memory. This file is for accumulators that are FeaturesByTokens;
+// epilogue/rows.cuh is for TokensByFeatures.
 //
-// The accumulators have features down and tokens across, and rows are to be stored token by token: a warpgroup
-// transposes them through a staging buffer, a few tokens at a time, into 16-byte stores of whole lines.
+// The accumulators have features down and tokens across, but rows are stored token by token. So a warpgroup transposes
+// them through a staging buffer, a few tokens at a time, into 16-byte stores of whole lines.
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"

@@ -1,7 +1,8 @@
-// Consumer warpgroups: Epilogue::kActivate of products in e4m3, whose results are quantised.
+// Consumer warpgroups quantise the results of products in e4m3 (Epilogue::kActivate), and store them.
 //
-// A warp has all columns of 16 rows, so all 128 that share a scale; of a row four lanes have 32 each. Elements leave as
-// other results do (epilogue/rows.cuh): a row's 128 are one line.
+// A warp has all columns of 16 rows, so it has all 128 columns that share a scale. Four lanes share a row, and each has
+// 32 of these columns. Elements are stored as other results are (epilogue/rows.cuh): 128 elements of a row are one
+// line.
 #pragma once
 
 #include "flashmoe/gpu/quantise.cuh"

@@ -1,7 +1,8 @@
-// Consumer warpgroups: from a task's accumulators to memory, where these are TokensByFeatures.
+// Consumer warpgroups store a task's accumulators to memory. This file is for accumulators that are TokensByFeatures;
+// epilogue/features.cuh is for FeaturesByTokens.
 //
-// A warp has all columns of 16 rows and needs no other warp's: in its own quarter of the staging buffer it makes
-// 16-byte stores of whole lines of them, 128 bytes of each row ("a piece") at a time.
+// A warp has all columns of 16 rows, and needs no other warp's. In its own quarter of the staging buffer it makes
+// 16-byte stores of whole lines from them, 128 bytes of each row at a time ("a piece").
 #pragma once
 
 #include "flashmoe/gpu/platform.cuh"

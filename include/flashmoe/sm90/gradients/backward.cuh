@@ -1,5 +1,6 @@
-// The backward pass (docs/training.md): what its roles do besides, and instead. dispatch finds the routing that the forward pass has
-// kept; rows are those of dY; tasks differentiate; and behind the queue's stop are the products for gradients of weights.
+// The backward pass (docs/training.md): what its roles do in addition to those of a forward pass, or in place of it.
+// Dispatch finds the routing that the forward pass has kept. Token rows are rows of dY. Tasks differentiate. After the
+// queue's stop come the products for the gradients of weights.
 #pragma once
 
 #include "flashmoe/sm90/gradients/biases.cuh"

@@ -1,5 +1,6 @@
-// Gradients of biases, behind the stop, by all warps that have seen it: sums over an expert's rows, of dZ for gate_up_bias
-// and of w dY for down_bias (with weights on the input of dY), in float64 and in the order of its tiles.
+// Computes the gradients of biases, after the queue's stop. Every warp that has seen the stop takes part. The gradients
+// are sums over an expert's rows, in float64 and in the order of its tiles: of dZ for gate_up_bias, and of w dY for
+// down_bias (of dY, if weights scale the input).
 #pragma once
 
 #include "flashmoe/sm90/gradients/weights.cuh"

@@ -1,4 +1,5 @@
-// A token block's routing, as dispatch keeps it for gradients, and as their dispatch finds it again. Every warp of the team.
+// How dispatch keeps a token block's routing for the backward pass, and how the dispatch of that pass finds it again.
+// Every warp of the team runs it.
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"

@@ -1,15 +1,17 @@
 // Consumer warpgroups: Epilogue::kDifferentiate, where the accumulators are dA, tokens down.
 //
-// Of each row of the task, from its pre-activations z and its combine weight w, with a = act(z):
-//   to the tile's rows of dZ   w dA act'(z), gate and up
-//   to its weighted rows       w a
-//   a part of dS               the sum of dA a over the task's columns, in an order that columns alone decide on
-// Where weights scale the products with gate_up (kBuild.on_input), these products u are kept, and z = w u + bias:
-//   to dZ the same, which there is w times the gradient of z; where biases need that gradient, to rows behind dZ also this
-//   to weighted rows a, and a part of dS is the sum of dA act'(z) u
-// A piece is 32 columns. A warp stages its accumulators, fp32, in its own buffer, and takes them from there by rows: 4 columns of
-// four rows a lane, so that all it loads and stores of a row is side by side. All pieces run the same code: it is executed once a
-// task, and unrolled it was 80 KiB, which took longer to fetch than to run (38 us of 63 us a task).
+// For each row of the task, from its pre-activations z and its combine weight w, with a = act(z), a warp computes
+//   for the tile's rows of dZ   w dA act'(z), gate and up
+//   for its weighted rows       w a
+//   for dS, a part              the sum of dA a over the task's columns, in an order that only the columns decide
+// If weights scale the products with gate_up (kBuild.on_input), these products u are kept, and z = w u + bias. Then
+//   for dZ                      the same, which is w times the gradient of z; for biases also that gradient, to rows behind dZ
+//   for weighted rows           a
+//   for dS, a part              the sum of dA act'(z) u
+// A piece is 32 columns. A warp stages its fp32 accumulators in its own buffer, and reads them from there by rows. A
+// lane has 4 columns of four rows, so its loads and stores of a row are side by side. All pieces run the same code, as
+// a loop: it is executed once a task, and unrolled it was 80 KiB, which took longer to fetch than to run (38 us of 63
+// us a task).
 #pragma once
 
 #include "flashmoe/gpu/differentiate.cuh"

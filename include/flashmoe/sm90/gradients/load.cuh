@@ -1,4 +1,4 @@
-// Loaders: tasks behind the stop of a backward pass.
+// Loaders: how they load the tasks of a backward pass that come after the queue's stop.
 #pragma once
 
 #include "flashmoe/sm90/gradients/router.cuh"

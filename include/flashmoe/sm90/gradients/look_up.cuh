@@ -1,5 +1,5 @@
-// What the clerks of a backward pass look up besides (roles/look_up.cuh): where a row has what the forward pass kept of it, and the
-// tasks behind the stop.
+// What the clerks of a backward pass look up in addition to roles/look_up.cuh: where the forward pass has kept what
+// belongs to a row, and the tasks that come after the queue's stop.
 #pragma once
 
 #include "flashmoe/sm90/gradients/pre_activations.cuh"

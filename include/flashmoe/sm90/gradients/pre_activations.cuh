@@ -1,7 +1,7 @@
-// Consumer warpgroups: pre-activations, as a backward pass needs them, to memory that outlives the call (docs/training.md).
+// Consumer warpgroups store pre-activations for the backward pass, to memory that outlives the call (docs/training.md).
 //
-// Gate and up of a column lie side by side, so that a thread, which has both, stores from registers, and those that have
-// neighbouring columns fill sectors of 32 bytes together.
+// Gate and up of a column lie side by side in this memory. A thread has both, so it stores them from registers. Threads
+// with neighbouring columns together fill sectors of 32 bytes.
 #pragma once
 
 #include "flashmoe/sm90/epilogue/rows.cuh"

@@ -1,5 +1,5 @@
-// Passes that train among several ranks: rows of other ranks' tokens as they are kept, and the gradients of combine weights,
-// which go home (docs/training.md).
+// Passes that train among several ranks: how keepers copy the rows of other ranks' tokens, and how the gradients of
+// combine weights go home (docs/training.md).
 #pragma once
 
 #include "flashmoe/actors/keeper.h"

@@ -1,4 +1,4 @@
-// The wait for all rows of dX, and with them all gradients of combine weights, of a backward pass.
+// In a backward pass: waits until all rows of dX are here. All gradients of combine weights are then here, too.
 #pragma once
 
 #include "flashmoe/gpu/platform.cuh"

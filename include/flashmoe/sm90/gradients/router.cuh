@@ -1,15 +1,16 @@
-// Products with the gradients of a router's logits, of clusters for which the queue holds no more tasks:
+// Products with the gradients of a router's logits. Clusters compute them when the queue has no more tasks for them:
 //
 //   router  [E, H]  dlogits^T x       a task has 256 experts by 256 columns of H, and contracts over all tokens
 //   dX      [T, H]  dlogits router    a task has 256 tokens by 256 columns of H; added to what Combine has stored
 //
-// They are tasks by tickets as those over an expert's rows (gradients/weights.cuh), and multiplied and stored by the same code.
-// Both operands come by the copy engine. dX's are as the last of the program's products, of rows that lie token by token.
+// Clusters take these tasks by tickets, like those over an expert's rows (gradients/weights.cuh). The same code
+// multiplies and stores them. TMA loads both operands. Those of dX are loaded like those of the program's last product,
+// whose rows lie token by token.
 //
-// Logits are differentiated under the experts' tasks, by the last warp of each block, which has no other role left: once all of
-// dX's rows are here, and so all parts of dS. It goes on to combine its block's pieces, which takes longer than these tasks; so
-// behind them each cluster's consumers do the rest. Tasks that need either wait for all blocks': so there are no others who
-// combine.
+// The last warp of each block computes the gradients of logits beside the experts' tasks, since it has no other role
+// left. It begins when all of dX's rows are here, and with them all parts of dS. Then it combines its block's pieces.
+// Combining takes longer than these tasks, so each cluster's consumers help after their tasks. Tasks that need logits
+// or combined rows wait until all blocks have done them. So in this kernel no other warps combine.
 #pragma once
 
 #include "flashmoe/gpu/router_backward.cuh"

@@ -1,20 +1,22 @@
-// Products over an expert's rows, the gradients of its weights, of clusters for which the queue holds no more tasks:
+// Products over an expert's rows, which are the gradients of its weights. Clusters compute them when the queue has no
+// more tasks for them:
 //
 //   down_proj     [H, I]   dY^T (w a)
 //   gate_up_proj  [2I, H]  dZ^T x      (transposed layers: [I, H] and [H, 2I])
 //
-// and behind them the products of a router (gradients/router.cuh).
+// After them come the products of a router (gradients/router.cuh).
 //
-// Stops stand behind all tasks of the queue, dX's among them, which a tile's dA makes ready: so all rows of dZ and of w a are
-// stored by then, and whoever has taken a stop may read them. Tasks are taken by tickets. One is of an expert, 256 rows of
-// H, each block has 128 of them and a warpgroup 64, and 256 columns of I or 2I.
+// The queue's stops come after all its tasks. Among these are the tasks of dX, which a tile's dA makes ready. So when a
+// cluster takes a stop, all rows of dZ and of w a are stored, and the cluster may read them. Clusters take tasks by
+// tickets. A task is of one expert: 256 rows of H (each block has 128 of them, a warpgroup 64) by 256 columns of I or
+// 2I.
 //
-// A stage, in the places of a Wide one, has 64 rows of the expert. Both operands are MN-major, in spans of 64 columns; of fp32,
-// which threads multiply by fragments, it has 32 rows, in twice as many spans of 32 columns:
+// A stage has 64 rows of the expert, in the places of a Wide stage. Both operands are MN-major, in spans of 64 columns.
+// In fp32, which threads multiply by fragments, a stage has 32 rows, in twice as many spans of 32 columns:
 //   dY or x    at 32 KiB  2 spans of 64 columns of H, one for each warpgroup, gathered; zeros beyond the expert's rows
-//   w a or dZ  at 0       4 spans of 64 columns; each block loads two for both, rows of tiles by the copy engine. Beyond the
-//                         expert's rows these are zeros (gradients/epilogue.cuh)
-// The order of a sum is that of an expert's tiles, and all of these but its last one are full.
+//   w a or dZ  at 0       4 spans of 64 columns; each block loads two for both by TMA, from rows of tiles. Beyond the expert's
+//                         rows these are zeros (gradients/epilogue.cuh)
+// A sum has the order of an expert's tiles. All tiles of an expert except the last are full.
 #pragma once
 
 #include "flashmoe/gpu/choice_gradient.cuh"

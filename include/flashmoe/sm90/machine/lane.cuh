@@ -1,4 +1,4 @@
-// What a thread of a consumer warpgroup has of the products: where it is among the threads that share an accumulator.
+// Which part of a product's accumulators a thread of a consumer warpgroup has. Epilogues use it.
 #pragma once
 
 #include "flashmoe/gpu/platform.cuh"

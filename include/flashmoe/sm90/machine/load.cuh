@@ -1,4 +1,4 @@
-// Loader warps: fill the stages of a task, features by the copy engine, tokens gathered or by the copy engine.
+// Loader warps fill the stages of a task: features by TMA, tokens gathered by cp.async or by TMA.
 #pragma once
 
 #include <type_traits>

@@ -1,4 +1,4 @@
-// Consumer warpgroups: a task's product out of the stages that the loaders fill.
+// Consumer warpgroups compute a task's product from the stages that the loaders fill.
 #pragma once
 
 #include <type_traits>

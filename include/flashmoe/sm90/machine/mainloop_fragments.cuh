@@ -1,15 +1,18 @@
-// Consumer warpgroups: products of fp32 in a backward pass, of which every operand B lies MN-major in the stages and, over an
-// expert's rows, A too. wgmma takes such operands of 16 bits alone. So each thread loads its elements of both, from wherever
-// they lie, and multiplies by mma.sync m16n8k8 in TF32, or by FFMA where that is asked for. Sums have wgmma's places in the
-// accumulators (machine/wgmma.cuh), so that epilogues are those of other types.
+// Consumer warpgroups compute products of fp32 in a backward pass. There, operand B always lies MN-major in the stages,
+// and A, too, in products over an expert's rows. wgmma takes MN-major operands only if they have 16 bits. So each
+// thread loads its elements of both operands, wherever they lie, and multiplies by mma.sync m16n8k8 in TF32, or by FFMA
+// if the layer asks for that. Sums have the same places in the accumulators as with wgmma (machine/wgmma.cuh), so the
+// epilogues are those of other types.
 //
-// A k-block has 32 elements of K. A warp multiplies its 16 rows of A with all kN columns of B. For each 8 of K a lane loads 4
-// words of A and kN / 4 of B. What bounds that is shared memory: of 256 columns 68 words of each of 8 warps, a clock each at
-// best, where wgmma would take 256. (Of 32 rows by half of the columns it would be 40, but sums would be in other places.)
+// A k-block has 32 elements of K. A warp multiplies its 16 rows of A with all kN columns of B. For each 8 of K, a lane
+// loads 4 words of A and kN / 4 of B. The bound is shared memory: for 256 columns, each of 8 warps loads 68 words, at a
+// clock each at best; wgmma would take 256 clocks. (With 32 rows by half of the columns it would be 40 words, but sums
+// would be in other places.)
 //
-// Which element of K stands where in a fragment is free, if it is the same for A and B. Lane t of four has elements 2 t and
-// 2 t + 1 of each 8, for mma's t and t + 4. So they are neighbours in a K-major operand; and of an MN-major one, swizzled,
-// eight columns of the four rows 2 t lie in 32 different banks, as do those of the rows 2 t + 1.
+// The place of an element of K in a fragment is free, as long as A and B have the same. Lane t of four has elements 2 t
+// and 2 t + 1 of each 8, where mma has t and t + 4. So these elements are neighbours in a K-major operand. In an
+// MN-major operand, swizzled, eight columns of the four rows 2 t lie in 32 different banks, and so do those of the rows
+// 2 t + 1.
 #pragma once
 
 #include "flashmoe/gpu/memory.cuh"

@@ -1,11 +1,11 @@
-// Consumer warpgroups: a task's product of rows and weights in e4m3, in the shapes TokensByFeatures<Wide>
-// and TokensByHalfFeatures<Wide>.
+// Consumer warpgroups compute a task's product of rows and weights in e4m3, in the shapes TokensByFeatures<Wide> and
+// TokensByHalfFeatures<Wide>.
 //
-// The tensor cores add products of e4m3 up with some 14 bits of mantissa, so they do it for one k-block of 128 alone; what
-// they give is multiplied by the scales, and added to sums in fp32. Besides the 128 sums of a thread there are registers
-// for the products of 64 of the 256 features. So a k-block is four wgmmas in turn, each waited for: while one warpgroup
-// promotes what it has, the tensor cores have the other's. Its rows are loaded to registers, once for all four: from
-// shared memory they would be read four times over, and its bandwidth would be the limit.
+// The tensor cores add products of e4m3 with some 14 bits of mantissa. So they add them only over one k-block of 128.
+// The result is multiplied by the scales, and added to sums in fp32 ("promoted"). A thread has 128 sums, and registers
+// for the products of 64 of the 256 features. So a k-block is four wgmmas, one after the other, and the warpgroup waits
+// for each. While one warpgroup promotes, the tensor cores work for the other. Rows are loaded to registers once for
+// all four wgmmas. From shared memory they would be read four times, and its bandwidth would be the limit.
 #pragma once
 
 #include "flashmoe/sm90/machine/lane.cuh"

@@ -1,20 +1,20 @@
 // The ring of stages between the two loader warps and the two consumer warpgroups, in dynamic shared memory.
 //
-// A stage holds k-blocks of 128 bytes of K of features and tokens, laid out in one of three ways, all of it 128-byte
-// swizzled: chunk c of row r lies at chunk c ^ (r % 8).
-//   Wide    48 KiB: 256 features at 0 (the lower 128 loaded by the cluster's first block, the upper by its second), 128
-//           tokens at 32 KiB
+// A stage has k-blocks of features and of tokens. A k-block has 128 bytes along K. A stage has one of three layouts,
+// all 128-byte swizzled: chunk c of row r lies at chunk c ^ (r % 8).
+//   Wide    48 KiB: 256 features at 0 (the cluster's first block loads the lower 128, its second the upper), 128 tokens at
+//           32 KiB
 //   Narrow  48 KiB: two k-blocks, so that small tiles keep as many bytes in flight: 128 features at 0 and 16 KiB, 64 tokens
 //           at 32 and 40 KiB
-//   Gate    128 tokens at 0; behind them 32, 64 or 128 features. As many stages as there is room for, since the more
-//           bytes are in flight, the sooner a block's tokens are here. (A wgmma takes 64 rows of features. Where there
-//           are 32, it multiplies also what lies behind them, and nobody reads those results.)
-// Transposed weights take the same places: a k-block of 128 features is two spans, each of 64 features by 64 rows along K.
-// Where ups lie behind all gates, the first span is of gates, the second of their ups.
-// Barriers: full takes an arrival of every loader thread of the block, one more with the number of bytes that the copy
-// engines write, and these bytes; half of a Wide stage's features come from the other block's. empty takes an arrival
-// of each consumer warpgroup that reads what is overwritten once it is passed: of both blocks. The gate has barriers of
-// its own, at which its block alone arrives.
+//   Gate    128 tokens at 0; behind them 32, 64 or 128 features. There are as many stages as there is room for, since a
+//           block's tokens arrive sooner if more bytes are in flight. (A wgmma takes 64 rows of features. If there are 32,
+//           it also multiplies what lies behind them, and nobody reads those results.)
+// Transposed weights have the same places: a k-block of 128 features is two spans, each of 64 features by 64 rows along
+// K. If ups lie behind all gates, the first span has gates and the second their ups.
+// Barriers: `full` takes one arrival of every loader thread of the block, one more with the number of bytes that TMA
+// writes, and these bytes. (Half of a Wide stage's features come from the other block.) `empty` takes one arrival of
+// each consumer warpgroup, of both blocks, that reads what the next load overwrites. The gate has barriers of its own,
+// at which only its own block arrives.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
-// What a stage of quantised rows and weights is multiplied by, which the loaders bring beside it.
+// The scales by which a stage of quantised rows and weights is multiplied. The loaders bring them beside the stage.
 //
-// A stage is a k-block of 128 bytes, hence of 128 elements: each of its rows has one scale, and of the 256 features of a
-// task each half of them, or with a gate gates and ups, share one.
+// A stage is a k-block of 128 bytes, so of 128 elements. Each of its rows has one scale. The 256 features of a task
+// have two scales: one for each half, or, with a gate, one for gates and one for ups.
 #pragma once
 
 #include "flashmoe/sm90/machine/load.cuh"

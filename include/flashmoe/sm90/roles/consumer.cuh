@@ -1,6 +1,6 @@
-// Which consumer warpgroup of the block a thread is one of (0 or 1), and where in shared memory that one's staging buffer is.
-// Run by each thread of the consumers (warps 0 to 7), for itself.
-// Reads the thread's number. Writes nothing: it computes an address, and touches neither memory nor barriers.
+// Which consumer warpgroup of the block a thread belongs to (0 or 1), and where the staging buffer of that warpgroup is
+// in shared memory. Each thread of the consumers (warps 0 to 7) runs it for itself.
+// It reads the thread's number and computes an address. It writes nothing, and touches no barrier.
 #pragma once
 
 #include "flashmoe/sm90/machine/pipeline.cuh"

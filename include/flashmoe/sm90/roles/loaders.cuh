@@ -1,13 +1,17 @@
-// Loaders: warps 8 and 9 of each block. Task after task they fill the stages (buffers in shared memory, which the consumers empty)
-// with what it multiplies: weights by TMA, GEMM0's token rows by cp.async, GEMM1's intermediate rows by TMA.
-// They read the task ring (shared memory, clerk.cuh); the caller's weights, x and scales; token rows that other ranks have sent to
-// this rank's heap; intermediate rows, and own token rows that dispatch has quantised, in this rank's workspace.
-// They write the stages, and of a wide tile, whose weights both blocks of a cluster multiply, a half to both blocks' stages.
-// They wait at the ring's `full` and the stages' `empty`, and arrive at the stages' `full` and the ring's `done` (slot is free).
-// For GEMM1 warp 8 suffices. Warp 9 then adds up rows of y whose last expert is stored (join.cuh: reads this rank's result rows, writes y),
-// or a piece of the rows that return (sums.cuh: reads result rows of this rank's heap, writes return rows and signals to any
-// rank's heap, and y). In a backward pass loaders also load what gradients/load.cuh says, and warp 9 stores gradients of combine weights
-// to all ranks' heaps. Else loaders write no memory but shared memory.
+// Loaders: warps 8 and 9 of each block. For each task they fill the stages (buffers in shared memory, which the
+// consumers empty): weights by TMA, GEMM0's token rows by cp.async, GEMM1's intermediate rows by TMA.
+// They read the task ring (shared memory, clerk.cuh); the caller's weights, x and scales; token rows that other ranks
+// have sent to this rank's heap; and, in this rank's workspace, intermediate rows and own token rows that dispatch has
+// quantised.
+// They write the stages. In a wide tile, both blocks of a cluster multiply the same weights, so each block's loaders
+// write half of them to both blocks' stages.
+// They wait at the ring's `full` and the stages' `empty`. They arrive at the stages' `full` and the ring's `done` (the
+// slot is free).
+// For GEMM1, warp 8 is enough. Warp 9 then adds the rows of tokens whose last row is stored (join.cuh: reads this
+// rank's result rows, writes y), or sums a piece of the rows that return (sums.cuh: reads result rows of this rank's
+// heap, writes return rows and signals to any rank's heap, and y). In a backward pass, loaders also load what
+// gradients/load.cuh says, and warp 9 stores gradients of combine weights to all ranks' heaps. Apart from this, loaders
+// write only shared memory.
 #pragma once
 
 #include "flashmoe/gpu/tracer.cuh"

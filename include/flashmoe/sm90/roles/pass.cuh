@@ -1,10 +1,11 @@
-// What a pass does besides the layer. The roles are written once, and are handed one of three policies as `Pass`: Inference, here,
-// in the forward that serves; Keeping (gradients/keeping.cuh) in the forward that keeps what gradients need; and Backward
-// (gradients/backward.cuh). Where a build trains (kBuild.keeps, kIsBackward, kTrainsInGroup), the roles call what its policy has;
-// here is what every pass is asked for.
-// Run by the clerks (first_number, TasksBehindStop) and the consumers (keeper).
-// Inference reads and writes nothing: its functions are empty or return a constant. The other two have more, for other roles, too:
-// what they touch stands with them.
+// What a pass does besides the layer. The roles are written once, and get one of three policies as `Pass`: Inference,
+// in this file, for a forward pass that serves; Keeping (gradients/keeping.cuh) for a forward pass that keeps what
+// gradients need; Backward (gradients/backward.cuh) for a backward pass. In builds that train (kBuild.keeps,
+// kIsBackward, kTrainsInGroup), roles also call functions that only Keeping or Backward have. Inference has the
+// functions that every pass has.
+// Clerks run first_number and TasksBehindStop, consumers run keeper.
+// Inference reads and writes nothing: its functions are empty or return a constant. The files of the other two say what
+// memory they touch.
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"
