@@ -2,6 +2,7 @@
 
 * `operator`: ``torch.ops.flashmoe.moe``, for `flashmoe.nn` and ``torch.compile``
 * `routing`: the router's rule in PyTorch, for a router of another type than x
+* `autocast`: calls within ``torch.autocast``
 * `moving`: moves rows of tensors between ranks over ``torch.distributed``
 * `replicated`: tokens that several ranks hold alike
 * `watched`: what somebody has put on a module to run with its forward pass
