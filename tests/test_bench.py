@@ -195,7 +195,7 @@ def test_a_call_that_is_wrong_has_no_time():
         (["--suite", "speed"], "--suite: expected one of memory, "),
         (["--engine", "tpu"], "--engine: expected cuda or cpu, got 'tpu'"),
         (["--budget", "0"], "--budget: expected seconds above 0, got 0"),
-        (["--engine", "cpu", "--ranks", "3"], "--ranks: expected a number of ranks that points have here, got 3"),
+        (["--engine", "cpu", "--ranks", "3"], "--ranks: expected a number of ranks that has points here, got 3"),
         (["--engine", "cuda", "--suite", "tokens"], "--engine cuda: expected a GPU for tokens, found none"),
         (["--compare", "a.json", "b.json"], "a.json: expected a file that flashmoe bench has written"),
     ],

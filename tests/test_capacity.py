@@ -158,8 +158,8 @@ def test_fewer_experts_on_one_rank_are_refused_by_all(ranks):
     sizes = SIZES | {"experts": 4, "capacity_factor": 1.0}
     run(ranks, random_problem(4, [64, 64], **sizes), limits)
     message = (
-        r"all 2 ranks: LimitExceeded: capacity_factor: expected one that keeps at most 64 rows of a rank on another, "
-        r".*, got 96 \(3 of 4 experts with 32 each\)"
+        r"all 2 ranks: LimitExceeded: capacity_factor: expected one by which a rank keeps at most 64 rows of another "
+        r"rank, .*, got 96 \(3 of 4 experts with 32 each\)"
     )
     with pytest.raises(RankFailed, match=message):
         run(ranks, random_problem(4, [64, 64], **sizes, placement=[1, 1, 0, 1]), limits)

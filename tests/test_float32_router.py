@@ -133,7 +133,7 @@ def test_gradients_are_those_of_a_layer_in_float32(name):
 def test_its_gradient_has_no_main_grad(ctx):
     layer = layer_of(ctx, {})
     layer.main_grad = True
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^main_grad: expected False beside a router in torch\.float32"):
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^main_grad: expected False with a router in torch\.float32"):
         layer(tokens_of())
 
 

@@ -320,7 +320,7 @@ REFUSED = {
     "a router with x in FP8": (
         {"x": np.ones((3, 200), F8), "x_scale": np.ones((3, 2), np.float32), "topk_ids": None, "topk_weights": None}
         | {"router": np.ones((12, 200), ml_dtypes.bfloat16), "top_k": 4},
-        "router: expected none with x of float8_e4m3fn, of which it would see what is left, got one",
+        "router: expected none with x of float8_e4m3fn, since it would read the rounded x, got one",
     ),
 }
 

@@ -273,6 +273,6 @@ def test_biases_of_slices():
     for error in run_ranks(2, _call_with_biases, [(False,)] * 2):
         assert error < 2.0**-7  # rows and sums of bfloat16
     with pytest.raises(
-        flashmoe.FlashMoEError, match=r"down_bias: expected 0 but for first slices, got .* of slice 1 of"
+        flashmoe.FlashMoEError, match=r"down_bias: expected 0 in all slices but the first, got .* of slice 1 of"
     ):
         run_ranks(2, _call_with_biases, [(True,)] * 2)

@@ -86,7 +86,7 @@ print("good", flashmoe.moe(context, short, **arguments).shape)
 def test_a_handler_that_calls_within_a_call_is_refused():
     """It would wait for the call that it interrupts, which waits for it."""
     refused, same, good = run_python(_WITHIN).splitlines()
-    assert refused.startswith("context: expected no call of the thread that is within one, got a second")
+    assert refused.startswith("context: expected one call of a thread at a time, got a second within the first")
     assert (same, good) == ("same bits True", "good (4, 512)")
 
 

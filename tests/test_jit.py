@@ -242,7 +242,7 @@ def test_titles_and_sources(options, title, entry):
 
 
 def test_what_there_is_no_kernel_of():
-    with pytest.raises(ValueError, match=r"^mxfp4: expected few with it, .*, got few=False$"):
+    with pytest.raises(ValueError, match=r"^mxfp4: expected few=True, .*, got few=False$"):
         jit.Variant(mxfp4=True)
     for name in ("rdma", "transposed", "keeps", "backward", "on_input", "sliced", "machines"):
         with pytest.raises(ValueError, match=rf"^few: expected .*, got \['{name}'\]$"):

@@ -89,7 +89,7 @@ def test_several_machines():
     ("arguments", "said"),
     [
         ({"tokens": 0}, "tokens: expected 1 to 65536, got 0"),
-        ({"tokens": 64, "gpus": 3}, "machines x gpus: expected a number that divides"),
+        ({"tokens": 64, "gpus": 3}, "machines x gpus: expected a divisor of"),
         ({"tokens": 64}, "tokens: expected a call of tiles"),
         ({"tokens": 64, "gpus": 8, "nic_gb_s": 0.0}, "nic: expected more than 0"),
         ({"tokens": 64, "machines": 1024, "gpus": 8}, "machines x gpus: expected 1 to 1024, got 8192"),

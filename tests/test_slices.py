@@ -249,7 +249,7 @@ def _module(
             others = cut_up.with_experts(local_experts(sliced.placement, 1 - rank))
             for refused, slices in ((others, 1), (part, 3), (layer.with_experts([0, 1, 2, 3, 4, 5]), 2)):
                 with pytest.raises(
-                    InvalidArgument, match=r"^(layer: expected one of slices|slices: expected 2, as the)"
+                    InvalidArgument, match=r"^(layer: expected one with slices|slices: expected 2, as the)"
                 ):
                     MoE.from_layer(context, refused, placement=sliced.placement, slices=slices)
         else:
@@ -353,7 +353,7 @@ def test_a_later_slice_brings_no_bias_of_the_second_product(dtype: str):
     with RankPool(2) as pool:
         messages, *results = zip(*pool.call(_call_again, [(sliced, good)] * 2, timeout=6 * PATIENCE), strict=True)
     assert messages[0] == f"rank 1 refused call 1: {messages[1]}"
-    assert messages[1] == "down_bias: expected 0 but for first slices, got -0.5 in row 3, of slice 1 of expert 3"
+    assert messages[1] == "down_bias: expected 0 in all slices but the first, got -0.5 in row 3, of slice 1 of expert 3"
     sliced.down_bias = good
     check(whole, sliced, [Outcome(y, report) for y, report in zip(*results, strict=True)])
 

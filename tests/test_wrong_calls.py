@@ -50,7 +50,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
 CALLS = {
     "no router": (
         {"router": None, "top_k": None},
-        "router: expected it, or topk_ids and topk_weights, got none of them",
+        "router: expected a router, or topk_ids and topk_weights, got none of them",
     ),
     "too many tokens": (
         {"x": numbers(65, 64)},

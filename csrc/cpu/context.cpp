@@ -65,7 +65,7 @@ void check_later_slices(const Layer& layer, const host::PlacementTables& placeme
     const auto bias = std::find_if(row.begin(), row.end(), [](float v) { return v != 0.0f; });
     if (bias == row.end()) continue;
     throw Error(Error::Kind::kInvalidArgument,
-                concat("down_bias: expected 0 but for first slices, got ", *bias, " in row ", i, ", of slice ",
+                concat("down_bias: expected 0 in all slices but the first, got ", *bias, " in row ", i, ", of slice ",
                        slices[i] % l.slices, " of expert ", slices[i] / l.slices));
   }
 }
@@ -87,9 +87,10 @@ constexpr auto kRarely = std::chrono::milliseconds(50);
 Context::Turn::Turn(Context& context) : c_(context) {
   std::unique_lock lock(c_.mutex_);
   if (c_.caller_ == std::this_thread::get_id()) {
-    throw Error(Error::Kind::kOther,
-                "context: expected no call of the thread that is within one, got a second (a signal handler's?); let "
-                "the handler return, or call with a context of its own");
+    throw Error(
+        Error::Kind::kOther,
+        "context: expected one call of a thread at a time, got a second within the first (a signal handler's?); let "
+        "the handler return, or call with a context of its own");
   }
   while (!c_.turn_.wait_for(lock, kRarely, [&] { return c_.caller_ == std::thread::id(); })) {
     lock.unlock();

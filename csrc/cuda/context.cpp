@@ -176,7 +176,7 @@ void Context::call(int64_t layer, const TokenSpec& tokens, DriverStream stream) 
     throw Error(
         Error::Kind::kInvalidArgument,
         concat("x: expected at most ", plan.most_few(), " tokens with weights of ", name_of(plan.spec.weight_type),
-               " on the CUDA engine, which has no kernel of more, got ", tokens.tokens));
+               " on the CUDA engine, which has no kernel for more, got ", tokens.tokens));
   }
   const std::optional<Error> earlier = take_noted();
   launch(plan, stream);

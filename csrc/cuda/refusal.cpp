@@ -126,8 +126,8 @@ std::optional<Error> Context::take_refusal() {
   const uint64_t first = refused.load(std::memory_order_acquire);
   told_of_ = max_of(first, last);
   if (first == 0) {  // the device found an earlier error there, which has been raised since
-    return Error(Error::Kind::kGroup,
-                 concat("a rank refused call ", last, "; its reason is lost behind an earlier one's"));
+    return Error(Error::Kind::kGroup, concat("a rank refused call ", last,
+                                             "; its reason is lost, since the host had not read an earlier one"));
   }
   const Error error = host::refusal_error(record->refuser, first, record->reason, told_of_);
   refused.store(0, std::memory_order_release);  // from now on the kernel may leave the next refusal here

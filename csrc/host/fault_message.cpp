@@ -17,7 +17,7 @@ std::string awaited(const Fault& r) {
     case FaultKind::kReturn:
       return concat("the return signal of rank ", r.awaited, " for group ", r.index, " of the columns (expected epoch ",
                     r.expected, ", seen ", r.seen, ")");
-    case FaultKind::kLeft: return concat("rank ", r.awaited, " to end call ", r.epoch, " too, which was refused");
+    case FaultKind::kLeft: return concat("rank ", r.awaited, " to leave call ", r.epoch, ", which was refused");
     default: return concat("the ", r.actor == Actor::kOs ? "processors" : "OS actor", " of rank ", r.awaited);
   }
 }

@@ -192,7 +192,7 @@ void Joining::check_peer(uint32_t q) {
   if (goes_with_another(q)) {
     if (state(rank_) < ControlPage::kSawAll) return forget(q);
     cause_ns_ = began_ns_;
-    throw error(Kind::kGroup, concat(": rank ", q, " joins with an attempt of rank ", rank_, " before this one"));
+    throw error(Kind::kGroup, concat(": rank ", q, " joins with an earlier attempt of rank ", rank_));
   }
   const uint32_t reached = state(q);
   if (reached == ControlPage::kFailed) {

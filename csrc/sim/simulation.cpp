@@ -31,8 +31,8 @@ class Placed {
     const bool even = ranks_ <= experts_ ? experts_ % ranks_ == 0 : ranks_ % experts_ == 0 && experts_ % gpus_ == 0;
     if (!even) {
       throw Error(Error::Kind::kInvalidArgument,
-                  concat("machines x gpus: expected a number that divides the layer's ", experts_,
-                         " experts, or a multiple of them on machines whose GPUs divide them, got ", ranks_));
+                  concat("machines x gpus: expected a divisor of the layer's ", experts_,
+                         " experts, or a multiple of it if gpus is a divisor of it, got ", ranks_));
     }
     local_ = ranks_ <= experts_ ? experts_ / ranks_ : 1;
   }

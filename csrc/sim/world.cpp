@@ -81,8 +81,9 @@ void World::push(Time at, Warp* warp, uint64_t* word, uint64_t value) {
 void World::run() {
   run_on(main_);
   if (unfinished_ != 0) {
-    throw host::Error(host::Error::Kind::kOther, host::concat("simulation: ", unfinished_, " actors wait at ",
-                                                              now_ / kMicrosecond, " us for what nobody will do"));
+    throw host::Error(host::Error::Kind::kOther,
+                      host::concat("simulation: ", unfinished_, " actors wait at ", now_ / kMicrosecond,
+                                   " us for events that no actor will cause"));
   }
 }
 

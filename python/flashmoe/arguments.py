@@ -404,8 +404,8 @@ def _check_rows(room: Room, factor: float, layer: LayerSpec, placement: placemen
     most = library.rows_of_rank(limits)
     if rows > most:
         raise LimitExceeded(
-            f"capacity_factor: expected one that keeps at most {most} rows of a rank on another, which the context has "
-            f"memory for, got {rows} ({local} of {experts} experts with {capacity} each); give the context a larger one"
+            f"capacity_factor: expected one by which a rank keeps at most {most} rows of another rank, the context's "
+            f"limit, got {rows} ({local} of {experts} experts with {capacity} each); give the context a larger one"
         )
 
 
@@ -490,7 +490,7 @@ def _check_scales_given(operands: dict[str, Described]) -> None:
         raise InvalidArgument(f"x: expected {', '.join(DTYPES)} with weights of {of}, got {FP8}")
     for name in ("router", "shared_gate"):
         if name in operands:
-            raise InvalidArgument(f"{name}: expected none with x of {FP8}, of which it would see what is left, got one")
+            raise InvalidArgument(f"{name}: expected none with x of {FP8}, since it would read the rounded x, got one")
 
 
 def _expect(name: str, each: Described, symbols: str, shape: tuple[int, ...]) -> None:
@@ -507,7 +507,7 @@ def _given_routing(as_operand: AsOperand, tensors: Tensors, x_type: str) -> dict
             raise InvalidArgument("router: expected either router or topk_ids and topk_weights, got both")
         return {}
     if len(missing) == 2:
-        raise InvalidArgument("router: expected it, or topk_ids and topk_weights, got none of them")
+        raise InvalidArgument("router: expected a router, or topk_ids and topk_weights, got none of them")
     if missing:
         raise InvalidArgument(f"{missing[0]}: expected a tensor, since router is not given, got None")
     ids = as_operand("topk_ids", tensors.topk_ids, "[T, K] int32 or int64", ("int32", "int64"))
@@ -536,7 +536,7 @@ def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Opti
     experts, left = divmod(parts, options.slices)
     if left:
         raise InvalidArgument(
-            f"placement: expected entries for slices={options.slices} slices of each expert, got {parts} entries"
+            f"placement: expected a multiple of slices={options.slices} entries, one for each slice, got {parts}"
         )
     columns = operands["topk_ids"].shape[1]
     if top_k is not None and bounded("top_k", top_k, 1, experts, "E=") != columns:

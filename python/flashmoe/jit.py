@@ -110,9 +110,9 @@ class Variant:
 
     def __post_init__(self) -> None:
         if self.mxfp4 and not self.few:
-            raise ValueError("mxfp4: expected few with it, since there is no kernel of more tokens, got few=False")
+            raise ValueError("mxfp4: expected few=True, since only the kernel for a few tokens has it, got few=False")
         if self.few and (other := [name for name in _NOT_FEW if getattr(self, name)]):
-            raise ValueError(f"few: expected nothing of which there is no kernel for a few tokens, got {other}")
+            raise ValueError(f"few: expected only options that the kernel for a few tokens has, got {other}")
 
     @property
     def entry(self) -> str:
@@ -522,7 +522,7 @@ def _run_nvcc(nvcc: Path, root: Path, variant: Variant, cache: Folder, stem: str
         release = ".".join(map(str, RELEASED_CUDA))
         raise FlashMoEError(
             f"nvcc: expected the {variant.title} kernel without spilled registers, got {spilled} bytes of spills from "
-            f"{nvcc}{kept}; its results would be right, and late: kernels are measured with nvcc {release}"
+            f"{nvcc}{kept}; its results would be right, but it would be slow: kernels are measured with nvcc {release}"
         )
     tail = "\n".join(done.stdout.splitlines()[-_LOG_LINES:])
     raise FlashMoEError(

@@ -506,7 +506,7 @@ class MoE(torch.nn.Module):
             if list(layer.held) != mine or (slices > 1 and not is_cut):
                 what = "slices" if module.experts.total > layer.experts else "experts"
                 raise InvalidArgument(
-                    f"layer: expected one of {what} {mine}, this rank's, got one of {list(layer.held)}"
+                    f"layer: expected one with {what} {mine}, those of this rank, got one with {list(layer.held)}"
                     + (", which are not cut" if slices > 1 and not is_cut else "")
                 )
             mine = list(range(len(mine)))
@@ -532,7 +532,9 @@ class MoE(torch.nn.Module):
         experts, room, parts = self.experts, room_of(self.ctx), self._layer.parts
         if not isinstance(experts, Experts) or "parametrizations" in experts._modules:
             got = type(experts).__name__
-            raise InvalidArgument(f"experts: expected Experts whose parameters are its own, to be moved, got {got}")
+            raise InvalidArgument(
+                f"experts: expected flashmoe.nn.Experts without parametrizations, to move them, got {got}"
+            )
         chosen = None if placement is None else placements.checked(placement, parts, room.ranks)
         before, after = (placement_of(room, each, parts) for each in (self.placement, chosen))
         resolved(room, self._layer, self._options, after, tokens=0)
@@ -622,7 +624,7 @@ class MoE(torch.nn.Module):
             return given, logits, self._options
         if main_grad:
             raise InvalidArgument(
-                f"main_grad: expected False beside a router in {weight.dtype}, x in {x.dtype}, got True"
+                f"main_grad: expected False with a router in {weight.dtype} and x in {x.dtype}, got True"
             )
         routed = route(x, weight, bias, choice_bias, self._options)
         given = {"topk_ids": routed.ids, "topk_weights": routed.weights}

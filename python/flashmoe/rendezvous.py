@@ -230,7 +230,7 @@ class _Link:
         until = _in(min(seconds, _PROOF_SECONDS))
         greeting = self._read(len(GREETING) + _NONCE, until)
         if not greeting.startswith(GREETING):
-            raise ConnectionAbortedError("what answers there is no rendezvous of FlashMoE's")
+            raise ConnectionAbortedError("what answers at this address is not a rendezvous of FlashMoE")
         nonces = greeting[len(GREETING) :] + (own := secrets.token_bytes(_NONCE))
         self._write(own + proof(secret, b"rank " + nonces), until)
         if not hmac.compare_digest(self._read(_PROOF, until), proof(secret, b"listener " + nonces)):

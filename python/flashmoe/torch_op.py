@@ -53,7 +53,7 @@ def _in_context(number: int, tokens: int, call: Callable[[Context], Result]) -> 
     ctx = contexts.get(number)
     if ctx is None:
         raise FlashMoEError(
-            f"context: expected the context_id of a live Context, got {number}: it is gone, or never was"
+            f"context: expected the context_id of a live Context, got {number}: it was closed, or never existed"
         )
     return ctx.use(tokens, call) if isinstance(ctx, GrowingContext) else call(ctx)
 

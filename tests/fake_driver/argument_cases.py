@@ -29,7 +29,7 @@ from flashmoe.engines.base import Gradients
         (lambda: arguments(x=sparse(16, H)), "x: expected a dense tensor, got one of layout torch.sparse_coo"),
         (lambda: arguments(router=sparse(E, H)), "router: expected a dense tensor, got one of layout"),
         (lambda: arguments(router_bias=on_gpu(2 * E)[::2]), "router_bias: expected a contiguous tensor"),
-        (lambda: arguments(router=None), "router: expected it, or topk_ids and topk_weights, got none"),
+        (lambda: arguments(router=None), "router: expected a router, or topk_ids and topk_weights, got none"),
         (lambda: arguments(activation="tanh"), "activation: expected one of"),
         (lambda: arguments(activation=["relu"]), "activation: expected one of"),
         (lambda: arguments(return_mode="reduced"), "return_mode: expected 'direct', the context's"),

@@ -45,4 +45,4 @@ def test_machines_that_cannot_be(cubin):
         assert told == "InvalidArgument: machines: expected one for each of 2 ranks, got 3"
     unmapped = {"FAKE_NVSHMEM_UNMAPPED": "1"}
     for told in put_by(3, {**reduced, "machines": (0, 0, 1)}, cubin=cubin, environment=unmapped):
-        assert told.startswith("GroupError: machines: expected memory that all ranks have mapped with (0, 0, 1)")
+        assert told.startswith("GroupError: machines: expected mapped memory among all ranks with (0, 0, 1)")

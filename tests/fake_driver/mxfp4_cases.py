@@ -88,8 +88,8 @@ def test_what_there_is_no_kernel_of_beside_mxfp4_is_refused(ctx):
         flashmoe.moe(made, **in_mxfp4(64))  # 16 rows an expert
         for tokens in (65, 4096):
             expected = (
-                "^x: expected at most 64 tokens with weights of mxfp4 on the CUDA engine, which has no kernel of more, "
-                f"got {tokens}$"
+                "^x: expected at most 64 tokens with weights of mxfp4 on the CUDA engine, which has no kernel for more"
+                f", got {tokens}$"
             )
             with pytest.raises(flashmoe.InvalidArgument, match=expected):
                 flashmoe.moe(made, **in_mxfp4(tokens))

@@ -38,7 +38,7 @@ def test_who_refuses_alone_names_who_does_not_come(cubin):
     (told, _), _ = on_ranks(said_by, [(cubin, 1.0, ".!.."), (cubin, 1.0, "....")])
     assert told[1].startswith("InvalidArgument: x: expected [")
     assert told[2].startswith("PeerTimeout: rank 1 holds up call 2: ")
-    assert told[2].endswith("; rank 0 waited 1 s for rank 1 to end call 2 too, which was refused")
+    assert told[2].endswith("; rank 0 waited 1 s for rank 1 to leave call 2, which was refused")
     assert told[3] == "GroupError: context: an earlier call failed on this group; close it and make a new one"
 
 
@@ -71,5 +71,5 @@ def test_others_hear_of_all_that_was_refused(cubin):
     """Once, by the next call, which is made."""
     first = "rank 1 refused call 1: x: too wide"
     several = "rank 1 refused call 2: x: too wide; later calls were refused, too, up to call 3"
-    lost = "a rank refused call 5; its reason is lost behind an earlier one's"
+    lost = "a rank refused call 5; its reason is lost, since the host had not read an earlier one"
     assert on_ranks(heard_by, [(cubin,)] * 2) == [["", first, "", several, "", lost, ""]] * 2

@@ -85,6 +85,6 @@ def _recorded_load(file: Path) -> np.ndarray:
         ) from None
     if len(numbers) > MAX_EXPERTS or not all(0.0 <= each < math.inf for each in numbers) or not any(numbers):
         raise InvalidArgument(
-            f"FILE: expected at most {MAX_EXPERTS} numbers from 0 on in {file}, some larger, got {len(numbers)}"
+            f"FILE: expected 1 to {MAX_EXPERTS} numbers in {file}, none below 0 and not all 0, got {len(numbers)}"
         )
     return np.array(numbers)

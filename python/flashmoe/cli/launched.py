@@ -32,7 +32,7 @@ def place_of(engine: str, ranks: int | None) -> Launched | None:
     if engine == "cuda":
         raise InvalidArgument("--engine: expected cpu in the processes of a launcher, got cuda")
     if ranks not in (None, place.ranks):
-        raise InvalidArgument(f"--ranks: expected WORLD_SIZE, {place.ranks}, or none, got {ranks}")
+        raise InvalidArgument(f"--ranks: expected none, or {place.ranks} as in WORLD_SIZE, got {ranks}")
     return place
 
 

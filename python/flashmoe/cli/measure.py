@@ -58,7 +58,7 @@ def command(
     suites = _chosen(suite)
     _require(machine, suites if suite else [])
     if unknown := set(ranks or ()) - {point.ranks for each in suites for point in each.points(machine)}:
-        raise InvalidArgument(f"--ranks: expected a number of ranks that points have here, got {min(unknown)}")
+        raise InvalidArgument(f"--ranks: expected a number of ranks that has points here, got {min(unknown)}")
     commit = commit or store.program("harness").head()
     return _measure(suites, machine, device, out, commit, budget, ranks or [])
 

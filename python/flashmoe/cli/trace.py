@@ -74,7 +74,7 @@ def command(
     if weight_dtype is not None:
         workload = quantised(workload, one_of("--weight-dtype", weight_dtype, (FP8,)))
     if backward and (weight_dtype or workload.limits["weight_dtype"] != workload.limits["dtype"]):
-        raise InvalidArgument("--backward: expected weights that are not quantised, got such")
+        raise InvalidArgument("--backward: expected weights that are not quantised, got quantised ones")
     out.mkdir(parents=True, exist_ok=True)
     render.show_workload(workload)
     with working(f"{count(ranks, 'GPU' if workload.engine == 'cuda' else 'rank')}: {count(pairs, 'pair')} of calls"):

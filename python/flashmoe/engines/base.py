@@ -99,7 +99,7 @@ class Engine(ABC):
     def record(self, call: Callable[[], Any]) -> list[CallTrace]:
         """See `flashmoe.Context.trace`."""
         if self._recorded is not None:
-            raise InvalidArgument("trace: expected calls of flashmoe.moe, got another trace of the same context")
+            raise InvalidArgument("trace: expected one trace of a context at a time, got a second one within the first")
         self._recorded = recorded = []
         try:
             call()

@@ -126,7 +126,9 @@ class CudaEngine(Engine):
 
         owner = create(made_for, who.name)
         if owner is None and self.spread:
-            raise GroupError(f"machines: expected memory that all ranks have mapped with {machines}, got other")
+            raise GroupError(
+                f"machines: expected mapped memory among all ranks with {machines}, got some that is not mapped"
+            )
         if owner is None:  # the same on every rank: some memory is not mapped
             made_for = replace(asked, transport="rdma")
             _check_quantised(made_for.layer, made_for.ranks, made_for.transport)
@@ -167,7 +169,7 @@ class CudaEngine(Engine):
         at = self._kept_routing(layer, x.shape[0], cuda_training.NO_ROOM)
         if at.bytes > cuda_training.MOST_KEPT:
             raise InvalidArgument(
-                f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
+                f"x: expected tokens whose gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
                 f"{x.shape[0]} of {at.bytes / x.shape[0]:.0f} bytes each"
             )
         kept = x.new_empty(at.bytes, dtype=torch.uint8)
@@ -212,7 +214,7 @@ class CudaEngine(Engine):
             if rows.room != room:
                 if (at := self._kept_routing(layer, x.shape[0], rows.room)).bytes > cuda_training.MOST_KEPT:
                     raise InvalidArgument(
-                        f"x: expected tokens of which gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
+                        f"x: expected tokens whose gradients need at most {cuda_training.MOST_KEPT >> 30} GiB, got "
                         f"{rows.rows} rows of its experts, which need {at.bytes} bytes"
                     )
                 routing = routing.clone()

@@ -101,14 +101,16 @@ def _check_agreement(
     for rank, each in enumerate(said):
         if not isinstance(each, dict) or not all(type(each.get(name)) is type(value) for name, value in mine.items()):
             raise GroupError(
-                f"group '{who.name}': expected of rank {rank} its {', '.join(mine)}, got {clipped(shown(each))}"
+                f"group '{who.name}': expected rank {rank} to send its {', '.join(mine)}, got {clipped(shown(each))}"
             )
         differs = ""
         if each["version"] != mine["version"]:
             theirs = clipped(each["version"], MOST_OF_A_NAME)
             differs = f"version: rank {who.rank} has {mine['version']}, rank {rank} has {theirs}"
         elif each["limits"].keys() != limits.keys() or not all(map(is_count, each["limits"].values())):
-            differs = f"limits: expected of rank {rank} numbers of the same names, got {clipped(shown(each['limits']))}"
+            differs = (
+                f"limits: expected rank {rank} to send numbers of the same names, got {clipped(shown(each['limits']))}"
+            )
         differs = differs or str(library.limits_difference(limits, who.rank, each["limits"], rank))
         if differs:
             raise GroupError(f"group '{who.name}' disagrees on {differs}")
