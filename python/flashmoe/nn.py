@@ -532,9 +532,7 @@ class MoE(torch.nn.Module):
         experts, room, parts = self.experts, room_of(self.ctx), self._layer.parts
         if not isinstance(experts, Experts) or "parametrizations" in experts._modules:
             got = type(experts).__name__
-            raise InvalidArgument(
-                f"experts: expected flashmoe.nn.Experts without parametrizations, to move them, got {got}"
-            )
+            raise InvalidArgument(f"experts: expected Experts without parametrizations, to move them, got {got}")
         chosen = None if placement is None else placements.checked(placement, parts, room.ranks)
         before, after = (placement_of(room, each, parts) for each in (self.placement, chosen))
         resolved(room, self._layer, self._options, after, tokens=0)

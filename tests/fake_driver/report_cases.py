@@ -65,7 +65,7 @@ def test_recorded_calls(ctx, device):
     assert len(traces) == 2
     flashmoe.moe(ctx, **arguments())
     assert ctx.last_call.events == []
-    with pytest.raises(flashmoe.InvalidArgument, match="another trace of the same context"):
+    with pytest.raises(flashmoe.InvalidArgument, match="expected one trace of a context at a time"):
         ctx.trace(lambda: ctx.trace(lambda: None))
     assert ctx.trace(lambda: flashmoe.moe(ctx, **arguments(0))) == []  # which launches nothing
     assert ctx.trace(lambda: None) == []
