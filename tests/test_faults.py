@@ -753,7 +753,10 @@ BAD_LIMITS = {
     "capacity factor of 0": ({"capacity_factor": 0}, r"capacity_factor: expected a number > 0 or None, got 0"),
     "a capacity factor beyond all floats":
         ({"capacity_factor": 10**400}, r"capacity_factor: expected a number > 0 or None, got 1000"),
-    "a NumPy dtype": ({"dtype": np.dtype("float32")}, r"dtype: expected one of float32, .*, got dtype"),
+    "a NumPy dtype": ({"dtype": np.dtype("float64")}, r"dtype: expected one of float32, .*, got 'float64'"),
+    "a class for a dtype": ({"dtype": int}, r"dtype: expected one of float32, .*, got 'int64'"),
+    "no dtype": ({"dtype": None}, r"dtype: expected one of float32, .*, got None"),
+    "dtype a list": ({"dtype": [1]}, r"dtype: expected one of float32, .*, got \[1\]"),
     "a number for the name of a rank alone": ({"name": 5}, r"name: expected a group name .*, got 5"),
     "engine an array": ({"engine": np.array(["cpu", "cpu"])}, r"engine: expected one of cpu, cuda, got array"),
     "profile a number": ({"profile": 5}, r"profile: expected none with the CPU engine, got 5"),

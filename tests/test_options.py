@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import flashmoe
+import ml_dtypes
+import numpy as np
 import pytest
 from flashmoe.spec import LayerSpec, Options
 from flashmoe.spec.options import OPTIONS, ModuleOptions
@@ -104,3 +106,34 @@ def test_a_layer_has_the_options_that_it_takes_as_they_are():
     layer = LayerSpec(16, 8, 4, 2)
     for name, option in OPTIONS.items():
         assert not option.in_layer or getattr(layer, name) == option.default
+
+
+SIZES = {"hidden": 16, "intermediate": 8, "experts": 4, "top_k": 2}
+
+
+@pytest.mark.parametrize("of", ["name", "numpy", "ml_dtypes", "torch"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_an_element_type_is_taken_as_each_library_has_it(name, of):
+    if of == "torch":
+        given = getattr(pytest.importorskip("torch"), name)
+    elif of == "name":
+        given = name
+    elif hasattr(np, name) == (of == "numpy"):
+        given = getattr(np if of == "numpy" else ml_dtypes, name)
+    else:
+        pytest.skip(f"{of} has no {name}")
+    with flashmoe.Context(max_tokens=8, dtype=given, **SIZES) as context:
+        assert context.dtype == name
+        assert repr(context) == (
+            "<flashmoe.Context cpu, rank 0 of 1, max_tokens=8, hidden=16, intermediate=8, experts=4, top_k=2, "
+            f"dtype={name!r}>"
+        )
+        if of == "torch":
+            from flashmoe.nn import MoE
+
+            for each in (given, name):
+                assert MoE(context, *SIZES.values(), dtype=each).gate.weight.dtype is given
+    assert repr(context).endswith(", closed>")
+    weights = ml_dtypes.float8_e4m3fn
+    with flashmoe.Context(max_tokens=8, dtype=given, weight_dtype=weights, **SIZES) as context:
+        assert context.weight_dtype == "float8_e4m3fn"

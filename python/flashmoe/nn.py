@@ -38,6 +38,7 @@ from .spec import (
     Options,
     bounded,
     checked_values,
+    dtype_named,
     element_types,
     one_of,
     truth,
@@ -282,8 +283,8 @@ class MoE(torch.nn.Module):
     shared_intermediate, shared_gate:
         Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
     dtype:
-        ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; default: the context's. Weights of experts are
-        quantised if the context's are (its `weight_dtype`).
+        ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``, or such a type's name; default: the context's.
+        Weights of experts are quantised if the context's are (its `weight_dtype`).
     weight_scales:
         With weights in FP8: there is a scale for each ``"block"``, ``"row"`` or ``"tensor"``.
     count_load:
@@ -320,7 +321,7 @@ class MoE(torch.nn.Module):
         router_bias: bool = False,
         choice_bias: bool = False,
         expert_bias: bool = False,
-        dtype: torch.dtype | None = None,
+        dtype: Any = None,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
         count_load: bool = False,
@@ -335,11 +336,8 @@ class MoE(torch.nn.Module):
         self._replicas = None if tokens == "own" else Replicas(token_group)
         self.ctx = ctx
         self._context_id = context_id(ctx)
-        dtype = getattr(torch, ctx.dtype) if dtype is None else dtype
-        dtype_name = str(dtype).removeprefix("torch.")
-        if not isinstance(dtype, torch.dtype) or dtype_name not in DTYPES:
-            known = ", ".join(f"torch.{name}" for name in DTYPES)
-            raise InvalidArgument(f"dtype: expected one of {known}, got {dtype!r}")
+        dtype_name = dtype_named("dtype", ctx.dtype if dtype is None else dtype, DTYPES)
+        dtype = getattr(torch, dtype_name)
         experts = bounded("experts", experts, 1, MAX_EXPERTS)
         chosen = checked_values(Options(top_k=top_k, **options))
         slices, placement = chosen.slices, chosen.placement

@@ -24,7 +24,7 @@ import numpy as np
 from .checkpoint import MoELayer, local_path, read_config, tensor_headers
 from .checkpoint.architectures import architecture_of
 from .errors import InvalidArgument
-from .spec import ENCODINGS, FP8, MXFP4, SCALE_BLOCK, bounded, halves_of, one_of, scale_blocks
+from .spec import ENCODINGS, FP8, MXFP4, SCALE_BLOCK, bounded, dtype_named, halves_of, one_of, scale_blocks
 from .system.foreign import REFUSALS, checkpoint_error, clipped, reason
 from .weights.scales import SCALE_OF, check_slices, parts_of, scale_shape
 from .weights.tensor_file import DTYPES, QUANTISED, READ, Stored, TensorFile
@@ -154,7 +154,7 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return np.where(scales[..., None] == 255, np.float32(np.nan), numbers).reshape(*scales.shape[:-1], -1)
 
 
-def quantize_layer(layer: MoELayer, scales: str = "block", dtype: str = FP8) -> MoELayer:
+def quantize_layer(layer: MoELayer, scales: str = "block", dtype: Any = FP8) -> MoELayer:
     """The layer with its experts' matrices, and the shared expert's, in FP8 or in ``"mxfp4"``. In a layer in slices, a
     row or a matrix that shares a scale is a slice's, not the whole expert's. In MXFP4 transposed matrices are turned,
     as those of gpt-oss are, because blocks lie along the dimension that a product sums over.
@@ -163,7 +163,7 @@ def quantize_layer(layer: MoELayer, scales: str = "block", dtype: str = FP8) -> 
     raises this for transposed matrices; in MXFP4 for scales other than those of blocks, and for an H or I that is not a
     multiple of 32.
     """
-    encoding = ENCODINGS[one_of("dtype", dtype, tuple(ENCODINGS))]
+    encoding = ENCODINGS[dtype := dtype_named("dtype", dtype, tuple(ENCODINGS))]
     one_of("scales", scales, encoding.kinds)
     if layer.gate_up_scale is not None:
         raise InvalidArgument(
@@ -187,7 +187,7 @@ def quantize_layer(layer: MoELayer, scales: str = "block", dtype: str = FP8) -> 
     return replace(layer, **made, options={key: each for key, each in layer.options.items() if key != "transposed"})
 
 
-def quantize_checkpoint(source: str | Path, target: str | Path, dtype: str = FP8) -> None:
+def quantize_checkpoint(source: str | Path, target: str | Path, dtype: Any = FP8) -> None:
     """Writes the checkpoint `source` to the folder `target`, which it makes, with the matrices of its experts in FP8,
     or those of gpt-oss in ``"mxfp4"``.
 
@@ -204,7 +204,7 @@ def quantize_checkpoint(source: str | Path, target: str | Path, dtype: str = FP8
     not consist of blocks of 32.
     """
     source, target = local_path(source), local_path(target, "target")
-    form = _FORMS[one_of("dtype", dtype, tuple(_FORMS))]
+    form = _FORMS[dtype := dtype_named("dtype", dtype, tuple(_FORMS))]
     config = read_config(source)
     headers = tensor_headers(source)
     tensors = [stored for header in headers.values() for stored in header.tensors.values()]

@@ -50,9 +50,10 @@ def moe(ctx: Context, x: Any, gate_up_proj: Any, down_proj: Any, *, trace: bool 
     Raises
     ------
     InvalidArgument
-        A tensor or option is outside its domain. If shapes, types or options show it, the context stays usable; with
-        the CUDA engine the other ranks wait for the call. If only values show it (ids; with `strict`, NaN logits), this
-        rank raises a `BadRow` once it knows (docs/models.md, docs/gpus.md), and the ranks' next calls match.
+        A tensor or option is outside its domain. If shapes, types or options show it, the context stays usable, and the
+        other ranks raise `GroupError` (`flashmoe.errors.InvalidArgument`). If only values show it (ids; with `strict`,
+        NaN logits), this rank raises a `BadRow` once it knows (docs/models.md, docs/gpus.md), and the ranks' next calls
+        match.
     GroupError
         The ranks disagree on sizes, types, placement or other options; an earlier call failed; or another rank has
         refused this call (CUDA engine: an earlier one), as the message says: then all may make the next call.

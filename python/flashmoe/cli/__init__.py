@@ -1,5 +1,5 @@
 """The ``flashmoe`` command: run a layer and check it, trace one, say what this machine can run, plan memory, place
-experts by their load, compile kernels, tune them, measure suites, simulate groups of GPUs."""
+experts by their load, compile kernels, tune them, measure suites, simulate groups of GPUs, quantise checkpoints."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import sys
 
 import typer
 
+from .._version import __version__
 from ..errors import FlashMoEError
-from . import balance, compile, info, measure, memory, run, simulate, trace, tune
+from . import balance, compile, info, measure, memory, quantize, run, simulate, trace, tune
 from .console import abandon_broken_output, escape_what_cannot_be_encoded, print_error
 
 # The class of typer's complaints about arguments. Newer versions carry their own copy of click, so that
@@ -32,6 +33,20 @@ app.command("compile")(compile.command)
 app.command("tune")(tune.command)
 app.command("simulate")(simulate.command)
 app.command("bench")(measure.command)
+app.command("quantize")(quantize.command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"flashmoe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all(
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=_print_version, help="Print the version."),
+) -> None:
+    pass
 
 
 def main(argv: list[str] | None = None) -> int:

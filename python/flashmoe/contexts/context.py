@@ -196,7 +196,8 @@ class Context:
         slice, and a placement has an entry for each slice. CUDA engine: E times `slices` is at most 1024, K times
         `slices` at most 32.
     dtype:
-        Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``, or this type as PyTorch or NumPy
+        have it.
     weight_dtype:
         Element type of the experts' weights in calls: `dtype`, the default; ``"float8_e4m3fn"``: rows go to other ranks
         in this type too (docs/fp8.md); or ``"mxfp4"``: rows do not (docs/mxfp4.md; CUDA engine: one rank and calls of
@@ -286,7 +287,7 @@ class Context:
         intermediate: int,
         experts: int,
         top_k: int,
-        dtype: str = "bfloat16",
+        dtype: Any = "bfloat16",
         placement: placements.Placement | None = None,
         return_mode: str = "auto",
         processors: int | None = None,
@@ -299,7 +300,7 @@ class Context:
         shared_intermediate: int = 0,
         slices: int = 1,
         count_load: bool = False,
-        weight_dtype: str | None = None,
+        weight_dtype: Any = None,
         redispatch: bool = False,
         rendezvous: str | launcher.Meet | None = None,
     ) -> None:
@@ -356,7 +357,7 @@ class Context:
                 self._engine = CpuEngine(asked, who)
         room = self._engine.room
         self.limits = room.limits
-        self.dtype = dtype
+        self.dtype = asked.layer.y_type
         self.weight_dtype = room.layer.weight_type
         self.experts = room.layer.experts
         self.placement = room.placement
@@ -505,6 +506,13 @@ class Context:
     def close(self) -> None:
         """Frees heap, workspace and threads. Other ranks of the group may still finish a call. Idempotent."""
         self._engine.close()
+
+    def __repr__(self) -> str:
+        names = ("max_tokens", "hidden", "intermediate", "experts", "top_k")
+        sizes = ", ".join(f"{name}={self.limits[name]}" for name in names)
+        state = ", closed" if self.closed else ""
+        who = f"{self.engine}, rank {self.rank} of {self.ranks}"
+        return f"<flashmoe.Context {who}, {sizes}, dtype={self.dtype!r}{state}>"
 
     def __enter__(self) -> Context:
         self._engine.checked_handle()

@@ -30,6 +30,7 @@ from ..spec import (
     RETURN_CHOICES,
     LayerSpec,
     bounded,
+    dtype_named,
     element_types,
     one_of,
     truth,
@@ -129,7 +130,7 @@ def checked_context(
     intermediate: int,
     experts: int,
     top_k: int,
-    dtype: str,
+    dtype: Any,
     placement: placements.Placement | None,
     return_mode: str,
     processors: int | None,
@@ -137,7 +138,7 @@ def checked_context(
     transport: str,
     shared_intermediate: int = 0,
     slices: int = 1,
-    weight_dtype: str | None = None,
+    weight_dtype: Any = None,
     redispatch: bool = False,
 ) -> ContextSpec:
     """What a context with these arguments is made for; see `flashmoe.Context`.
@@ -150,8 +151,8 @@ def checked_context(
         raise InvalidArgument(f"ranks: expected at most {MAX_CUDA_RANKS} with the CUDA engine, got {ranks}")
     experts = bounded("experts", experts, 1, MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS)
     top_k = bounded("top_k", top_k, 1, min(experts, MAX_CUDA_TOP_K) if cuda else experts)
-    dtype = one_of("dtype", dtype, DTYPES)
-    weights = dtype if weight_dtype is None else one_of("weight_dtype", weight_dtype, (dtype, *ENCODINGS))
+    dtype = dtype_named("dtype", dtype, DTYPES)
+    weights = dtype if weight_dtype is None else dtype_named("weight_dtype", weight_dtype, (dtype, *ENCODINGS))
     intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
     rdma = checked_transport(transport, engine, ranks) == "rdma"
     slices = checked_slices(slices, experts, top_k, ranks, cuda)

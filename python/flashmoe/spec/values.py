@@ -9,6 +9,8 @@ import math
 import operator
 from typing import Any
 
+import numpy as np
+
 from ..errors import InvalidArgument
 
 _ACTIVATIONS = {
@@ -87,6 +89,18 @@ def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
     if not isinstance(value, str) or value not in known:  # a NumPy dtype is equal to its name, an array to nothing
         raise InvalidArgument(f"{name}: expected one of {', '.join(known)}, got {value!r}")
     return value
+
+
+def dtype_named(name: str, value: Any, known: tuple[str, ...]) -> str:
+    """The name of an element type, one of `known`. `value` is this name, or the type as PyTorch, NumPy or ml_dtypes
+    have it. Raises `InvalidArgument`."""
+    if not isinstance(value, str) and value is not None:
+        of_torch = type(value).__module__ == "torch" and str(value).startswith("torch.")
+        try:
+            value = str(value).removeprefix("torch.") if of_torch else np.dtype(value).name
+        except Exception:  # whatever NumPy, or a foreign type, raises; the message has the value as it was given
+            pass
+    return one_of(name, value, known)
 
 
 def truth(name: str, value: Any) -> bool:
