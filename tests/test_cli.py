@@ -18,6 +18,7 @@ import flashmoe
 import numpy as np
 import pytest
 from flashmoe import models
+from flashmoe.checkpoint import load_layer
 from flashmoe.cli import device, main, render, run, verify
 from flashmoe.contexts import memory
 from flashmoe.placement import contiguous, local_experts, most_local, roomy
@@ -889,6 +890,20 @@ def test_help(capsys):
     assert main(["run", "--help"]) == 0
     printed = capsys.readouterr().out
     assert "memory" in printed and "--skew" in printed
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"flashmoe {flashmoe.__version__}\n"
+
+
+def test_quantize(tmp_path, capsys):
+    source, target = resources.files("flashmoe") / "assets" / "tiny-qwen3-moe", tmp_path / "target"
+    assert main(["quantize", str(source), str(target)]) == 0
+    assert capsys.readouterr().out == f"{target}: the experts of {source} in float8_e4m3fn\n"
+    assert load_layer(target, 1).weight_dtype == "float8_e4m3fn"
+    assert "target: expected an empty folder" in run_failing(capsys, "quantize", str(source), str(target))
+    assert "dtype: expected one of" in run_failing(capsys, "quantize", str(source), str(target), "--dtype", "int8")
 
 
 def test_unknown_command(capsys):
