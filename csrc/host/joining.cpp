@@ -18,7 +18,7 @@ using Kind = Error::Kind;
 // A rank that gives up because of a disagreement stays for this long, so that its peers see it. They look every
 // millisecond.
 constexpr uint64_t kFarewellNs = 5'000'000'000;
-// One look of so many checks whether the peers' processes live, and whether this process is interrupted.
+// Every kRarely-th look also checks whether the process of a peer has ended, and whether this process is interrupted.
 constexpr uint32_t kRarely = 32;
 
 uint32_t checked_ranks(uint32_t ranks) {

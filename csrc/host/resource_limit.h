@@ -1,4 +1,4 @@
-// What the system allows this process (getrlimit). Error messages use it to say which limit was met.
+// The limits that the system sets for this process (getrlimit). Error messages use them to say which limit was reached.
 #pragma once
 
 #include <sys/resource.h>

@@ -97,7 +97,7 @@ concept PutsToPeers =
       P::fence();           // the warp's earlier puts arrive before its later ones to the same peer
       P::quiet();           // returns when the warp's earlier puts have arrived
       P::signal(signal, word,
-                peer);  // arrives after puts of any warp that has been through quiet(), if this lane knows that
+                peer);  // arrives after the puts of a warp, if this lane has seen that the warp's quiet() returned
     };
 
 template <class P>

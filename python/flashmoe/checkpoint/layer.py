@@ -72,8 +72,8 @@ class MoELayerOf(Generic[Weights]):
     """The name of a router's rule that `flashmoe.moe` does not compute. It then takes the layer's experts with given
     routing."""
     left_out: tuple[str, ...] = ()
-    """Names of other parts of the model's block: a shared expert whose width is no multiple of I. The model adds its
-    results to the layer's."""
+    """Names of the modules of a shared expert that this layer leaves out, for example because that expert's width is no
+    multiple of I. The model adds that expert's results to the layer's."""
     slices: int = 1
     """The number of slices into which the experts are cut (see `flashmoe.slices`). The experts' tensors then are those
     of slices, and I is a slice's."""

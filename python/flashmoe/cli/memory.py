@@ -119,7 +119,7 @@ def command(
 
 
 def _machines_of(ranks: int, machines: int) -> list[int]:
-    """The machine of each rank, where so many have about as many ranks each."""
+    """The machine of each rank, if the ranks are spread evenly over `machines` machines. One machine: empty."""
     if machines == 1:
         return []
     bounded("machines", machines, 1, ranks)

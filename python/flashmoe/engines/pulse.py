@@ -15,8 +15,8 @@ host."""
 
 @contextlib.contextmanager
 def beating(beat: Callable[[], None], timeout_ns: int) -> Iterator[None]:
-    """Lets a thread call `beat` several times in a timeout, while the block runs. With `timeout_ns` 0, which means
-    none, never."""
+    """While the ``with`` block runs, a thread calls `beat` several times in each timeout. With `timeout_ns` 0, which
+    means that waits have no timeout, nobody calls `beat`."""
     over = threading.Event()
 
     def go_on() -> None:

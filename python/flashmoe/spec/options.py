@@ -82,7 +82,8 @@ class LayerOptions(TypedDict, total=False):
         Option(
             True,
             truth,
-            "With a router: whether a token's K weights are divided by their sum (that of sigmoids plus 1e-20).",
+            "With a router: whether a token's K weights are divided by their sum (with ``score='sigmoid'``, by their "
+            "sum plus 1e-20).",
         ),
     ]
     score: Annotated[
@@ -146,8 +147,8 @@ class LayerOptions(TypedDict, total=False):
         Option(
             False,
             truth,
-            "With a gate: the rows of gate_up_proj and the elements of gate_up_bias are in the order gate, up, gate, "
-            "up, ...",
+            "With an activation that has a gate: the rows of gate_up_proj and the elements of gate_up_bias are in the "
+            "order gate, up, gate, up, ...",
             of=GATE,
         ),
     ]
@@ -161,10 +162,11 @@ class LayerOptions(TypedDict, total=False):
         Option(
             1,
             _within(MAX_EXPERTS),
-            "The number of slices into which each expert is cut. The slices of an expert may be on different ranks "
-            "(see `flashmoe.slices`). I is the width of a slice, El counts slices, and a placement has an entry for "
-            "each slice: first those of expert 0, then those of expert 1, ... The return mode is ``'reduced'``. In "
-            "`down_bias` all rows must be 0 except those of first slices, since each slice adds its own row.",
+            "The number of slices into which each expert is cut; 1 on a lone rank. The slices of an expert may be on "
+            "different ranks (see `flashmoe.slices`). I is the width of a slice, El counts slices, and a placement has "
+            "an entry for each slice: first those of expert 0, then those of expert 1, ... With more than one slice, "
+            "results come home as with ``'reduced'``, and the return mode ``'direct'`` is refused. In `down_bias` all "
+            "rows must be 0 except those of first slices, since each slice adds its own row.",
         ),
     ]
 
@@ -186,7 +188,8 @@ class CallOptions(TypedDict, total=False):
         Option(
             None,
             None,
-            "Who holds which expert, as for a `Context`. None: the context's for its E, else contiguous shares.",
+            "Who holds which expert, as for a `Context`. None: the context's placement, if it has as many experts as "
+            "the layer; otherwise each rank holds a run of consecutive experts.",
             in_layer=False,
         ),
     ]
@@ -210,10 +213,10 @@ class CallOptions(TypedDict, total=False):
         Option(
             None,
             _or_none(truth),
-            "Several ranks: whether a call that keeps what its gradients need leaves out the rows of other ranks' "
-            "tokens, so that the backward pass sends x once more (docs/training.md). Results have the same bits. All "
-            "ranks pass the same value. None: the context's. Only a context that was made with `redispatch` has room "
-            "for this.",
+            "Several ranks: if True, a forward pass that keeps what its gradients need does not keep the rows of other "
+            "ranks' tokens, and the backward pass sends x once more (docs/training.md). Results have the same bits. "
+            "All ranks must pass the same value. None: the context's. Only a context that was made with `redispatch` "
+            "has room for this.",
             in_layer=False,
         ),
     ]

@@ -37,8 +37,8 @@ class CallTensors(TypedDict, total=False):
         Any,
         CallTensor(
             WEIGHT,
-            "[E, H]. Router weights: a token gets its `top_k` largest scores, in fp32; of equal ones, the lower "
-            "experts.",
+            "[E, H]. Router weights. A token's experts are those with its `top_k` largest scores, which are computed "
+            "in fp32; of experts with equal scores, those with the lower numbers come first.",
         ),
     ]
     router_bias: Annotated[Any, CallTensor(WEIGHT, "[E]. Added to the router's logits.")]
@@ -78,11 +78,12 @@ class CallTensors(TypedDict, total=False):
         Any,
         CallTensor(
             SCALE,
-            "Scales of gate_up_proj in float8_e4m3fn: factors of its elements. The other matrices then have this type "
-            "too. There is one scale for each block of 128 rows and columns, [El, 2 ceil(I / 128), ceil(H / 128)] "
-            "(without a gate ceil(I / 128) instead of 2 ceil(I / 128)), as ``_scale_inv`` of checkpoints; or one for "
-            "each row, [El, 2I or I, 1]; or one for each matrix, [El, 1, 1]. All scales of a layer are of one kind. "
-            "With gate_up_proj in MXFP4, [El, 2I or I, H / 32, 16] uint8, the scales are e8m0, [El, 2I or I, H / 32].",
+            "If gate_up_proj is in float8_e4m3fn: its scales, by which its elements are multiplied, in float32. "
+            "down_proj and the shared expert's matrices must then be in float8_e4m3fn too. There is one scale for each "
+            "block of 128 rows and columns, [El, 2 ceil(I / 128), ceil(H / 128)] (without a gate ceil(I / 128) instead "
+            "of 2 ceil(I / 128)), as ``_scale_inv`` of checkpoints; or one for each row, [El, 2I or I, 1]; or one for "
+            "each matrix, [El, 1, 1]. All scales of a layer are of one kind. With gate_up_proj in MXFP4, [El, 2I or I, "
+            "H / 32, 16] uint8, the scales are e8m0, [El, 2I or I, H / 32].",
         ),
     ]
     down_scale: Annotated[
@@ -104,8 +105,8 @@ class CallTensors(TypedDict, total=False):
         Any,
         CallTensor(
             OF_X,
-            "[T, ceil(H / 128)]. Scales of x in float8_e4m3fn. The weights then have this type too, and the routing is "
-            "given; y is bfloat16.",
+            "[T, ceil(H / 128)]. If x is in float8_e4m3fn: its scales, in float32. The experts' matrices must then be "
+            "in float8_e4m3fn too, and the routing must be given; y is bfloat16.",
         ),
     ]
     topk_ids: Annotated[
@@ -113,7 +114,8 @@ class CallTensors(TypedDict, total=False):
         CallTensor(
             ROUTING,
             "[T, K] int32 or int64. Given routing, instead of `router`: distinct experts of each token; -1: none. E is "
-            "that of `placement`, of a lone rank's weights, or the context's.",
+            "the number of experts of `placement`. Without `placement`, it is the number in a lone rank's weights or, "
+            "with several ranks, that of the context's placement.",
         ),
     ]
     topk_weights: Annotated[Any, CallTensor(ROUTING, "[T, K] float32, or of x's type. The weights of `topk_ids`.")]
