@@ -309,7 +309,7 @@ COMMUNICATION = Topic(
         Promise(
             "Rows that are joined as they come have the bits of those that are combined.",
             PROTOCOL,
-            "The processor that stores the later row has the two rows added, and the output written",
+            "If a processor stores the later row, one of its warps (or its CPU thread) adds the two rows and writes the output, while other tasks run (`actors/joiner",
             (
                 "tests/test_joined_calls.py::test_right_and_bit_for_bit_what_combine_gives",
                 "tests/gpu/test_join.py::test_right_and_bit_for_bit_what_combine_gives",
@@ -355,7 +355,7 @@ COMMUNICATION = Topic(
         Promise(
             "A row crosses to each other machine once, and with the reduced return one sum comes back.",
             PROTOCOL,
-            "Where ranks are on several machines, a token's row crosses to each other machine once",
+            "Where ranks are on several machines, a token's row crosses to each of the other machines once",
             (
                 "tests/test_once_per_machine.py::test_bits_and_rows_on_one_machine",
                 "tests/test_once_per_machine.py::test_what_crosses",
@@ -435,7 +435,7 @@ WAITS = Topic(
         Promise(
             "On a GPU calls that are queued behind a fault end as they begin.",
             PROTOCOL,
-            "On a GPU, calls that are already queued end as they begin",
+            "On a GPU, a call that is already in the stream ends as soon as it begins",
             (),
         ),
         Promise(
@@ -452,7 +452,7 @@ WAITS = Topic(
         Promise(
             "The wait behind a refused call is bounded, and names who holds it up.",
             PROTOCOL,
-            "The wait watches the peers' status words, and names the rank that holds it up",
+            "This wait expires if no rank makes progress for `timeout`. Then it names the rank that holds it up",
             (
                 "tests/test_refused_calls.py::test_a_wait_for_ranks_that_do_not_come_to_a_refused_call_is_bounded",
                 "tests/gpu/test_refused_gpu.py::test_a_rank_that_does_not_come_to_it_is_named",
