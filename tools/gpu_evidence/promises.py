@@ -309,7 +309,7 @@ COMMUNICATION = Topic(
         Promise(
             "Rows that are joined as they come have the bits of those that are combined.",
             PROTOCOL,
-            "If a processor stores the later row, one of its warps (or its CPU thread) adds the two rows and writes the output, while other tasks run (`actors/joiner",
+            "one of its warps (or its CPU thread) adds the two rows and writes the output",
             (
                 "tests/test_joined_calls.py::test_right_and_bit_for_bit_what_combine_gives",
                 "tests/gpu/test_join.py::test_right_and_bit_for_bit_what_combine_gives",
