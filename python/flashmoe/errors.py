@@ -19,9 +19,9 @@ class InvalidArgument(FlashMoEError, ValueError):
 
 class BadRow(InvalidArgument):
     """The values of a token are wrong: `topk_ids` names an expert that does not exist, or one expert twice; or, with
-    `strict`, router logits are NaN or infinite. The token then has no experts. The token's rank still makes the call,
-    and raises this error when the call is over. The context stays usable, and the other ranks learn nothing of the
-    error."""
+    `strict`, a router logit or a number of `choice_bias` is NaN or +inf, or all logits are -inf. The token then has no
+    experts. The token's rank still makes the call, and raises this error when the call is over. The context stays
+    usable, and the other ranks learn nothing of the error."""
 
 
 class CheckpointError(FlashMoEError):

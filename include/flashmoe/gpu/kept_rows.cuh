@@ -48,7 +48,8 @@ __device__ __forceinline__ uint32_t count_of_experts(const Call& c, uint32_t p, 
   for (uint32_t l = threadIdx.x; l < el; l += kMoveThreads) rows[l] = 0;
   if (threadIdx.x == 0) all = 0;
   __syncthreads();
-  // Neighbours have neighbouring experts of a packet. Integers: in any order they have one sum.
+  // Neighbouring threads take neighbouring experts of a packet, so they read neighbouring offsets. The counts are
+  // integers, so the order of the additions does not change the sums.
 #pragma unroll 4
   for (uint32_t i = threadIdx.x; i < blocks * theirs; i += kMoveThreads) {
     const uint16_t* const offsets = c.packet_offsets(c.rank, p, i / theirs) + i % theirs;

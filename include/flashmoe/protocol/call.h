@@ -13,8 +13,9 @@
 
 namespace flashmoe {
 
-// GShard's capacity, per source rank: ceil(factor * (T * K) / E), in this order, which rounds least; 0 for factor 0 alone,
-// though the product of a smaller one than any normal number may be 0.
+// GShard's capacity, per source rank: ceil(factor * (T * K) / E), computed in this order, which rounds least. If factor
+// and tokens are positive, it is at least 1, even if the factor is so small that the computed quotient is 0. (0 would
+// mean dropless.)
 inline uint32_t expert_capacity(double factor, uint32_t tokens, uint32_t top_k, uint32_t experts) {
   const double capacity = std::ceil(factor * (static_cast<double>(tokens) * top_k) / experts);
   return static_cast<uint32_t>(min_of(factor > 0 && tokens > 0 && capacity < 1 ? 1.0 : capacity, 0x1p31));

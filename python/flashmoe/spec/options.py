@@ -147,12 +147,20 @@ class LayerOptions(TypedDict, total=False):
         Option(
             False,
             truth,
-            "With an activation that has a gate: the rows of gate_up_proj and the elements of gate_up_bias are in the "
-            "order gate, up, gate, up, ...",
+            "With an activation that has a gate: the rows of gate_up_proj and of shared_gate_up (if `transposed`: "
+            "their columns) and the elements of gate_up_bias are in the order gate, up, gate, up, ...",
             of=GATE,
         ),
     ]
-    transposed: Annotated[bool, Option(False, truth, "gate_up_proj is [El, H, 2I or I] and down_proj [El, I, H].")]
+    transposed: Annotated[
+        bool,
+        Option(
+            False,
+            truth,
+            "gate_up_proj is [El, H, 2I or I] and down_proj [El, I, H]; of a shared expert, shared_gate_up is [H, 2Is "
+            "or Is] and shared_down [Is, H].",
+        ),
+    ]
     weights_on_input: Annotated[
         bool,
         Option(False, truth, "A token's weights scale its row before the experts, instead of the experts' results."),
@@ -225,9 +233,10 @@ class CallOptions(TypedDict, total=False):
         Option(
             False,
             truth,
-            "With a router: whether the call raises `BadRow` if the logits of one of this rank's tokens are NaN or "
-            "infinite. The error names the token, and is raised when the call is over. Otherwise the token's y is NaN, "
-            "and ``ctx.last_call.bad_rows`` counts the token. Ranks may differ.",
+            "With a router: whether the call raises `BadRow` if no experts can be chosen for one of this rank's "
+            "tokens: a logit, or a number of `choice_bias`, is NaN or +inf, or all of the token's logits are -inf. The "
+            "error names the token, and is raised when the call is over. Without `strict`, the token's y is NaN, and "
+            "``ctx.last_call.bad_rows`` counts the token. Ranks may differ.",
             in_layer=False,
         ),
     ]

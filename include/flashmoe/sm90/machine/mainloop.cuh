@@ -61,7 +61,7 @@ template <class Stage, Major kMajor, uint32_t kFeatures>
 inline constexpr bool kTokensDown<TokensByFeatures<Stage, kMajor, kFeatures>> = true;
 template <class Stage>
 inline constexpr bool kTokensDown<TokensByHalfFeatures<Stage>> = true;
-// Whether it has a task's columns halved between the warpgroups.
+// Whether a shape has tokens down, and for each warpgroup half of the features across.
 template <class Shape>
 inline constexpr bool kHalvesColumns = false;
 template <class Stage>

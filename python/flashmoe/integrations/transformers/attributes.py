@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 def tensor_of(module: torch.nn.Module, name: str) -> Tensor:
-    """The module's attribute `name`, looked up among its parameters first. (`getattr` looks there last.)"""
+    """The module's attribute `name`, looked up among its parameters first. (`getattr` first looks elsewhere.)"""
     found = module._parameters.get(name)
     return getattr(module, name) if found is None else found
 
