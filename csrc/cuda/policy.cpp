@@ -8,8 +8,9 @@
 namespace flashmoe::cuda {
 namespace {
 
-// Tiles of a band (OrderPolicy::raster). With several ranks it is as many as an expert of about a thousand rows has. A
-// rank alone has twice kRaster if its shorter tasks, like those of slices, go through fewer than kShortStages stages.
+// Tiles of a band (OrderPolicy::raster). With several ranks, a band has room for all tiles of an expert of about a
+// thousand rows: four, and an open one (docs/decisions.md). A rank alone has twice kRaster if its shorter tasks, like
+// those of slices, go through fewer than kShortStages stages.
 constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6, kShortStages = 8;
 constexpr uint32_t kSenders = 16;
 // Most rows of an expert, on average, in a call of few tokens.

@@ -25,8 +25,8 @@ class LayerSpec(_OfOptions):
     """A layer of E experts: ``y[t] = sum_k w[t, k] * (down[e] @ act(gate_up[e] @ x[t]))``, see `flashmoe.moe`.
 
     Besides the fields below it has those options of `flashmoe.spec.options` that are a layer's as they are. C++ has the
-    same struct (include/flashmoe/spec/layer.h) and takes it by the names of the fields. What a call adds: its tokens,
-    the tensors' addresses, the experts' placement, and whether it is traced.
+    same struct (include/flashmoe/spec/layer.h) and takes it by the names of the fields. What belongs to a call is not
+    in it: the tokens, the tensors' addresses, the experts' placement, and options such as `strict` and `redispatch`.
     """
 
     hidden: int

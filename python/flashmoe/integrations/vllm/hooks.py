@@ -106,7 +106,8 @@ class FlashMoEFp8Config(Fp8Config):
 
 class FlashMoERunner(MoERunner):
     """vLLM's runner, but it refuses two things that the methods here do not see: experts that are quantised in another
-    way, which vLLM would compute itself; and zero experts, in whose place a token may get expert 0 a second time."""
+    way, which vLLM would compute itself; and zero experts, which have no weights and return a token's row as it is.
+    vLLM names expert 0 in place of each zero expert, so a token might have expert 0 more than once."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
