@@ -170,11 +170,12 @@ class LayerOptions(TypedDict, total=False):
         Option(
             1,
             _within(MAX_EXPERTS),
-            "The number of slices into which each expert is cut; 1 on a lone rank. The slices of an expert may be on "
-            "different ranks (see `flashmoe.slices`). I is the width of a slice, El counts slices, and a placement has "
-            "an entry for each slice: first those of expert 0, then those of expert 1, ... With more than one slice, "
-            "results come home as with ``'reduced'``, and the return mode ``'direct'`` is refused. In `down_bias` all "
-            "rows must be 0 except those of first slices, since each slice adds its own row.",
+            "The number of slices into which each expert is cut; a lone rank must pass 1. The slices of an expert may "
+            "be on different ranks (see `flashmoe.slices`). In the shapes of tensors, I is the width of a slice and El "
+            "counts slices; but `flashmoe.nn.MoE` is made with the I of a whole expert. A placement has an entry for "
+            "each slice: first those of expert 0, then those of expert 1, ... With more than one slice, results come "
+            "home as with ``'reduced'``, and the return mode ``'direct'`` is refused. In `down_bias` all rows must be "
+            "0 except those of first slices, since each slice adds its own row.",
         ),
     ]
 

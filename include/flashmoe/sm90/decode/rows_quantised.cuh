@@ -202,7 +202,7 @@ class StageRowLoader {
       load_stages<From, kMostAtOnce>(next, slot, from);
     }
   }
-  // So many groups of rows at once. What can be loaded is so before a stage is empty.
+  // kAtOnce groups of rows at a time. The first of them are loaded to registers before the wait for an empty stage.
   template <class From, uint32_t kAtOnce, class Rows>
   __device__ __forceinline__ void load_stages(uint32_t& next, StageSlot& slot, const Rows& from) const {
 #pragma unroll 1

@@ -59,7 +59,7 @@ struct AwaitedSignal {
 
 // Warp 0: until the signals of all lanes that await one have the call's epoch; leaves each lane the payload of its own. A
 // lane whose signal is here asks believes(); if that says no, the signal counts as not here. False, to all lanes, if the call is
-// over. What a lane's signal releases all may read behind their next meeting.
+// over. After the block's next barrier, all its threads may read what was written before these signals.
 template <class Believes>
 __device__ __forceinline__ bool await_signals(const Block& b, const AwaitedSignal& awaited, uint32_t& payload,
                                               Believes&& believes) {

@@ -112,7 +112,8 @@ struct LaneInputs {
   }
 };
 
-// The same where weights scale products, before it is rounded: of pre-activations, and activations.
+// What LaneGradients holds, if combine weights scale products: the gradients of pre-activations in fp32, which times()
+// then multiplies and rounds, and the activations, rounded already.
 template <class Dtype>
 struct ScaledGradients {
   float gates[kLaneColumns], ups[kLaneColumns];
