@@ -429,11 +429,11 @@ def test_what_experts_in_fp8_may_be_besides_is_recognised(of_transformers):
 
     experts = of_transformers.model.layers[0].mlp.experts
     options = recognise(experts)
-    assert (options.activation, options.gate_up_scale) == ("swiglu", "gate_up_proj_scale_inv")
+    assert (options.how.activation, options.gate_up_scale) == ("swiglu", "gate_up_proj_scale_inv")
     experts.limit = 7.0
-    assert recognise(experts).of_operator()["limit"] == 7.0
+    assert recognise(experts).how.limit == 7.0
     experts.swiglu_alpha = 1.702
-    assert recognise(experts).of_operator()["alpha"] == 1.702
+    assert recognise(experts).how.alpha == 1.702
     for name, value in (("activation_scheme", "static"), ("gate_softcap", 5.0)):
         setattr(experts, name, value)
         with pytest.raises(flashmoe.InvalidArgument, match=rf"\.{name}: expected (dynamic|None), got {value}"):

@@ -302,9 +302,11 @@ def test_logits_are_those_of_the_dequantised_model(models: tuple[Any, Any]):
     ours, theirs = models
     tokens = torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1)).tolist()
     expected = logits_of(theirs, tokens)
-    assert (logits_of(ours, tokens) - expected).abs().max() <= 1e-5
+    # Sums of 64 float32 products in another order differ by at most 64 * 2^-24 of their terms, in each of a few layers.
+    bound = 1e-5 * expected.abs().max()
+    assert (logits_of(ours, tokens) - expected).abs().max() <= bound
     ours.set_experts_implementation("eager")  # nothing else can compute them
-    assert (logits_of(ours, tokens) - expected).abs().max() <= 1e-5
+    assert (logits_of(ours, tokens) - expected).abs().max() <= bound
     assert torch.equal(greedy(ours, [[5, 17, 3]], 24), greedy(theirs, [[5, 17, 3]], 24))
 
 

@@ -160,7 +160,7 @@ def test_bfloat16_experts_are_within_the_bound_of_the_reference(model):
         assert (y.dtype, y.shape) == (torch.bfloat16, hidden_states.shape)
         arrays = [as_bfloat16(each) for each in (hidden_states, module.gate_up_proj, module.down_proj)]
         routing = index.numpy(), weights.float().numpy()
-        how = recognise(module).of_operator()
+        how = recognise(module).how.of_layer()
         for name in ("gate_up", "down"):
             bias = getattr(module, f"{name}_proj_bias", None)
             how[f"{name}_bias"] = None if bias is None else as_bfloat16(bias)
@@ -344,7 +344,7 @@ def test_names_of_activations_are_of_the_same_functions():
     for name, plain in UNGATED.items():
         expected = activation(name)(z)
         torch.testing.assert_close(torch.from_numpy(activate(z.numpy(), plain)), expected, rtol=1e-9, atol=1e-9)
-        assert recognise(some_experts(act_fn=activation(name), has_gate=False)).activation == plain
+        assert recognise(some_experts(act_fn=activation(name), has_gate=False)).how.activation == plain
 
 
 def own_gates():

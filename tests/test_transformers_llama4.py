@@ -45,7 +45,7 @@ def test_a_bfloat16_block_is_within_the_bound_of_the_reference(top_k):
     routing = ids.numpy(), scores.gather(1, ids).float().numpy()
     experts = block.experts
     arrays = [as_bfloat16(each) for each in (x, experts.gate_up_proj, experts.down_proj)]
-    how = recognise(experts).of_operator()
+    how = recognise(experts).how.of_layer()
     assert how["weights_on_input"] and how["transposed"]
     expected = moe_reference(*arrays, topk_ids=routing[0], topk_weights=routing[1], **how)
     error = call_error(*arrays, *routing, return_mode="direct", placement=[0] * experts.num_experts, **how)
