@@ -90,8 +90,8 @@ def test_hooks_on_the_experts_run(layer):
 
 def test_adapted_experts_are_not_moved(layer):
     parametrize.register_parametrization(layer.experts, "down_proj", torch.nn.Identity())
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^experts: expected flashmoe.nn.Experts .* got ParametrizedExperts"):
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^experts: expected Experts .* got ParametrizedExperts"):
         layer.move(None)
     layer.experts = torch.nn.Sequential(layer.experts)
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^experts: expected flashmoe.nn.Experts .* got Sequential"):
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^experts: expected Experts .* got Sequential"):
         layer.move(None)
