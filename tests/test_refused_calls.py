@@ -372,7 +372,7 @@ def test_a_wait_for_ranks_that_do_not_come_to_a_refused_call_is_bounded():
     (first, _), (second, said), (third, _) = _pools[2].call(_refuses_twice, [()] * 2)[1]
     assert first == "InvalidArgument"
     assert second == "PeerTimeout"
-    assert "rank 0 holds up call 1: it has not begun call 1 (it is at 0); rank 1 waited 2 s for rank 0 to leave call 1" in said
+    assert "rank 0 holds up call 1: it has not begun call 1 (it is at 0); rank 1 waited 2 s for rank 0 to leave" in said
     assert third == "InvalidArgument"
 
 
