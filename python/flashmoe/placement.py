@@ -49,8 +49,8 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
     Parameters
     ----------
     load: [E]
-        What each expert has to compute for all ranks' tokens: for example, how many tokens chose it. Every rank is
-        assumed to have the same share of it.
+        What each expert has to compute for all ranks' tokens: for example, how many tokens chose it. The
+        tokens of every rank are assumed to make the same share of it.
     ranks:
         R.
     copies:

@@ -40,8 +40,9 @@ __device__ __forceinline__ ValueAndSlope gelu_tanh_and_slope(float x) {
 
 }  // namespace detail
 
-// Of a gate, or all there is. Where there is no slope, PyTorch's: 0 of relu at 0, the inside's at a limit. kExact: as fp32
-// without the tensor cores has it.
+// With a gated activation: the activated gate, and its slope. Without a gate: the activation, and its slope. Where
+// there is no slope, this takes PyTorch's: relu's is 0 at 0, and at a limit it is the slope inside. kExact: gelu as
+// exact fp32 layers have it (they multiply without tensor cores).
 template <Activation A, bool kExact = false>
 __device__ __forceinline__ ValueAndSlope differentiate(float x, const ClampedShape& shape) {
   if constexpr (A == Activation::kRelu || A == Activation::kRelu2) {

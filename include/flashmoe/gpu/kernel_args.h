@@ -256,8 +256,9 @@ struct KernelArgs {
   HostFault* host_fault;      // in mapped host memory: written when the call failed, or a row of it is an error
   uint8_t* trace;             // [blocks] of kTraceBytesPerBlock; null: not traced
 
-  // Of experts in e4m3. Their intermediate rows, each tile's by itself: 3D {I, 256, tiles}, box {128, 32, 1}.
-  // In mxfp4: the matrices are bytes, of which a row has H / 2 or I / 2, and a box 128.
+  // Of quantised experts: the scales of their matrices. In e4m3, the map `intermediate` has each tile's rows by itself:
+  // 3D {I, 256, tiles}, box {128, 32, 1}. In mxfp4, gate_up and down are maps of bytes: a row of a matrix has H / 2 or
+  // I / 2 bytes, and a row of a box has 128.
   ScaleTable gate_up_scale, down_scale, shared_gate_up_scale, shared_down_scale;
   uint32_t scales_by_row;  // 1: each row of weights has a scale
   const float* x_scale;    // [T, ceil(H / 128)], of x in e4m3; else null, and x is quantised

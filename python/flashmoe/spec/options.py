@@ -123,8 +123,8 @@ class LayerOptions(TypedDict, total=False):
         Option(
             None,
             _or_none(_within(MAX_GROUPS)),
-            "The number of groups from which experts are chosen: those whose two best scores have the largest sum "
-            "(DeepSeek-V3, section 2.1.2). None: all groups.",
+            "The number of groups from which experts are chosen: those whose two best scores (with `choice_bias`: plus "
+            "their biases) have the largest sum (DeepSeek-V3, section 2.1.2). None: all groups.",
             of=ROUTER,
             in_layer=False,
         ),

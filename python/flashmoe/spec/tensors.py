@@ -37,8 +37,8 @@ class CallTensors(TypedDict, total=False):
         Any,
         CallTensor(
             WEIGHT,
-            "[E, H]. Router weights. A token's experts are those with its `top_k` largest scores, which are computed "
-            "in fp32; of experts with equal scores, those with the lower numbers come first.",
+            "[E, H]. Router weights. A token's experts are those with its `top_k` largest logits in fp32 (with groups "
+            "or `choice_bias`: scores); if these are equal, the experts with the lower numbers come first.",
         ),
     ]
     router_bias: Annotated[Any, CallTensor(WEIGHT, "[E]. Added to the router's logits.")]

@@ -169,7 +169,7 @@ _MOST = {
 
 
 def _distance(tokens: int, wanted: int) -> tuple[int, int]:
-    """From one power of two to another; of equally near ones the larger is less."""
+    """How far `tokens` is from `wanted`, both powers of two. Of two equally far ones, the larger counts as nearer."""
     return abs(tokens.bit_length() - wanted.bit_length()), -tokens
 
 

@@ -7,8 +7,8 @@ namespace flashmoe::sm90 {
 
 using namespace gpu;
 
-// A consumer thread's place: which warpgroup, which of its warps, and the place in the accumulator fragment. With tokens down the
-// warpgroup's are those from 64 * tokens on.
+// A consumer thread's place: which warpgroup, which of its warps, and the place in the accumulator fragment. tokens:
+// if rows of the accumulators are tokens (kTokensDown), the warpgroup's first token is number 64 * tokens of the block.
 struct Lane {
   uint32_t group, warp, lane, tokens;
 

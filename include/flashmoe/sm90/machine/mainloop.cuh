@@ -72,9 +72,10 @@ template <class Shape>
 using Accumulators = float[Shape::kMs][Shape::kN / 2];
 
 // Calls f, a lambda `[&]<class Shape>() {..}`, with the smallest shape that covers `cover` tokens. A wgmma's time grows
-// with N; but each N is one more copy of the code, and no shorter one. half: the first block's features are the last ones.
-// kGated: in e4m3, whether there may be two shapes: without a gate a warpgroup's half of the columns is a block of them, whose
-// code beside the other's spills.
+// with N; but each N is one more copy of the code, and no shorter one. half: the expert has no features
+// for the second half of the task (is_half). kGated: in e4m3, there are two shapes with a gate, and one without.
+// (Without a gate, a warpgroup's half of the features is a whole block of 128 columns with a scale. The code for this
+// spills if the other shape's code is there too.)
 template <class Dtype, bool kTransposed, bool kGated, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, bool half, F&& f) {
   if constexpr (kQuantised<Dtype>) {
