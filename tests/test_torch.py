@@ -400,8 +400,8 @@ def test_a_context_stays_in_its_process(ctx, layer):
         ({"placement": [0] * 7}, flashmoe.InvalidArgument, "placement: expected one rank or more for each of E=8"),
         ({"capacity_factor": 0}, flashmoe.InvalidArgument, "capacity_factor: expected a number > 0"),
         ({"return_mode": "fast"}, flashmoe.InvalidArgument, "return_mode: expected one of .*, got 'fast'"),
-        ({"dtype": torch.float64}, flashmoe.InvalidArgument, "dtype: expected one of .*, got torch.float64"),
-        ({"dtype": "float32"}, flashmoe.InvalidArgument, "dtype: expected one of .*, got 'float32'"),
+        ({"dtype": torch.float64}, flashmoe.InvalidArgument, "dtype: expected one of .*, got 'float64'"),
+        ({"dtype": "float64"}, flashmoe.InvalidArgument, "dtype: expected one of .*, got 'float64'"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
