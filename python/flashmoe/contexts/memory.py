@@ -18,7 +18,7 @@ from .. import _ffi
 from ..errors import HeapError, InvalidArgument
 from ..jit import TRAINED
 from ..placement import Placement
-from ..spec import ACTIVATIONS, ELEMENT_BYTES, bounded, one_of, truth
+from ..spec import ACTIVATIONS, DTYPES, ELEMENT_BYTES, bounded, dtype_named, one_of, truth
 from .limits import ContextSpec, checked_context
 
 HOPPER_PROCESSORS = 132
@@ -158,7 +158,7 @@ def plan_memory(
     intermediate: int,
     experts: int,
     top_k: int,
-    dtype: str = "bfloat16",
+    dtype: Any = "bfloat16",
     return_mode: str = "auto",
     processors: int | None = None,
     capacity_factor: float | None = None,
@@ -166,7 +166,7 @@ def plan_memory(
     shared_intermediate: int = 0,
     placement: Placement | None = None,
     slices: int = 1,
-    weight_dtype: str | None = None,
+    weight_dtype: Any = None,
     training: bool = False,
     activation: str = "swiglu",
     redispatch: bool = False,
@@ -233,7 +233,11 @@ def training_costs(**context: Any) -> list[TrainingCost]:
         return plan_memory(**context | {"training": True, "redispatch": redispatch})
 
     rows = plan(False)
-    layer_input = context["max_tokens"] * context["hidden"] * ELEMENT_BYTES[context.get("dtype", "bfloat16")]
+    layer_input = (
+        context["max_tokens"]
+        * context["hidden"]
+        * ELEMENT_BYTES[dtype_named("dtype", context.get("dtype", "bfloat16"), DTYPES)]
+    )
     gradients = {term.name: term.bytes for term in rows.terms if term.region == "heap" and term.name in _FOR_GRADIENTS}
     besides = sum(gradients.values())
     costs = [TrainingCost("keep rows", rows.kept_bytes, besides, rows.pass_bytes, 2, 2, 6)]
