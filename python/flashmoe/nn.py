@@ -401,12 +401,6 @@ class MoE(torch.nn.Module):
         self.load = _of_one_type(before, self.load)
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        """An option of the layer by its name, such as `top_k`, or what every module has."""
-        if name in OPTIONS and "_options" in self.__dict__:
-            return getattr(self._options, name)
-        return super().__getattr__(name)
-
     @classmethod
     @with_known_options(CallOptions)
     def from_layer(
@@ -582,6 +576,14 @@ class MoE(torch.nn.Module):
             f"top_k={self.top_k}, activation={self.activation!r}, renormalize={self.renormalize}, "
             f"rank {self.ctx.rank} of {self.ctx.ranks}"
         )
+
+
+def _option(name: str) -> property:
+    return property(lambda layer: getattr(layer._options, name), doc=OPTIONS[name].text)
+
+
+for _name in OPTIONS.keys() - {"placement"}:  # which the layer holds itself
+    setattr(MoE, _name, _option(_name))
 
 
 _BESIDE_FLOAT32 = (torch.bfloat16, torch.float16)

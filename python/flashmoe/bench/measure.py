@@ -67,7 +67,7 @@ def gpu_operations(call: Callable[[int], Any], calls: int = 10) -> int:
     return sum(1 for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA)
 
 
-def slowest(times: list[float], device: str = "cuda") -> list[float]:
+def slowest(times: list[float], device: str | torch.device = "cuda") -> list[float]:
     """Of each iteration, the slowest rank's."""
     import torch
     import torch.distributed as dist

@@ -14,6 +14,8 @@ import transformers
 
 from flashmoe.integrations.transformers import fuse, parallelize
 
+from .measure import slowest
+
 PROMPT, STEPS, TURNS = 128, 16, 4
 THEIRS = ("grouped_mm", "batched_mm")
 QWEN3 = {
@@ -172,7 +174,5 @@ def of_group(model: torch.nn.Module, cases: Sequence[str], batches: int) -> dict
             for _ in range(TURNS):
                 dist.barrier()
                 times.append(turn())
-        slowest = torch.tensor(times, device=model.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        result[case] = slowest.tolist()
+        result[case] = slowest(times, model.device)
     return result

@@ -134,8 +134,8 @@ def _observations(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Zeros for a call's load, and memory for its logits."""
     x, router = given["x"], given.get("router")
     experts = 0 if router is None else router.shape[0]
-    load = x.new_zeros(given.get("load_size", 0), dtype=torch.int64)
-    return load, x.new_empty((_tokens_of(x), experts) if given.get("with_logits") else (0, 0), dtype=torch.float32)
+    load = x.new_zeros(given["load_size"], dtype=torch.int64)
+    return load, x.new_empty((_tokens_of(x), experts) if given["with_logits"] else (0, 0), dtype=torch.float32)
 
 
 def by_operator(context: int, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
@@ -257,7 +257,7 @@ def _moe_backward(*args: Any, **kwargs: Any) -> list[Tensor]:
     tensors, and `given` their names."""
     a = _bound(_BACKWARD, args, kwargs)
     options = {name: a[name] for name in OPTIONS}
-    return _gradients_of_named(_OfCall(*(a[name] for name in _OfCall._fields)), options, a["wanted"])
+    return _gradients_of_named(_OfCall.of(a), options, a["wanted"])
 
 
 class _OfCall(NamedTuple):
@@ -270,6 +270,10 @@ class _OfCall(NamedTuple):
     counted: Tensor
     inputs: Sequence[Tensor]
     given: Sequence[str]
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> _OfCall:
+        return cls(*(arguments[name] for name in cls._fields))
 
     def named(self) -> dict[str, Tensor]:
         """The call's tensors by name."""
@@ -327,12 +331,11 @@ def _no_backward(grad: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def _and(signature: inspect.Signature, **more: Any) -> inspect.Signature:
     """`signature` with these parameters, which have defaults, after its own."""
-    added = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=more[name]) for name in more]
+    added = [_keyword(name, default, Any) for name, default in more.items()]
     return signature.replace(parameters=[*signature.parameters.values(), *added])
 
 
 _SIGNATURE = _moe.__signature__ = _signature()
-_DEFAULTS = {name: each.default for name, each in _SIGNATURE.parameters.items() if each.default is not each.empty}
 _SCHEMA = torch.library.infer_schema(_moe, mutates_args=()).removesuffix(") -> Tensor")
 
 moe = torch.library.custom_op("flashmoe::moe", _moe, mutates_args=(), schema=f"{_SCHEMA}) -> Tensor")
@@ -425,7 +428,7 @@ def _(*args: Any, **kwargs: Any) -> Tensor:
     """y, [T, H], contiguous, of x's dtype, or bfloat16 for x in FP8. The arguments are checked by the call, not here.
     One check is needed: if a tensor is on the device ``meta``, all must be, or y would be memory that nobody has
     written to."""
-    return _fake(_SIGNATURE.bind(*args, **kwargs).arguments)
+    return _fake(_bound(_SIGNATURE, args, kwargs))
 
 
 def _fake(given: Mapping[str, Any]) -> Tensor:
@@ -436,7 +439,7 @@ def _fake(given: Mapping[str, Any]) -> Tensor:
 
 @moe_observed.register_fake
 def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    given = _OBSERVED.bind(*args, **kwargs).arguments
+    given = _bound(_OBSERVED, args, kwargs)
     return _fake(given), *_observations(given)
 
 
@@ -452,12 +455,12 @@ def _refuse_meta_beside_others(tensors: Tensors) -> None:
 
 @moe_kept.register_fake
 def _(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    given = _KEPT.bind(*args, **kwargs).arguments
+    given = _bound(_KEPT, args, kwargs)
     return _fake(given), *_observations(given), *_fake_kept(given)
 
 
 def _fake_kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    tensors, options = _tensors_of(given), _options_of({**_DEFAULTS, **given})
+    tensors, options = _tensors_of(given), _options_of(given)
     if tensors.x.device.type != "cuda":
         return torch.empty(2, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
     if cuda_training.missing(tensors, False):
@@ -471,8 +474,8 @@ def _fake_kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 @moe_backward.register_fake
 def _(*args: Any, **kwargs: Any) -> list[Tensor]:
-    a = _BACKWARD.bind(*args, **kwargs).arguments
-    return [torch.empty_like(a["inputs"][list(a["given"]).index(name)]) for name in a["wanted"]]
+    given = _bound(_BACKWARD, args, kwargs)
+    return list(_OfCall.of(given).empty(given["wanted"]).values())
 
 
 @no_backward.register_fake
