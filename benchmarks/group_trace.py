@@ -1,7 +1,7 @@
 """Where the time of a call goes on each of a group of GPUs, from a trace of it.
 
-    torchrun --nproc-per-node N benchmarks/group_trace.py [--shape NAME] [--tokens T] [--profile name=value ...]
-        [--histogram 40] [--perfetto FILE]
+    torchrun --nproc-per-node N benchmarks/group_trace.py [--shape NAME] [--tokens T] [--return reduced]
+        [--profile name=value ...] [--histogram 40] [--perfetto FILE]
 
 The traced call follows 40 others that begin like it: each GPU is kept busy, then all meet in an all-reduce. A call
 after a pause is another matter: its first stores to a peer take 0.1 ms. Of each rank, in microseconds since its first
@@ -117,11 +117,12 @@ def main() -> None:
     parser.add_argument("--shape", default="paper-E64", choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--profile", nargs="*", default=[], help="name=value, see flashmoe.Context")
+    parser.add_argument("--return", dest="return_mode", default="auto")
     parser.add_argument("--perfetto", help="a file for ui.perfetto.dev")
     parser.add_argument("--histogram", type=int, default=0, help="microseconds of a bin")
     args = parser.parse_args()
     rank = join_gpus()
-    layer = GroupLayer(args.shape, args.tokens, profile_of(args.profile))
+    layer = GroupLayer(args.shape, args.tokens, profile_of(args.profile), args.return_mode)
     torch.manual_seed(args.tokens)
     router = torch.randn(layer.experts, layer.hidden, device="cuda", dtype=torch.bfloat16) * 0.02
 

@@ -36,6 +36,7 @@ CONFIGURATIONS = {
     "reduced, two formers": ["REDUCED", "EXPERTS=2", "BLOCKS1=0", "ROWS=1"],
     "reduced, two processors": ["REDUCED", *ONE_ROW_TILES, *TWO_PROCESSORS],
     "reduced, two processors, two pieces": ["REDUCED", "IDLE_RANK", "PIECES=2", *ONE_ROW_TILES, *TWO_PROCESSORS],
+    "reduced, two processors, of which one stops early": ["REDUCED", "EARLY_STOP", *ONE_ROW_TILES, *TWO_PROCESSORS],
     "reduced, a rank without experts": ["REDUCED", "IDLE_RANK"],
     "reduced, two columns and groups": ["REDUCED", "COLUMNS1=2", "GROUPS=2", *ONE_ROW_TILES],
     "reduced, two blocks": ["REDUCED", "BLOCKS=2", "PAIRS=1"],
@@ -65,6 +66,7 @@ BUGS = [
     # Calls, tiles and tasks.
     ("EPOCH_REUSE", [], DEADLOCK),
     ("LOST_TERMINATION", [], DEADLOCK),
+    ("ALL_EARLY", ["REDUCED", "EARLY_STOP", *ONE_ROW_TILES, *TWO_PROCESSORS], DEADLOCK),
     ("UNFLUSHED_TILES", [], DEADLOCK),
     ("EARLY_CLOSE", [], RETURNS),
     ("COUNTER_KEPT", [], not_zero("pending")),

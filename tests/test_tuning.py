@@ -190,11 +190,12 @@ def test_sending_and_returning_are_tried_where_there_is_a_peer(ranks, tried):
     assert (
         ("return_mode" in knobs) == ("senders" in knobs) == ("gemm1_lists" in knobs) == ("own_first" in knobs) == tried
     )
+    assert ("link_clusters" in knobs) == tried
     for name, knob in PROFILE.items():
-        if name in ("gemm1_lists", "own_first", "senders") and not tried:
+        if name in ("gemm1_lists", "own_first", "senders", "link_clusters") and not tried:
             continue
         assert knobs[name] == knob.tried == tuple(sorted(set(knob.tried)))
-        assert knob.tried[0] >= 1 and knob.tried[-1] <= knob.most
+        assert knob.tried[0] >= knob.least and knob.tried[-1] <= knob.most
 
 
 def test_a_file_that_cannot_be_read_is_noticed_before_anything_is_measured(machine, file, capsys):

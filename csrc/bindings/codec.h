@@ -48,10 +48,12 @@ class Fields {
     return to;
   }
 
-  // For a field that may be missing; then `to` keeps its value.
+  // For a field that may be missing: then `to` keeps its value, and the result is false.
   template <class T>
-  void if_given(const char* name, T& to) {
-    if (map_.count(ffi::String(name)) != 0) (*this)(name, to);
+  bool if_given(const char* name, T& to) {
+    const bool given = map_.count(ffi::String(name)) != 0;
+    if (given) (*this)(name, to);
+    return given;
   }
 
   void done() const {
@@ -174,7 +176,7 @@ inline LayerSpec layer_of(Map map) {
   return l;
 }
 
-// Reads a policy. A field is 0 if the policy leaves the choice to the engine.
+// Reads a policy. A field is OrderPolicy::kBuiltIn if the policy leaves the choice to the engine.
 inline OrderPolicy order_of(Map map) {
   Fields f("order", std::move(map));
   OrderPolicy o;
@@ -184,6 +186,7 @@ inline OrderPolicy order_of(Map map) {
   f("gemm1_lists", o.gemm1_lists);
   f("own_first", o.own_first);
   f("senders", o.senders);
+  f("link_clusters", o.link_clusters);
   f.done();
   return o;
 }

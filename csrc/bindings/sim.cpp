@@ -55,6 +55,9 @@ Map simulated(Map call, Map machine, ffi::Array<ffi::Array<double>> tasks) {
     f("machines", s.machines);
     f("gpus", s.gpus);
     f("seed", s.seed);
+    f("link_clusters", s.link_clusters);
+    ReturnMode mode;
+    if (f.if_given("return_mode", mode)) s.return_mode = mode;
     s.alike = f.take<uint32_t>("alike") != 0;
     s.folded = f.take<uint32_t>("folded") != 0;
     f.done();

@@ -39,6 +39,8 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   c.cut_columns(columns_of(common.arch, layer));
   const Shape shape = shape_of(c, spec);
   c.policy.order = task_order(common.arch, shape, spec.return_mode, common.limits.processors, common.asked);
+  // Behind the stop words of a backward pass come other tasks, which an early stop would only bring forward.
+  if (layer.pass == Pass::kBackward) c.policy.order.link_clusters = 0;
   const bool alone = c.shape.ranks == 1;  // a rank alone returns nothing to others
   if (!alone) c.shape.return_mode = spec.return_mode;
   c.policy.groups = return_groups(c.policy.columns[kReturning], c.shape.return_mode, alone || common.limits.rdma != 0,

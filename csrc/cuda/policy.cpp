@@ -13,6 +13,9 @@ namespace {
 // those of slices, go through fewer than kShortStages stages.
 constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6, kShortStages = 8;
 constexpr uint32_t kSenders = 16;
+// Clusters that stop early to reduce (OrderPolicy::link_clusters): on two H200s the fastest number of three layers, within
+// the noise of 2 and 6 (docs/measured.md).
+constexpr uint32_t kLinkClusters = 4;
 // Most rows of an expert, on average, in a call of few tokens.
 constexpr uint32_t kMostFewRows = 16;
 // A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that is larger than any call's number of tasks: GEMM1 waits for
@@ -150,13 +153,18 @@ OrderPolicy task_order(const Arch& arch, const Shape& s, ReturnMode mode, uint32
                      .window = tasks_ahead(arch, s) * clusters,
                      .gemm1_lists = early ? 2u : 1u,
                      .own_first = early ? 2u : 1u,
-                     .senders = kSenders};
-  for (const auto field : {&OrderPolicy::gemm1_lag, &OrderPolicy::raster, &OrderPolicy::window,
-                           &OrderPolicy::gemm1_lists, &OrderPolicy::own_first, &OrderPolicy::senders}) {
-    if (asked.*field != 0) chosen.*field = asked.*field;
+                     .senders = kSenders,
+                     .link_clusters = kLinkClusters};
+  for (const auto field :
+       {&OrderPolicy::gemm1_lag, &OrderPolicy::raster, &OrderPolicy::window, &OrderPolicy::gemm1_lists,
+        &OrderPolicy::own_first, &OrderPolicy::senders, &OrderPolicy::link_clusters}) {
+    if (asked.*field != OrderPolicy::kBuiltIn) chosen.*field = asked.*field;
   }
   const uint32_t service = 1 + arch.formers_of(s.ranks, s.local_experts, blocks);
   chosen.senders = s.ranks == 1 ? 0 : min_of(chosen.senders, blocks - service);
+  // (`direct` has nothing to reduce. One cluster goes on to the end, to compute the later groups.)
+  const bool reduced = s.ranks > 1 && mode == ReturnMode::kReduced;
+  chosen.link_clusters = reduced ? min_of(chosen.link_clusters, clusters - 1) : 0;
   return chosen;
 }
 

@@ -72,8 +72,8 @@ bool link_keeps_up(const Shape& shape);
 // tasks need more to hide the scheduler's latency.
 uint32_t tasks_ahead(const Arch& arch, const Shape& shape);
 
-// The order in which tasks run on `blocks` thread blocks, and how many of these blocks send. Fields of `asked` that are
-// not 0 are taken as they are; this function chooses the others.
+// The order in which tasks run on `blocks` thread blocks, how many of these blocks send, and how many clusters stop
+// early to reduce. Fields of `asked` that are not OrderPolicy::kBuiltIn are taken; this function chooses the others.
 OrderPolicy task_order(const Arch& arch, const Shape& shape, ReturnMode mode, uint32_t blocks,
                        const OrderPolicy& asked);
 

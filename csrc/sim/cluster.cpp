@@ -165,7 +165,7 @@ void Cluster<P>::load(uint32_t b) {
     if (task.kind == TaskKind::kStop) break;
     await(started_, n + 1);
     count(block_[b].loaded);
-    if (is_one_of<kHome>(task.kind) && returns && handed_ < n + 3) returner.step();
+    if (is_one_of<kHome>(task.kind) && returns && handed_ < n + 3) returner.step(summing_between_tasks(c_));
   }
   start_helper(b, kFirstLoader);
   help(b, kSecondLoader);

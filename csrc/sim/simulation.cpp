@@ -93,6 +93,7 @@ void check(const Setup& s) {
 // Several machines return sums, one from each machine. For the GPUs of one machine the CUDA engine chooses
 // (csrc/cuda/policy.h).
 ReturnMode mode_of(const Setup& s) {
+  if (s.return_mode && s.machines == 1) return *s.return_mode;
   const bool reduces = s.machines > 1 || cuda::reduces(s.gpus, s.layer.top_k, s.layer.intermediate);
   return reduces ? ReturnMode::kReduced : ReturnMode::kDirect;
 }
@@ -137,7 +138,9 @@ Call call_of(const Setup& s, const Limits& limits, ReturnMode mode) {
                           .hidden = s.layer.hidden,
                           .intermediate = s.layer.intermediate,
                           .top_k = s.layer.top_k};
-  c.policy.order = cuda::task_order(kArch, shape, mode, limits.processors, {});
+  OrderPolicy asked = OrderPolicy::built_in();
+  asked.link_clusters = s.link_clusters;
+  c.policy.order = cuda::task_order(kArch, shape, mode, limits.processors, asked);
   c.policy.groups = cuda::return_groups(c.policy.columns[kReturning], mode, limits.ranks == 1, c.policy.group_first);
   const uint32_t block = cuda::token_block(kArch, s.tokens, s.layer.experts, s.layer.top_k, limits.processors);
   c.policy.log2_block = static_cast<uint32_t>(std::countr_zero(block));

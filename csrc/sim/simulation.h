@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "flashmoe/protocol/order.h"
 #include "flashmoe/spec/layer.h"
 #include "sim/links.h"
 #include "sim/machine.h"
@@ -13,9 +15,11 @@ namespace flashmoe::sim {
 
 struct Setup {
   Machine machine;
-  LayerSpec layer;                  // its return mode is not read: the engine's own choice is used
-  uint32_t tokens = 0;              // tokens of each rank
-  uint32_t machines = 1, gpus = 1;  // gpus: GPUs of a machine
+  LayerSpec layer;                        // its return mode is not read
+  uint32_t tokens = 0;                    // tokens of each rank
+  uint32_t machines = 1, gpus = 1;        // gpus: GPUs of a machine
+  std::optional<ReturnMode> return_mode;  // of one machine; none: the engine's own choice
+  uint32_t link_clusters = OrderPolicy::kBuiltIn;
   // Simulates only the ranks of the first machine; the other machines are like it (Group).
   bool folded = false;
   // The tokens of every machine choose as those of the first one, counted from their own machine. If false, all tokens

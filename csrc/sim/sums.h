@@ -73,8 +73,8 @@ class SumEngine {
   uint32_t processors() const { return blocks(); }
   uint32_t items(uint32_t tokens, uint32_t g) const { return tokens * items_of_token(g); }
   uint32_t items_of_reduce(uint32_t items) const {
-    constexpr uint32_t kMost = 16;
-    return min_of(max_of(ceil_div(items, blocks()), 1u), kMost);
+    const uint32_t most = c_.policy.order.link_clusters != 0 ? 32 : 16;
+    return min_of(max_of(ceil_div(items, blocks()), 1u), most);
   }
   uint32_t items_of_combine(uint32_t items) const {
     constexpr uint32_t kMost = 10;

@@ -143,8 +143,12 @@ class Problems {
       r.tokens = one_of({0u, 1u, l_.max_tokens, below(l_.max_tokens + 1), below(l_.max_tokens + 1)});
       r.log2_block = 3 + below(5);  // of more than 32 tokens: sent in parts
       r.capacity = capacity ? 1 + below(l_.max_tokens) : 0;
-      r.order = {one_of({0u, 3u, 1000u}), one_of({1u, 2u, kMaxRaster}), one_of({0u, 1u, 9u}),
-                 one_of({1u, kMaxGemm1Lists}), one_of({1u, 2u, 3u})};
+      r.order = {.gemm1_lag = one_of({0u, 3u, 1000u}),
+                 .raster = one_of({1u, 2u, kMaxRaster}),
+                 .window = one_of({0u, 1u, 9u}),
+                 .gemm1_lists = one_of({1u, kMaxGemm1Lists}),
+                 .own_first = one_of({1u, 2u, 3u}),
+                 .link_clusters = below(l_.processors)};
       std::vector<int32_t> choice(popular);
       std::iota(choice.begin(), choice.end(), 0);
       for (uint32_t t = 0; t < r.tokens; ++t) {

@@ -78,7 +78,12 @@ struct Work {
     spec.return_mode = below(2) == 0 ? ReturnMode::kDirect : ReturnMode::kReduced;
     spec.capacity_factor = below(3) == 0 ? 0.25f * static_cast<float>(1 + below(6)) : 0.0f;
     options.groups = 1 + below(kMaxGroups);
-    options.order = {4 * below(3), 1 + below(4), below(4), 1 + below(kMaxGemm1Lists), 1 + below(3)};
+    options.order = {.gemm1_lag = 4 * below(3),
+                     .raster = 1 + below(4),
+                     .window = below(4),
+                     .gemm1_lists = 1 + below(kMaxGemm1Lists),
+                     .own_first = 1 + below(3),
+                     .link_clusters = below(l.processors)};
     options.perturbation = below(4) == 0 ? random() | 1 : 0;
     // Experts of a rank need not be neighbours, and a rank may have none.
     for (uint32_t e = 0; e < layer.experts; ++e) {

@@ -78,20 +78,19 @@ void check_one_gpu() {
 }
 
 struct Order {
-  uint32_t lag, raster, window, lists, own_first, senders;
+  uint32_t lag, raster, window, lists, own_first, senders, link_clusters;
   bool operator==(const Order&) const = default;
   friend std::ostream& operator<<(std::ostream& out, const Order& o) {
     return out << "{" << o.lag << ", " << o.raster << ", " << o.window << ", " << o.lists << ", " << o.own_first << ", "
-               << o.senders << "}";
+               << o.senders << ", " << o.link_clusters << "}";
   }
 };
 
-constexpr OrderPolicy kNothing{
-    .gemm1_lag = 0, .raster = 0, .window = 0, .gemm1_lists = 0, .own_first = 0, .senders = 0};
+constexpr OrderPolicy kNothing = OrderPolicy::built_in();
 
 Order order_of(const Shape& shape, ReturnMode mode, const OrderPolicy& asked = kNothing, uint32_t blocks = kBlocks) {
   const OrderPolicy o = cuda::task_order(kHopper, shape, mode, blocks, asked);
-  return {o.gemm1_lag, o.raster, o.window, o.gemm1_lists, o.own_first, o.senders};
+  return {o.gemm1_lag, o.raster, o.window, o.gemm1_lists, o.own_first, o.senders, o.link_clusters};
 }
 
 // Alone, every layer has the same order; on 2 and on 4 GPUs, `direct` has GEMM1 early where the link is what bounds.
@@ -100,34 +99,38 @@ void check_orders() {
     Layer layer;
     Order two, four;
   } expected[] = {
-      {kPaper64, {kHeld, 6, 66, 1, 1, 16}, {kHeld, 6, 66, 1, 1, 16}},
-      {kPaper8, {kHeld, 6, 66, 1, 1, 16}, {kHeld, 6, 66, 1, 1, 16}},
-      {kPaper128, {kHeld, 6, 66, 1, 1, 16}, {kHeld, 6, 66, 1, 1, 16}},
-      {kQwen3, {132, 6, 198, 2, 2, 16}, {132, 6, 198, 2, 2, 16}},
-      {kMixtral, {kHeld, 6, 66, 1, 1, 16}, {kHeld, 6, 66, 1, 1, 16}},
-      {kQwen2, {kHeld, 6, 132, 1, 1, 16}, {132, 6, 132, 2, 2, 16}},
-      {kPhi, {kHeld, 6, 66, 1, 1, 16}, {kHeld, 6, 66, 1, 1, 16}},
+      {kPaper64, {kHeld, 6, 66, 1, 1, 16, 0}, {kHeld, 6, 66, 1, 1, 16, 0}},
+      {kPaper8, {kHeld, 6, 66, 1, 1, 16, 0}, {kHeld, 6, 66, 1, 1, 16, 0}},
+      {kPaper128, {kHeld, 6, 66, 1, 1, 16, 0}, {kHeld, 6, 66, 1, 1, 16, 0}},
+      {kQwen3, {132, 6, 198, 2, 2, 16, 0}, {132, 6, 198, 2, 2, 16, 0}},
+      {kMixtral, {kHeld, 6, 66, 1, 1, 16, 0}, {kHeld, 6, 66, 1, 1, 16, 0}},
+      {kQwen2, {kHeld, 6, 132, 1, 1, 16, 0}, {132, 6, 132, 2, 2, 16, 0}},
+      {kPhi, {kHeld, 6, 66, 1, 1, 16, 0}, {kHeld, 6, 66, 1, 1, 16, 0}},
   };
   for (const auto& e : expected) {
-    CHECK_EQ(order_of(e.layer.on(1), kDirect), (Order{kHeld, 8, 264, 1, 1, 0}));
+    CHECK_EQ(order_of(e.layer.on(1), kDirect), (Order{kHeld, 8, 264, 1, 1, 0, 0}));
     CHECK_EQ(order_of(e.layer.on(2), kDirect), e.two);
     CHECK_EQ(order_of(e.layer.on(4), kDirect), e.four);
   }
   // Rows that are reduced before they go wait for their sum, however slow the link.
-  CHECK_EQ(order_of(kQwen3.on(4), kReduced), (Order{kHeld, 6, 198, 1, 1, 16}));
+  CHECK_EQ(order_of(kQwen3.on(4), kReduced), (Order{kHeld, 6, 198, 1, 1, 16, 4}));
 }
 
 void check_asked_orders() {
-  const OrderPolicy all{.gemm1_lag = 7, .raster = 3, .window = 9, .gemm1_lists = 2, .own_first = 3, .senders = 2};
-  CHECK_EQ(order_of(kPaper64.on(2), kDirect, all), (Order{7, 3, 9, 2, 3, 2}));
-  CHECK_EQ(order_of(kPaper64.on(1), kDirect, all), (Order{7, 3, 9, 2, 3, 0}));  // alone, a rank sends nothing
+  const OrderPolicy all{
+      .gemm1_lag = 7, .raster = 3, .window = 9, .gemm1_lists = 2, .own_first = 3, .senders = 2, .link_clusters = 4};
+  CHECK_EQ(order_of(kPaper64.on(2), kDirect, all), (Order{7, 3, 9, 2, 3, 2, 0}));
+  CHECK_EQ(order_of(kPaper64.on(1), kDirect, all), (Order{7, 3, 9, 2, 3, 0, 0}));  // alone, a rank sends nothing
   OrderPolicy one = kNothing;
   one.window = 5;
-  CHECK_EQ(order_of(kQwen3.on(4), kDirect, one), (Order{132, 6, 5, 2, 2, 16}));
+  CHECK_EQ(order_of(kQwen3.on(4), kDirect, one), (Order{132, 6, 5, 2, 2, 16, 0}));
   // No more blocks send than neither schedule nor form tiles: 1 and 32 of 132, 1 and 2 of 4.
   one.senders = 200;
-  CHECK_EQ(order_of(kQwen3.on(4), kDirect, one), (Order{132, 6, 5, 2, 2, 99}));
-  CHECK_EQ(order_of(kQwen3.on(4), kDirect, one, 4), (Order{4, 6, 5, 2, 2, 1}));
+  CHECK_EQ(order_of(kQwen3.on(4), kDirect, one), (Order{132, 6, 5, 2, 2, 99, 0}));
+  CHECK_EQ(order_of(kQwen3.on(4), kDirect, one, 4), (Order{4, 6, 5, 2, 2, 1, 0}));
+  // One cluster computes to the end.
+  CHECK_EQ(order_of(kPaper64.on(2), kReduced, all), (Order{7, 3, 9, 2, 3, 2, 4}));
+  CHECK_EQ(order_of(kPaper64.on(2), kReduced, all, 8), (Order{7, 3, 9, 2, 3, 2, 3}));
 }
 
 // ---- CUDA: where one choice turns into another ------------------------------------------------------------

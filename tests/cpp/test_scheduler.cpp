@@ -9,7 +9,8 @@ namespace {
 using P = cpu::CpuPlatform;
 // As a task is published: its kind, tile and block of columns.
 using Order = std::vector<std::array<uint32_t, 3>>;
-constexpr uint32_t kGemm0 = static_cast<uint32_t>(TaskKind::kGemm0), kGemm1 = static_cast<uint32_t>(TaskKind::kGemm1);
+constexpr uint32_t kGemm0 = static_cast<uint32_t>(TaskKind::kGemm0), kGemm1 = static_cast<uint32_t>(TaskKind::kGemm1),
+                   kStop = static_cast<uint32_t>(TaskKind::kStop);
 
 Limits limits() {
   Limits l;
@@ -136,6 +137,18 @@ void check_lag() {
   }
 }
 
+// Some processors get stop words as soon as as many tasks of GEMM1 are published as the first return group has; the
+// others go on, and get theirs behind the last task.
+void check_early_stops() {
+  Bench bench({.window = 100, .link_clusters = 2}, 1, 2, 2);
+  bench.gemm1(0, 0, false);
+  CHECK(bench.step() == (Order{{kGemm1, 0, 0}, {kGemm1, 0, 1}}));
+  bench.formed(2);  // which makes the second tile known to be missing
+  CHECK(bench.step() == (Order{{kStop, 0, 0}, {kStop, 0, 0}}));
+  bench.gemm1(1, 1, true);
+  CHECK(bench.step() == (Order{{kGemm1, 1, 0}, {kGemm1, 1, 1}}));
+}
+
 // With two lists, tiles with rows of another rank go first; with one, all go as they are ready.
 void check_lists() {
   for (const uint32_t lists : {1u, 2u}) {
@@ -174,6 +187,7 @@ int main() {
   check_windows();
   check_window();
   check_lag();
+  check_early_stops();
   check_lists();
   check_groups();
   check_choice();

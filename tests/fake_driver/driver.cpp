@@ -158,7 +158,7 @@ void describe(const gpu::KernelArgs& a, const cuda::LaunchConfig& config, bool f
       put("raster", c.policy.order.raster);
   put("gemm1_lag", c.policy.order.gemm1_lag), put("senders", c.policy.order.senders),
       put("gemm1_lists", c.policy.order.gemm1_lists);
-  put("own_first", c.policy.order.own_first);
+  put("own_first", c.policy.order.own_first), put("link_clusters", c.policy.order.link_clusters);
   put("epoch", c.epoch), put("token_row_bytes", c.memory.token_row_bytes);
   put("intermediate_row_bytes", c.memory.intermediate_row_bytes), put("return_row_bytes", c.memory.return_row_bytes);
   put("own_heap", c.memory.heaps[0] != nullptr && blocks.count(reinterpret_cast<DevicePtr>(c.memory.heaps[0])) == 1);

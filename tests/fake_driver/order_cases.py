@@ -30,8 +30,16 @@ ALWAYS_HELD = 2**32 - 1
 def test_order_of_several_ranks(cubin, hidden, inner, order):
     changes = {"hidden": hidden, "intermediate": inner, "return_mode": "direct"}
     for seen in put_by(2, changes, cubin=cubin):
+        assert seen.launch["link_clusters"] == 0  # for what is reduced
         names = ("gemm1_lag", "window", "gemm1_lists", "own_first", "senders")
         assert [seen.launch[name] for name in names] == order
+
+
+# One cluster of the 66 goes on to the end.
+@pytest.mark.parametrize(("asked", "made"), [({}, 4), ({"link_clusters": 0}, 0), ({"link_clusters": 200}, 65)])
+def test_clusters_that_stop_early(cubin, asked, made):
+    for seen in put_by(2, {"return_mode": "reduced", "profile": asked}, cubin=cubin):
+        assert seen.launch["link_clusters"] == made
 
 
 def test_profiles():
@@ -40,10 +48,11 @@ def test_profiles():
     with pytest.raises(flashmoe.InvalidArgument, match=r"profile\[raster\]: expected an integer in \[1, 32\], got 33"):
         flashmoe.Context(engine="cuda", profile={"raster": 33}, **SIZES)
     profile = {"gemm1_lag": 7, "raster": 3, "window": 9, "gemm1_lists": 2, "own_first": 3, "senders": 2}
+    profile["link_clusters"] = 8
     with flashmoe.Context(engine="cuda", profile=profile, **SIZES) as made:
         flashmoe.moe(made, **arguments())
-    # Alone, a rank sends nothing.
-    assert [launched()[name] for name in profile] == [7, 3, 9, 2, 3, 0]
+    # Alone, a rank sends and returns nothing.
+    assert [launched()[name] for name in profile] == [7, 3, 9, 2, 3, 0, 0]
 
 
 def store(profile, **changes):

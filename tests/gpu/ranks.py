@@ -57,6 +57,9 @@ RETURN_MODES = ("direct", "reduced")
 WAYS = {mode: {"return_mode": mode} for mode in RETURN_MODES} | {"rdma": {"transport": "rdma"}}
 """How results come home, and what a context is told for that. ``rdma`` is reduced, and forced: memory is mapped."""
 
+LINK_CLUSTERS = {f"{n} stop early": WAYS["reduced"] | {"profile": {"link_clusters": n}} for n in (0, 1, 5, 1000)}
+"""Clusters that reduce while the others compute; of the last number, all but one."""
+
 FEW_TOKENS = 8
 """So few of a rank alone have logits that are summed in another order, and of float32 no TF32."""
 
@@ -119,7 +122,9 @@ def kept_context(key: str, make: Callable[[], flashmoe.Context]) -> flashmoe.Con
 
 def shared_context(rank: int, ranks: int, name: str, way: str) -> flashmoe.Context:
     """The one of this way."""
-    return kept_context(way, lambda: joined(rank, ranks, f"{name}-{way}", **WAYS[way]))
+    return kept_context(
+        way, lambda: joined(rank, ranks, f"{name}-{way}".replace(" ", "-"), **(WAYS | LINK_CLUSTERS)[way])
+    )
 
 
 def starting_anew(fn: Callable) -> Callable:

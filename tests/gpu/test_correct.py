@@ -64,6 +64,9 @@ EDGES = {
     "32 experts of a token": (200, {"experts": 64, "top_k": 32}),
     "32 of 32 experts": (100, {"experts": 32, "top_k": 32}),
     "1024 experts, 32 of a token": (700, {"experts": 1024, "top_k": 32}),
+    # Blocks of a cluster that share a gate go through equally many token blocks: of the last two, one is missing.
+    "300 experts, 133 token blocks": (132 * 32 + 20, {"experts": 300}),
+    "1024 experts, 265 token blocks": (264 * 16 + 5, {"experts": 1024, "top_k": 8}),
     "the smallest sizes": (70, {"hidden": 8, "intermediate": 8}),
     "the smallest H": (70, {"hidden": 8, "intermediate": 1000}),
     "the smallest I": (70, {"hidden": 1000, "intermediate": 8}),
@@ -76,6 +79,10 @@ EDGES = {
     "capacity of all": (200, {"capacity_factor": 1e6, "skew": 50.0}),
     "capacity of half": (400, {"capacity_factor": 0.5, "skew": 3.0}),
     "capacity of half, ids given": (400, {"capacity_factor": 0.5, "skew": 3.0, "ids": "int64"}),
+    "capacity of half, 300 experts, 133 token blocks": (
+        132 * 32 + 20,
+        {"experts": 300, "capacity_factor": 0.5, "skew": 3.0},
+    ),
     "capacity that drops most": (900, {"capacity_factor": 0.3, "skew": 50.0, "ids": "int32"}),
 }
 

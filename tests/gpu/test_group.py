@@ -238,6 +238,14 @@ def test_many_calls_of_changing_size(pool, ways):
     assert everywhere(pool, on_rank.many_calls, ways, SEED, CALLS, 100, timeout=seconds) == [0] * pool.ranks
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("seed", range(5))
+def test_clusters_that_stop_early_change_no_bit(pool, seed):
+    """Sixty calls are verified, of six layers that are drawn, a quarter of them with each number of clusters."""
+    ways = tuple(on_rank.LINK_CLUSTERS)
+    assert everywhere(pool, on_rank.many_calls, ways, seed, 240, 4, timeout=200.0) == [0] * pool.ranks
+
+
 @pytest.mark.parametrize("way", on_rank.WAYS)
 def test_calls_on_successive_layers_overlap(pool, way, tmp_path):
     """A rank begins the next layer while another is in this one, and no bit differs from layers in lockstep."""

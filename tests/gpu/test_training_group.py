@@ -4,6 +4,7 @@ With FLASHMOE_SHARE_GPUS ranks share a GPU, as in test_group.py."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -45,6 +46,22 @@ def run_and_check(pool: RankPool, tokens: list[int], times: int = 1, seed: int =
     found = everywhere(pool, training_ranks.gradients, [(seed, tokens, sizes)], times)
     problem, grads = trainable(seed, tokens, **sizes)
     return check(problem, grads, [each[0] for each in found], engine="cuda")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_clusters_that_stop_early_change_no_gradient(pool: RankPool, seed: int):
+    draw = random.Random(seed)
+    calls = []
+    for number in range(8):
+        sizes = {
+            "hidden": 8 * draw.randint(1, 64),
+            "intermediate": 8 * draw.randint(1, 32),
+            "skew": draw.choice((0.0, 3.0)),
+        }
+        calls.append(
+            (100 * seed + number, [draw.choice((0, 37, 400)) for _ in range(pool.ranks)], USUAL | REDUCED | sizes)
+        )
+    everywhere(pool, training_ranks.with_link_clusters, calls, (0, 1, 7))
 
 
 LAYERS: dict[str, dict[str, Any]] = {

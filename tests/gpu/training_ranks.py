@@ -41,6 +41,22 @@ def gradients(rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple], 
     return found
 
 
+def with_link_clusters(
+    rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple], numbers: Sequence[int]
+) -> None:
+    """Of each problem, what `trainable` is told of it: results and gradients have the same bits, however many clusters
+    stop early."""
+    for number, (seed, tokens, sizes) in enumerate(calls):
+        torch.cuda.set_device(device_of(rank))
+        problem, grads = trainable(seed, tokens, **sizes)
+        found = []
+        for n in numbers:
+            with context_for(problem, rank, f"{name}-{number}-{n}", profile={"link_clusters": n}) as context:
+                found.append(gradients_of(context, problem, grads[rank], rank))
+        for each, values in found[0].items():
+            assert all(values.tobytes() == other[each].tobytes() for other in found[1:]), (number, each)
+
+
 def of_slices(
     rank: int,
     ranks: int,

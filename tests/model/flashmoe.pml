@@ -193,6 +193,9 @@ typedef Rank {
 	byte published1[TILES];
 	byte ready1;                   /* tiles drained from the ready list, not yet published */
 	bool ended;                    /* the stop words are published */
+#ifdef EARLY_STOP
+	byte stopped;                  /* stop words that are published */
+#endif
 	byte combines;                 /* pieces of Combine taken */
 #ifdef REDUCED
 	byte reduce_epoch[RANKS * GROUPS]; /* [p][g] all rows are computed: they can be summed */
@@ -253,6 +256,17 @@ hidden byte i, j, p_, b_, g_, k_, c_, q_, id, bits, count, last, piece;
 #define USED(t) (me.filled[(t) / EXPERT_TILES] > (t) % EXPERT_TILES * ROWS)
 #define ROOM (me.tail < me.head + WINDOW) /* not tail - head < WINDOW: tickets run ahead of words */
 #define PUBLISHED(t) (!TILE_READY(t) || me.published0[t] == COLUMNS0 && me.published1[t] == COLUMNS1)
+/* Of a rank with several processors one stops early, as soon as a GEMM1 task is published. */
+#ifdef BUG_ALL_EARLY /* or all of them */
+#define EARLY_STOPS(r) PROCESSORS(r)
+#else
+#define EARLY_STOPS(r) (PROCESSORS(r) > 1 -> 1 : 0)
+#endif
+#ifdef EARLY_STOP
+#define STOPPED me.stopped
+#else
+#define STOPPED 0
+#endif
 #ifdef BUG_LOST_TERMINATION /* a processor without its stop word */
 #define STOPS_OF(r) (PROCESSORS(r) - 1)
 #else
@@ -837,6 +851,9 @@ inline end_call() {
 	me.list_tail = 0;
 	me.combines = 0;
 	me.ended = false;
+#ifdef EARLY_STOP
+	me.stopped = 0;
+#endif
 	me.executed0 = 0;
 	me.executed1 = 0;
 	me.executed_reduce = 0;
@@ -909,9 +926,18 @@ proctype os(byte r) {
 	:: PUBLISH0(1)
 	:: PUBLISH1(1)
 #endif
+#ifdef EARLY_STOP
+	:: d_step {
+			!me.ended && me.stopped == 0 && me.published1[0] != 0 && EARLY_STOPS(r) != 0 ->
+			for (i : 1 .. EARLY_STOPS(r)) {
+				publish(STOP)
+			}
+			me.stopped = EARLY_STOPS(r)
+		}
+#endif
 	:: d_step {
 			ALL_PUBLISHED && !me.ended ->
-			for (i : 1 .. STOPS_OF(r)) {
+			for (i : STOPPED + 1 .. STOPS_OF(r)) {
 				publish(STOP)
 			}
 			me.ended = true
@@ -996,6 +1022,12 @@ proctype sender(byte r, n) {
 #define TAKE(own, tickets, all) \
 	d_step { TAKES_AHEAD && push == 0 && own == NONE && tickets < all -> own = tickets; tickets++ }
 #define DONE(own, tickets) tickets = (TAKES_AHEAD -> tickets : tickets + 1); own = NONE
+/* Whether a processor takes pieces of Reduce: where some stop early, only behind the stop word. */
+#ifdef EARLY_STOP
+#define REDUCING (word == STOP)
+#else
+#define REDUCING true
+#endif
 #if defined(BUG_DROPPED_PIECE) || !defined(REDUCED) /* a processor leaves with the stop word, whatever it has taken */
 #define ALL_SUMMED true
 #else
@@ -1070,10 +1102,10 @@ proctype processor(byte r, n) {
 			}
 #ifdef REDUCED
 #if STOPS > 1
-		:: TAKE(summing, TICKETS, REDUCES)
+		:: TAKE(summing, TICKETS, (REDUCING -> REDUCES : 0))
 #endif
 		:: d_step {
-				push == 0 && SUMMABLE(TAKEN(summing, TICKETS)) ->
+				push == 0 && REDUCING && SUMMABLE(TAKEN(summing, TICKETS)) ->
 				piece = TAKEN(summing, TICKETS);
 				reduce(piece);
 				DONE(summing, TICKETS)

@@ -107,11 +107,12 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
   Returner<P, Engine, OneWorker<P>::template Cursor> returner(c, engine, memory.returns);
   Joiner<P, Engine> joiner(c, engine, memory.late);
   const bool combines = c.policy.joined == 0, joins = joins_late_rows(c);
+  const Summing between = summing_between_tasks(c);
   while (true) {
     uint64_t ticket = 0;
     if (P::lane() == 0) ticket = take_ticket<P>(c);
     const Task task = wait_task<P>(c, P::broadcast(ticket, 0), [&] {
-      return (joins && joiner.step()) || (combines && returner.step() == Step::kProgress);
+      return (joins && joiner.step()) || (combines && returner.step(between) == Step::kProgress);
     });
     if (task.kind == TaskKind::kStop) break;
     with_product(task.kind, [&]<uint32_t n>() { engine.template multiply<n>(task.tile(), task.column); });
@@ -121,7 +122,7 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
     }
     retire<P>(c, task);
     // A piece after each GEMM1 task: peers must not wait until this processor has no tasks left.
-    if (is_one_of<kHome>(task.kind) && combines) returner.step();
+    if (is_one_of<kHome>(task.kind) && combines) returner.step(between);
   }
   if (combines) returner.run(c);
   if (joins) {

@@ -22,6 +22,8 @@
 //   retired   Reduce: reduce_done[p][g] counts pieces, and the last one signals the group to p. Combine: nothing depends
 //             on it; a rank's call is over when no worker has a piece left.
 //
+// Where clusters stop early (OrderPolicy::link_clusters), they alone take Reduce's pieces as long as others have tasks.
+//
 // A relay's sums are pieces of Reduce, too. In each group they come after all that the relay's own rank owes. So there
 // is no circle of waits: a machine's sum of group g waits for Reduce of g, which waits for nothing that comes later.
 #pragma once
@@ -66,6 +68,15 @@ struct ReturnCursors {
   Cursor<ReduceCursor> reduce;
   Cursor<CombineCursor> combine;
 };
+
+// Which pieces a worker takes.
+enum class Summing : uint8_t { kAll, kReduces, kCombines };
+
+// The same of a worker whose processor still has tasks. Where clusters stop early for Reduce, the others leave it to
+// them: a piece beside tasks takes as long as one or two of them.
+FLASHMOE_HD Summing summing_between_tasks(const Call& c) {
+  return c.policy.order.link_clusters != 0 ? Summing::kCombines : Summing::kAll;
+}
 
 // Whether slot s of an own token's return rows holds something: s is k (direct) or a rank (reduced). Those of a bad row do
 // (fill_missing).
@@ -303,11 +314,11 @@ class Returner {
         reducer_(call, engine, cursors.reduce),
         combiner_(call, engine, cursors.combines, cursors.combine) {}
 
-  // Sums a piece, if one is ready. kDone: there are none left. combines: pieces of Combine, too.
-  FLASHMOE_FN Step step(bool combines = true) {
-    const Step reduced = reducer_.look();  // first: a peer waits for it
+  // Sums a piece, if one is ready. kDone: there are none left.
+  FLASHMOE_FN Step step(Summing what) {
+    const Step reduced = what == Summing::kCombines ? Step::kDone : reducer_.look();  // first: a peer waits for it
     const bool reduces = reduced == Step::kProgress;
-    const Step combined = reduces ? Step::kIdle : combines ? combiner_.look() : Step::kDone;
+    const Step combined = reduces ? Step::kIdle : what == Summing::kReduces ? Step::kDone : combiner_.look();
     if (reduces || combined == Step::kProgress) {
       const typename Engine::Piece piece = reduces ? reducer_.piece() : combiner_.piece();
       engine_.sum(piece);
@@ -322,11 +333,11 @@ class Returner {
   }
 
   // Until there are none left, or the call is aborted.
-  FLASHMOE_FN void run(const Call& c, bool combines = true) {
+  FLASHMOE_FN void run(const Call& c, Summing what = Summing::kAll) {
     wait_until<P>(
         c,
         [&] {
-          const Step s = step(combines);
+          const Step s = step(what);
           if (s == Step::kIdle) P::rest();  // a group takes long, and all processors look at the same word
           return s;
         },

@@ -68,9 +68,13 @@ class Scheduler {
       room -= publish_some(kind, static_cast<uint32_t>(min_of<int64_t>(room, P::kLanes)));
       moved = true;
     }
-    if (!ended_ && sub_.complete() && formed_ == c_.shape.local_experts && tasks_ == tasks_of_call()) {
-      end_tasks();
-      moved = true;
+    if (!ended_ && formed_ == c_.shape.local_experts) {
+      if (stopped_ < c_.policy.order.link_clusters && first_group_is_published())
+        publish_stops(c_.policy.order.link_clusters);
+      if (sub_.complete() && tasks_ == tasks_of_call()) {
+        end_tasks();
+        moved = true;
+      }
     }
     if (ended_ && sub_.returned() == c_.policy.groups && may_end()) {
       if (P::lane() == 0) P::store_release(&c_.status(c_.rank)->left, c_.epoch, kSystem);
@@ -240,13 +244,26 @@ class Scheduler {
     P::sync();
   }
 
-  // One stop word per cluster, behind every task: when the last is taken, the queue and the ready list are empty.
-  FLASHMOE_FN void end_tasks() {
+  // Whether as many tasks of the returning product are published as the first return group has: those of the first group
+  // go first among those that are ready. The number of tiles is known: all experts are formed.
+  FLASHMOE_FN bool first_group_is_published() const {
+    return product_published_[kReturning] >= tiles_ * c_.group_columns(0);
+  }
+  // Publishes stop words until `stops` are published in this call: a cluster takes one, and no task behind it.
+  FLASHMOE_FN void publish_stops(uint32_t stops) {
     P::release_fence(kDevice);
     P::sync();
-    for (uint32_t base = 0; base < c_.policy.clusters; base += P::kLanes) {
-      published_ += publish<P>(c_, published_, base + P::lane() < c_.policy.clusters, {TaskKind::kStop});
+    while (stopped_ < stops) {
+      const uint32_t n = publish<P>(c_, published_, stopped_ + P::lane() < stops, {TaskKind::kStop});
+      published_ += n;
+      stopped_ += n;
     }
+  }
+
+  // Every cluster has a stop word, the last of them behind every task: when it is taken, the queue and the ready list
+  // are empty.
+  FLASHMOE_FN void end_tasks() {
+    publish_stops(c_.policy.clusters);
     ended_ = true;
     if (P::lane() != 0) return;
     P::store_relaxed(&c_.control()->published.value, published_);
@@ -261,6 +278,7 @@ class Scheduler {
   uint64_t published_;             // words ever published in this context
   uint64_t drained_;               // items ever drained from the ready list
   uint32_t tasks_ = 0;             // published in this call
+  uint32_t stopped_ = 0;           // clusters whose stop words are published
   uint32_t product_published_[kProducts] = {};
   uint32_t tiles_ = 0;                // of the experts that are formed
   uint32_t formed_ = 0;               // experts all of whose tiles are known

@@ -9,6 +9,9 @@ namespace flashmoe {
 inline constexpr uint32_t kMaxRaster = 32;
 
 struct OrderPolicy {
+  // In a policy that a user asks for: the engine chooses the field's value.
+  static constexpr uint32_t kBuiltIn = 0xffffffffu;
+
   // As long as GEMM0 tasks are ready, GEMM1 tasks are held back until they trail by this many: early return traffic
   // starves dispatch, which shares the link. (132: the first GEMM1 task follows 132 of GEMM0.) 0: never held back.
   uint32_t gemm1_lag = 0;
@@ -30,6 +33,16 @@ struct OrderPolicy {
   uint32_t own_first = 1;
   // Thread blocks whose warps all send this rank's rows before they compute (GPU, several ranks).
   uint32_t senders = 0;
+  // With the reduced return, so many clusters get their stop words as soon as all tasks of the first return group are
+  // published. From then on all of their warps sum and send what other ranks wait for (Reduce), while the other clusters
+  // compute the later groups (COMET, section 3.2: thread blocks that only communicate). Between tasks those others leave
+  // Reduce alone. 0: no cluster stops early, and all take Reduce between tasks. No bit of a result depends on the number.
+  uint32_t link_clusters = 0;
+
+  // A policy that asks for nothing.
+  static constexpr OrderPolicy built_in() {
+    return {kBuiltIn, kBuiltIn, kBuiltIn, kBuiltIn, kBuiltIn, kBuiltIn, kBuiltIn};
+  }
 };
 
 // What choose() looks at: for each product, whether a task is ready, and how many were published in this call.

@@ -22,7 +22,9 @@ LINK = 350e9
 class GroupLayer:
     """One rank's share of a layer of random weights, and its context, of the built-in order but for `profile`."""
 
-    def __init__(self, name: str, tokens: int, profile: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, name: str, tokens: int, profile: dict[str, int] | None = None, return_mode: str = "auto"
+    ) -> None:
         self.hidden, self.inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
         self.rank, self.ranks, self.tokens = dist.get_rank(), dist.get_world_size(), tokens
         self.owners = contiguous(self.experts, self.ranks)
@@ -33,10 +35,15 @@ class GroupLayer:
         self.w2 = torch.randn(len(self.own), self.hidden, self.inner, **make) * 0.02
         torch.manual_seed(self.rank + 1)
         self.x = torch.randn(tokens, self.hidden, **make)
-        self.context = flashmoe.Context.from_torch(
+        self.context = self.open(profile or {}, return_mode)
+
+    def open(self, profile: dict[str, int], return_mode: str) -> flashmoe.Context:
+        """A context for the layer's calls."""
+        return flashmoe.Context.from_torch(
             engine="cuda",
-            profile=profile or {},
-            max_tokens=tokens,
+            profile=profile,
+            return_mode=return_mode,
+            max_tokens=self.tokens,
             hidden=self.hidden,
             intermediate=self.inner,
             experts=self.experts,

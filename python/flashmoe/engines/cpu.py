@@ -213,6 +213,7 @@ class CpuEngine(Engine):
             "gemm1_lists": 2,
             "own_first": 1,
             "senders": 0,
+            "link_clusters": 0,
         }
 
     def _has_room(self, tensors: Tensors) -> bool:

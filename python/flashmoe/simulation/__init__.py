@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .. import _ffi
 from ..errors import InvalidArgument
 from ..models import ModelShape
+from ..tuning.knobs import BUILT_IN
 from . import inputs
 
 MOST_RANKS = 1024
@@ -45,12 +46,15 @@ def simulate(
     nic_gb_s: float = 50.0,
     seed: int = 1,
     folded: bool | None = None,
+    return_mode: str = "auto",
+    link_clusters: int | None = None,
 ) -> Simulated:
     """Simulate one call of a layer of this shape, bfloat16, of `tokens` tokens on each of `machines` x `gpus` GPUs.
 
     `nic_gb_s` is what a GPU's network interface carries each way, in GB/s. Tokens choose experts evenly, drawn by
     `seed`. Several machines choose alike; of these only the first machine's ranks are simulated, unless `folded` is
-    False. Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
+    False. `return_mode` (of one machine) is as in `flashmoe.Context`, and so is `link_clusters` (None: as built in).
+    Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
     """
     for name, value, most in (
         ("tokens", tokens, MOST_TOKENS),
@@ -72,9 +76,12 @@ def simulate(
         "machines": machines,
         "gpus": gpus,
         "seed": seed,
+        "link_clusters": BUILT_IN if link_clusters is None else link_clusters,
         "alike": int(machines > 1),
         "folded": int(machines > 1 if folded is None else folded),
     }
+    if return_mode != "auto":
+        call["return_mode"] = return_mode
     machine = inputs.GPU | {
         "nic_gb_s": nic_gb_s,
         "network_us": inputs.NETWORK_US,

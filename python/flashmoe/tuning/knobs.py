@@ -17,11 +17,12 @@ class Knob:
     """A number that a profile may set."""
 
     most: int
-    """The largest value; the smallest is 1."""
+    """The largest value."""
     tried: tuple[int, ...]
     """Values that `flashmoe tune` tries besides the built-in one."""
     alone: bool = True
     """Whether the number has a meaning for a rank without peers."""
+    least: int = 1
 
 
 PROFILE = {
@@ -31,8 +32,11 @@ PROFILE = {
     "gemm1_lists": Knob(2, (1, 2), alone=False),
     "own_first": Knob(2**10, (1, 2, 4), alone=False),
     "senders": Knob(2**10, (8, 16, 24, 32, 48), alone=False),
+    "link_clusters": Knob(2**10, (0, 4, 8, 12, 16, 24), alone=False, least=0),
 }
 """The numbers that a profile may set, by name; see `flashmoe.Context`."""
+BUILT_IN = 2**32 - 1
+"""To the library, a number that no profile sets: OrderPolicy::kBuiltIn of order.h."""
 
 
 def checked_profile(profile: Mapping[str, int]) -> dict[str, int]:
@@ -41,7 +45,10 @@ def checked_profile(profile: Mapping[str, int]) -> dict[str, int]:
         raise InvalidArgument(f"profile: expected a mapping of names among {', '.join(PROFILE)}, got {profile!r}")
     if unknown := [name for name in profile if name not in PROFILE]:
         raise InvalidArgument(f"profile: expected names among {', '.join(PROFILE)}, got {sorted(map(str, unknown))}")
-    return {name: bounded(f"profile[{name}]", value, 1, PROFILE[name].most) for name, value in profile.items()}
+    return {
+        name: bounded(f"profile[{name}]", value, PROFILE[name].least, PROFILE[name].most)
+        for name, value in profile.items()
+    }
 
 
 def stored_profile(setting: profiles.Setting) -> tuple[dict[str, int], str | None]:

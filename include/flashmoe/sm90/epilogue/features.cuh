@@ -241,28 +241,27 @@ __device__ __forceinline__ void store_returned(uint32_t staging, const Lane& at,
       [&](uint32_t token) { return reinterpret_cast<uint8_t*>(rows_to[token] + offset); });
 }
 
-// Gate: stores logits in fp32. to[0] and to[1] are the rows, [expert], of the thread's first two tokens; those of the
-// next two, 8 tokens on, are `step` further, and so on. Few instructions, since they run once, and with few experts in
+// Gate: stores logits in fp32, of experts before end_expert. A thread's tokens are two of each eight: those of the i-th eight go to
+// place(i), [expert], and to what follows `experts` further. Few instructions, since they run once, and with few experts in
 // one warp alone.
-template <uint32_t N>
-__device__ __forceinline__ void store_gate(const Lane& at, const float (&acc)[1][N / 2], const FeatureBias (&bias)[1],
-                                           uint32_t rows, uint32_t first_expert, uint32_t experts,
-                                           float* const (&to)[2], uint32_t step) {
+template <uint32_t N, class Place>
+__device__ __forceinline__ void store_gate(const Lane& at, const float (&acc)[N / 2], const FeatureBias& bias,
+                                           uint32_t rows, uint32_t first_expert, uint32_t end_expert, uint32_t experts,
+                                           Place&& place) {
   const uint32_t expert = first_expert + at.warp * 16 + at.row();
-  if (expert >= experts) return;
-  const bool both = expert + 8 < experts;
-  float *even = to[0] + expert, *odd = to[1] + expert;
+  if (expert >= end_expert) return;
+  const bool both = expert + 8 < end_expert;
 #pragma unroll
   for (uint32_t j = 0; j < N / 8; ++j) {
     const uint32_t token = j * 8 + at.token();
     if (token >= rows) break;
-    even[0] = acc[0][4 * j] + bias[0].low;
-    if (both) even[8] = acc[0][4 * j + 2] + bias[0].high;
+    float *const even = place(j) + expert, *const odd = even + experts;
+    even[0] = acc[4 * j] + bias.low;
+    if (both) even[8] = acc[4 * j + 2] + bias.high;
     if (token + 1 < rows) {
-      odd[0] = acc[0][4 * j + 1] + bias[0].low;
-      if (both) odd[8] = acc[0][4 * j + 3] + bias[0].high;
+      odd[0] = acc[4 * j + 1] + bias.low;
+      if (both) odd[8] = acc[4 * j + 3] + bias.high;
     }
-    even += step, odd += step;
   }
 }
 

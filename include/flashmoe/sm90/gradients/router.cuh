@@ -64,7 +64,7 @@ struct CombinesWithRouter {
     if constexpr (kTrainsInGroup) {
 #pragma unroll 1
       for (bool routed = !routes();; routed = true) {  // a second copy of the code would spill
-        returner.run(c, routed);
+        returner.run(c, routed ? Summing::kAll : Summing::kReduces);
         if (routed) break;
         if (!route_back<Dtype>(args, c)) return;
       }

@@ -34,6 +34,12 @@ __device__ __forceinline__ uint32_t address_in_block(uint32_t block, uint32_t ad
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
   return there;
 }
+template <class T>
+__device__ __forceinline__ T* in_block(uint32_t block, T* p) {
+  uint64_t there;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p), "r"(block));
+  return reinterpret_cast<T*>(there);
+}
 // Says that something has been read: orders no writes. A release would take until all of the thread's stores have
 // reached the L2, one to two microseconds under load.
 __device__ __forceinline__ void arrive_at_block(uint32_t block, uint32_t barrier) {

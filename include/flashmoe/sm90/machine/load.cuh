@@ -13,15 +13,17 @@ struct FeatureBox {
   const TensorMap* map;
   uint32_t c1, c2, c3, expert;
   bool read_once;  // no other cluster is about to load them: see reads_weights_once()
-  bool half;  // the second block's are behind the last ones: nothing is loaded in their place, if it is a Wide stage
+  bool half;       // a stage's second box is behind the last ones: nothing is loaded in its place
 
   template <class Stage>
-  static constexpr bool kShared = Stage::kFeatures == kClusterBlocks * kBoxFeatures;
+  static constexpr bool kShared = Stage::kByCluster && Stage::kFeatures == kClusterBlocks * kBoxFeatures;
+  template <class Stage>
+  static constexpr uint32_t kBoxes = ceil_div(Stage::kFeatures, kBoxFeatures);
 
   // Of a stage, by both blocks.
   template <class Stage>
   __device__ __forceinline__ uint32_t bytes() const {
-    return kShared<Stage> && half ? Stage::kFeatureBytes / kClusterBlocks : Stage::kFeatureBytes;
+    return kBoxes<Stage> != 1 && half ? Stage::kFeatureBytes / 2 : Stage::kFeatureBytes;
   }
   template <class Dtype, class Stage>
   __device__ __forceinline__ void load(const typename Stage::Ring& ring, uint32_t k_byte) const {
@@ -35,6 +37,13 @@ struct FeatureBox {
       for (uint32_t b = 0; b < Stage::kBlocks; ++b) {
         tma_load(ring.data() + Stage::features(b), map, ring.full(), k + b * kRowBytes / Dtype::kBytes, c1, c2, c3,
                  expert, hint);
+      }
+      if constexpr (kBoxes<Stage> != 1) {
+        static_assert(Stage::kBlocks == 1);
+        if (!half) {
+          tma_load(ring.data() + Stage::features(0) + kBoxBytes, map, ring.full(), k, c1 + kBoxFeatures, c2, c3, expert,
+                   hint);
+        }
       }
     }
   }

@@ -6,7 +6,7 @@
 //           32 KiB
 //   Narrow  48 KiB: two k-blocks, so that small tiles keep as many bytes in flight: 128 features at 0 and 16 KiB, 64 tokens
 //           at 32 and 40 KiB
-//   Gate    128 tokens at 0; behind them 32, 64 or 128 features. There are as many stages as there is room for, since a
+//   Gate    128 tokens at 0 (of more than 256 experts: 64, behind the features); behind them 32, 64 or 128 features. There are as many stages as there is room for, since a
 //           block's tokens arrive sooner if more bytes are in flight. (A wgmma takes 64 rows of features. If there are 32,
 //           it also multiplies what lies behind them, and nobody reads those results.)
 // Transposed weights have the same places: a k-block of 128 features is two spans, each of 64 features by 64 rows along
@@ -114,6 +114,13 @@ using Gate = GateLayout<kFeatures, kStages * kStageBytes>;
 // Where it takes several passes, the logits lie behind the stages.
 inline constexpr uint32_t kLogitsAt = kStages * kStageBytes - kMaxGateLogits * 4;
 using GateInPasses = GateLayout<kBoxFeatures, kLogitsAt>;
+// Of more experts than these, the blocks of a cluster share the gate (roles/shared_gate.cuh). A stage has two boxes of experts,
+// and the tokens of both blocks' token blocks: with so many experts, these are few.
+inline constexpr uint32_t kManyExperts = 2 * kBoxFeatures, kManyGateBytes = 40 * 1024;
+using GateOfMany = StageLayout<Ring<kLogitsAt / kManyGateBytes, kManyGateBytes>, 1, 2 * kBoxFeatures, 0, 64,
+                               2 * kBoxFeatures * kRowBytes, false>;
+static_assert(GateOfMany::tokens(1) == kManyGateBytes && GateOfMany::Ring::kCount == 3);
+static_assert(kMaxGateLogits / kManyExperts <= GateOfMany::kTokens);  // a power of two below, for each block
 template <class Stage>
 inline constexpr bool kInPasses = std::is_same_v<Stage, GateInPasses>;
 static_assert(Gate<kSmallGate>::Ring::kCount == 8 && Gate<kMiddleGate>::Ring::kCount == 8);

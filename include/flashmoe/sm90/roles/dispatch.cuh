@@ -19,6 +19,7 @@
 #include "flashmoe/sm90/machine/load.cuh"
 #include "flashmoe/sm90/machine/mainloop.cuh"
 #include "flashmoe/sm90/roles/ring.cuh"
+#include "flashmoe/sm90/roles/shared_gate.cuh"
 #include "flashmoe/sm90/roles/team.cuh"
 
 namespace flashmoe::sm90 {
@@ -109,9 +110,10 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
     multiply<typename Scores<Dtype>::Type, Shape>(ring, group, stages, false, acc);
     if constexpr (!kInPasses<typename Shape::Stage>) gate_stages_read();
     const Lane at = Lane::of_thread(group);  // anew: else addresses are computed before the products
-    const uint32_t token = first + skipped + at.token();
-    float* const to[2] = {scratch.logits(experts, token), scratch.logits(experts, token + 1)};
-    store_gate<Shape::kN>(at, acc, bias, tokens - skipped, e, experts, to, 8 * experts);
+    float* const to = scratch.logits(experts, first + skipped + at.token());
+    static_assert(Shape::kMs == 1);
+    store_gate<Shape::kN>(at, acc[0], bias[0], tokens - skipped, e, experts, experts,
+                          [&](uint32_t eighth) { return to + eighth * 8 * experts; });
   }
 }
 
@@ -169,15 +171,10 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
   }
 }
 
-// Fills ids and weights of the token block, from the given ones or by the router.
+// Loaders and consumers: the token block's logits, by the own block alone.
 template <class Dtype>
-__device__ __forceinline__ void route_block(const KernelArgs& args, const Call& c, Shared& s,
+__device__ __forceinline__ void route_alone(const KernelArgs& args, const Call& c, Shared& s,
                                             const DispatchScratch& scratch, uint32_t b) {
-  const PacketScratch packets = scratch.packets();
-  if (args.topk_ids != nullptr) {
-    copy_given<Dtype, kTeamWarps * 32>(args, c, b, packets.ids, packets.weights);
-    return;
-  }
   with_gate<Dtype>(c.shape.gate_experts, [&]<class Stage>() {
     // A fresh barrier passes waits of parity 1: the loaders find all stages empty.
     const bool loads = threadIdx.x >= kFirstLoader;
@@ -190,7 +187,30 @@ __device__ __forceinline__ void route_block(const KernelArgs& args, const Call& 
       if constexpr (!kInPasses<Stage>) gate_stages_read();
     }
   });
+}
+
+// Fills ids and weights of the token block, from the given ones or by the router.
+template <class Dtype>
+__device__ __forceinline__ void route_block(const KernelArgs& args, const Call& c, Shared& s,
+                                            const DispatchScratch& scratch, uint32_t b) {
+  const PacketScratch packets = scratch.packets();
+  if (args.topk_ids != nullptr) {
+    copy_given<Dtype, kTeamWarps * 32>(args, c, b, packets.ids, packets.weights);
+    return;
+  }
+  const bool shares = shares_gate<Dtype>(args, c);
+  if (shares) {
+    if constexpr (Scores<Dtype>::Type::kTensorCores)
+      route_together<Dtype>(args, c, s, scratch.stages, scratch.logits(0, 0), b, b / gridDim.x);
+  } else {
+    route_alone<Dtype>(args, c, s, scratch, b);
+  }
   Team::team_sync();
+  if (shares) {
+    if (thread_anew() == 0) tell_cluster(s.logits_stored);
+    wait_for_cluster(s.logits_stored, b / gridDim.x);
+    if (b >= c.blocks()) return;
+  }
   if (args.router_logits != nullptr) {
     const uint32_t experts = c.shape.gate_experts;
     write_logits(args.rule, args.router_logits + (uint64_t{b} << c.policy.log2_block) * experts,
@@ -248,7 +268,17 @@ __device__ __forceinline__ void fill_row(const Call& c, uint8_t* row, bool bad) 
   }
 }
 
-// The team's part of one token block. False if the call is over.
+// Every warp of the team: the scratch of token block b may be overwritten, its logits by the cluster's other block too.
+template <class Dtype>
+__device__ __forceinline__ void end_block(const KernelArgs& args, const Call& c, Shared& s, uint32_t b) {
+  // The scratch was read and written through the generic proxy; the copy engine writes there next.
+  fence_proxy_async_shared();
+  Team::team_sync();
+  if (!shares_gate<Dtype>(args, c) || b + gridDim.x >= dispatch_end<Dtype>(args, c)) return;
+  if (thread_anew() == 0) tell_cluster(s.dispatched);
+}
+
+// The team's part of one token block. False if the call is over, and nobody counts on this block's part in later ones.
 template <class Dtype, class Pass, class Trace>
 __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
                                                uint32_t b, const Trace& trace) {
@@ -259,6 +289,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
     Pass::copy_choices(args.backward.kept, c, b, packets);
   } else {
     route_block<Dtype>(args, c, s, scratch, b);
+    if (b >= c.blocks()) return true;  // it was the last
     if (c.shape.slices != 1) slice_block(c, b, packets);
     if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
   }
@@ -273,8 +304,8 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   const bool built =
       kIsBackward ? build_known_packets<Team>(c, b, packets) : build_packets<Team>(c, b, packets, args.load);
   if (!built) {
-    Team::team_sync();  // `aborted` lies in the stages, which loaders may overwrite: only when all warps have read it
-    return false;
+    end_block<Dtype>(args, c, s, b);  // `aborted` lies in the scratch
+    return shares_gate<Dtype>(args, c);
   }
   if constexpr (!kIsBackward) {
     fill_missing<Team>(c, b, packets, args.out, [&](uint8_t* row, bool bad) { fill_row<Dtype>(c, row, bad); });
@@ -282,9 +313,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   if constexpr (kQuantised<Dtype>) quantise_block<Dtype>(args, c, b);
   signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see roles/send.cuh
   if constexpr (kBuild.keeps) Pass::keep_routing(args.kept, c, b);
-  // The scratch was read and written through the generic proxy; the copy engine writes there next.
-  fence_proxy_async_shared();
-  Team::team_sync();
+  end_block<Dtype>(args, c, s, b);
   trace.end(Phase::kDispatch, b, 0);
   return true;
 }

@@ -29,10 +29,12 @@
 //
 // Pipelines, with the arrivals that a phase of their barriers takes
 //   stages  4 x 48 KiB: full 1 + 64 and both copy engines' bytes, empty 2 x 2                       (machine/pipeline.cuh)
-//   gate    the same memory, before the roles, in 4 to 8 stages: full 1 + 64 and the copy engine's bytes, empty 2
+//   gate    the same memory, before the roles, in 3 to 8 stages: full 1 + 64 and the copy engine's bytes, empty 2
 //           (without tensor cores each thread arrives at an empty barrier: x 128, here and above; of fragments each warp: x 4)
 //   rows    the same memory, between gate and roles, of blocks that send: 16 KiB a warp, two buffers in turn, each full
 //           4 and the copy engine's bytes; the lane that stored from a buffer waits before it loads into it (roles/send.cuh)
+//           of more than 128 experts the cluster's blocks have half of them each, and the other block's logits are there when
+//           logits_stored (1) says so, and may be stored when dispatched (1) does
 //   scales  beside the stages, where rows are quantised (machine/stage_scales.cuh); each warp arrives at an empty barrier: x 4
 //   tasks   5 slots, 4 where rows are quantised: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers,
 //           loaders), in the follower one more (leading clerk), stored 256 (consumers), free 1 (following clerk)  (roles/ring.cuh)
@@ -87,10 +89,13 @@ __device__ __forceinline__ bool prepare(const KernelArgs& args, Shared& s) {
     s.returns.reduce.init();
     s.returns.combine.init();
     s.late.init();
+    s.idle_consumers = 0;
     s.trace_events = 0;
     s.ring.init();
     Ring<kMostGateStages, 0>::init(shared_address(s.gate_barriers),
                                    kConsumers * kReleases<typename Scores<Dtype>::Type>);
+    barrier_init(shared_address(&s.logits_stored), 1);
+    barrier_init(shared_address(&s.dispatched), 1);
     Pipeline::init(shared_address(s.stage_barriers),
                    kClusterBlocks * kConsumers * kReleases<typename Factors<Dtype>::Type>);
     fence_barrier_init();
@@ -176,7 +181,8 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   const uint32_t warpgroup = thread / kWarpgroup;
   const uint32_t ring_memory = shared_address(memory);
   if (warp < kTeamWarps) {
-    for (uint32_t b = blockIdx.x; b < c.blocks(); b += gridDim.x) {
+    const uint32_t end = dispatch_end<Dtype>(args, c);
+    for (uint32_t b = blockIdx.x; b < end; b += gridDim.x) {
       if (!dispatch_block<Dtype, Pass>(args, c, s, memory, b, trace)) break;
     }
   }
@@ -190,6 +196,9 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     const bool routes = compute_tasks<Dtype, Pass, kActivation, kTransposed>(args, c, s, ring, warpgroup, trace, n);
     if constexpr (kIsBackward) {
       if (routes) Pass::template combine_and_add<Dtype>(args, c, s, ring, n, trace, each_warp);
+    } else if (Platform::lane() == 0) {
+      Platform::fence_nearby();
+      Platform::fetch_add_nearby(&s.idle_consumers, 1);
     }
   } else {
     give_registers<kServiceRegisters<Dtype>>();
@@ -200,8 +209,11 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
     Pass::template sum_behind_stop<Dtype>(args, c);
   }
   if (c.policy.joined == 0) {
-    using Sums = SumEngine<Dtype, Tracer<kTrace, 32>, SpansMachines<Platform>>;
-    Sums sums(c, args.out, each_warp);
+    // (In a backward pass, tasks behind the stop go on in the stages.)
+    const auto stages = stages_of_ended<!kIsBackward>(s);
+    using Sums =
+        SumEngine<Dtype, Tracer<kTrace, 32>, SpansMachines<Platform>, Platform, std::remove_const_t<decltype(stages)>>;
+    Sums sums(c, args.out, each_warp, stages);
     Returner<Platform, Sums, CursorOfWarp> returner(c, sums, s.returns);
     if constexpr (kIsBackward) {
       Pass::template combine_and_route<Dtype>(args, c, returner);

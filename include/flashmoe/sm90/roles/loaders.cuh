@@ -149,7 +149,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     const bool free = kLoadersReturn && !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
     tasks.put_done(n);
     // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.
-    if (free && !tasks.is_full(n + 2)) returns.step();
+    if (free && !tasks.is_full(n + 2)) returns.step(summing_between_tasks(c));
   }
 }
 

@@ -2,7 +2,7 @@
 // consumers.
 //
 //   stages   4 x 48 KiB   the GEMM pipeline (machine/pipeline.cuh); before the first task, the gate's, scratch of dispatch, and
-//                         the rows that a block sends
+//                         the rows that a block sends; behind the last task, rows that are summed
 //   staging  2 x  8 KiB   the consumers' epilogues
 //   Shared                everything else
 //
@@ -142,10 +142,14 @@ struct Scales<false> {};
 struct Shared {
   Call call;  // the kernel's, with the epoch that device memory counts
   uint64_t gate_barriers[2 * kMostGateStages], stage_barriers[2 * kStages];
+  // Of blocks that share a gate (dispatch.cuh), a phase for each of their token blocks: 1, the other block has stored what it
+  // has of this one's logits; 1, the other block needs what it has of them no more.
+  uint64_t logits_stored, dispatched;
   uint64_t send_barriers[kWarps][RowCopies::kBarriers];
   TaskRing ring;
   ReturnCursors<CursorOfWarp> returns;
   LateRows late;
+  uint32_t idle_consumers;  // warps whose tasks are over
   uint32_t trace_events;
   // Former.
   Source former_sources[kMaxRanks];
@@ -159,8 +163,32 @@ struct Shared {
 };
 
 static_assert(kWarps * RowCopies::kBytes <= kStages * kStageBytes);
+static_assert(kWarps * RingSums<Bf16>::kBytes <= kStages * kStageBytes);
 inline constexpr uint32_t kSharedOffset = kStages * kStageBytes + 2 * kStagingBytes;
 static_assert(kSharedOffset + sizeof(Shared) <= kSharedBytes);
+
+// The memory of a block's stages, once nobody there multiplies any more.
+struct IdleStages {
+  const Shared& s;
+
+  __device__ __forceinline__ bool are_free() const {
+    return *static_cast<const volatile uint32_t*>(&s.idle_consumers) == kConsumers * kWarpgroup / 32;
+  }
+  // The calling warp's own part.
+  __device__ __forceinline__ uint32_t memory_of_warp(uint32_t bytes) const {
+    return shared_address(&s) - kSharedOffset + thread_anew() / 32 * bytes;
+  }
+};
+
+// Those of a pass whose tasks end with the stop word.
+template <bool kEnds>
+__device__ __forceinline__ auto stages_of_ended(const Shared& s) {
+  if constexpr (kEnds) {
+    return IdleStages{s};
+  } else {
+    return NoStages{};
+  }
+}
 
 // Shared address of stage 0's scales, which lie as far behind the ring as everything does.
 __device__ __forceinline__ uint32_t scales_of(const Pipeline& ring) {

@@ -5,7 +5,8 @@
 // heap of the token's rank, over NVLink if it is another; where peers are not mapped, over the staged row, to be put. Sums of a
 // token of another machine go in fp32 to the heap of a relay; the relay sums these to the return row, and counts them.
 // Combine reads return rows and counts (this rank's heap), routing and the outbox's counts (workspace). It writes the output y.
-// Touches no barrier, and of shared memory only reads the call's parameters. Who takes which piece, and signals, is the Returner's.
+// Touches no barrier. Of shared memory it reads the call's parameters, and in a block whose tasks are over Reduce passes its rows
+// through the stages (ring_sums.cuh). Who takes which piece, and signals, is the Returner's.
 #pragma once
 
 #include "flashmoe/actors/returner.h"
@@ -14,17 +15,24 @@
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/gpu/types.cuh"
 #include "flashmoe/sm90/geometry.h"
+#include "flashmoe/sm90/roles/ring_sums.cuh"
 
 namespace flashmoe::sm90 {
 
-// The GPU's engine of a Returner: a block is a processor, its warps are the workers.
-template <class Dtype, class Trace, bool kBrief = false, class P = Platform>
+// What a SumEngine has no use for: the memory of its block's stages.
+struct NoStages {};
+
+// The GPU's engine of a Returner: a block is a processor, its warps are the workers. Stages: IdleStages (ring.cuh) of a
+// block whose tasks may be over.
+template <class Dtype, class Trace, bool kBrief = false, class P = Platform, class Stages = NoStages>
 class SumEngine : public Spans<Trace> {
+  static constexpr bool kHasStages = !std::is_same_v<Stages, NoStages>;
+
  public:
   using Piece = std::conditional_t<SpansMachines<P>, MachinePiece, SumPiece>;
 
-  __device__ __forceinline__ SumEngine(const Call& call, uint8_t* out, const Trace& trace)
-      : Spans<Trace>(trace), c_(call), out_(out) {}
+  __device__ __forceinline__ SumEngine(const Call& call, uint8_t* out, const Trace& trace, Stages stages = {})
+      : Spans<Trace>(trace), c_(call), out_(out), stages_(stages) {}
 
   __device__ __forceinline__ static uint32_t processor() { return blockIdx.x; }
   __device__ __forceinline__ static uint32_t processors() { return gridDim.x; }
@@ -32,11 +40,11 @@ class SumEngine : public Spans<Trace> {
   __device__ __forceinline__ uint32_t items(uint32_t tokens, uint32_t g) const {
     return tokens * ceil_div(group_bytes(g), SumSpan::kStep);
   }
-  // Pieces are so small that every block can have one, if there are so many items; and they are short, since loaders
-  // have no time for long ones.
-  __device__ __forceinline__ static uint32_t items_of_reduce(uint32_t items) {
-    constexpr uint32_t kMost = 16;
-    return min_of(max_of(ceil_div(items, gridDim.x), 1u), kMost);
+  // Pieces are so small that every block can have one, if there are so many items. Where loaders take them between tasks,
+  // they are short, since loaders have no time for long ones.
+  __device__ __forceinline__ uint32_t items_of_reduce(uint32_t items) const {
+    const uint32_t most = c_.policy.order.link_clusters != 0 ? 32 : 16;
+    return min_of(max_of(ceil_div(items, gridDim.x), 1u), most);
   }
   // Pieces are so small that every warp of the GPU can have two, if there are so many items; and of at most what a warp
   // loads at a time (ItemSums), once or a few times over.
@@ -91,6 +99,12 @@ class SumEngine : public Spans<Trace> {
   __device__ __forceinline__ void sum(const Piece& piece) const {
     if constexpr (SpansMachines<P>) {
       if (piece.wide != MachinePiece::kNone) return WideSums<Dtype>(piece).run();
+    }
+    if constexpr (kHasStages) {
+      // (Of Combine's slots any may be empty. Where all blocks do the last pieces at once, memory is what limits them.)
+      const bool reduces = !piece.writes_all;
+      if (reduces && P::broadcast(stages_.are_free() ? 1u : 0u, 0) != 0)
+        return RingSums<Dtype>(piece, stages_.memory_of_warp(RingSums<Dtype>::kBytes)).run();
     }
     ItemSums<Dtype, kBrief>(piece).run();
   }
@@ -171,6 +185,7 @@ class SumEngine : public Spans<Trace> {
 
   const Call& c_;
   uint8_t* out_;
+  [[no_unique_address]] Stages stages_;
 };
 static_assert(SumsForMachines<SumEngine<Bf16, Tracer<false, 32>>>);
 

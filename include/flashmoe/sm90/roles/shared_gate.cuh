@@ -1,0 +1,113 @@
+// The gate of many experts, which the two blocks of a cluster share. Each multiplies the tokens of both by half of the experts,
+// and stores the other's logits in the other's memory. A block alone would read all of the router for its few tokens: of 512
+// experts 2 MB for 32 tokens, as fast as the L2 gives them to all blocks at once.
+// Run by warps 0 to 9 of a block (dispatch.cuh): the loaders load stages, the consumers multiply. Reads x and the router by TMA,
+// and the router's bias. Writes the stages and the logits behind them, in the shared memory of both blocks.
+// Barriers: the gate's `full` and `empty`. `logits_stored` says that the other block's share is here; `dispatched` that the
+// other block needs its logits no more. Both blocks go through equally many token blocks, so each phase is awaited.
+#pragma once
+
+#include "flashmoe/sm90/epilogue/features.cuh"
+#include "flashmoe/sm90/machine/load.cuh"
+#include "flashmoe/sm90/machine/mainloop.cuh"
+#include "flashmoe/sm90/roles/ring.cuh"
+
+namespace flashmoe::sm90 {
+
+// Whether the blocks of a cluster share the gate.
+template <class Dtype>
+__device__ __forceinline__ bool shares_gate(const KernelArgs& args, const Call& c) {
+  return !kIsBackward && Scores<Dtype>::Type::kTensorCores && args.topk_ids == nullptr &&
+         c.shape.gate_experts > kManyExperts;
+}
+
+// Where a block's token blocks end. Of the last two that share a gate, the second may be missing.
+template <class Dtype>
+__device__ __forceinline__ uint32_t dispatch_end(const KernelArgs& args, const Call& c) {
+  return shares_gate<Dtype>(args, c) ? align_up(c.blocks(), kClusterBlocks) : c.blocks();
+}
+
+// The n-th phase of a barrier at which the other block arrives. It does nothing before that does not end: waits in dispatch
+// are bounded.
+__device__ __forceinline__ void wait_for_cluster(const uint64_t& barrier, uint32_t n) {
+  while (!test_wait_cluster(shared_address(&barrier), n & 1u)) {
+  }
+}
+// One thread; all that its block did before a barrier is visible behind the wait.
+__device__ __forceinline__ void tell_cluster(const uint64_t& barrier) {
+  arrive_release_at_block(1 - cluster_rank(), shared_address(&barrier));
+}
+
+// What a block has of the gate of two token blocks, its own b and the other's.
+struct GateShare {
+  uint32_t first_token, tokens;  // of the call
+  uint32_t first_expert, end_expert;
+
+  __device__ __forceinline__ GateShare(const Call& c, uint32_t b) {
+    const uint32_t experts = c.shape.gate_experts, half = align_up(ceil_div(experts, kClusterBlocks), 64u);
+    first_token = (b - cluster_rank()) << c.policy.log2_block;
+    tokens = min_of(kClusterBlocks * c.block_tokens(), c.shape.tokens - first_token);
+    first_expert = cluster_rank() * half;
+    end_expert = min_of(experts, first_expert + half);
+  }
+  template <class Dtype>
+  __device__ __forceinline__ uint32_t stages(const Call& c) const {
+    return ceil_div(end_expert - first_expert, GateOfMany::kFeatures) *
+           GateOfMany::stages(c.shape.hidden * Dtype::kBytes);
+  }
+};
+
+// Loaders.
+template <class Dtype>
+__device__ __forceinline__ void load_shared_gate(const KernelArgs& args, const Call& c, const GateShare& share,
+                                                 GateOfMany::Ring& ring) {
+  const BoxRows tokens{&args.tokens, share.first_token, share.tokens};
+  for (uint32_t e = share.first_expert; e < share.end_expert; e += GateOfMany::kFeatures) {
+    const FeatureBox experts{&args.router, e, 0, 0, 0, false, e + kBoxFeatures >= share.end_expert};
+    detail::load_stages<Dtype, GateOfMany>(ring, experts, tokens, NoScales{}, c.shape.hidden * Dtype::kBytes, [] {});
+  }
+}
+
+// Consumers. own: the own block's logits, [token, expert]; the other's lie at the same place there.
+template <class Dtype>
+__device__ __forceinline__ void compute_shared_gate(const KernelArgs& args, const Call& c, const GateShare& share,
+                                                    float* own, GateOfMany::Ring& ring) {
+  using Shape = FeaturesByTokens<GateOfMany, GateOfMany::kTokens>;
+  const uint32_t group = threadIdx.x / kWarpgroup, experts = c.shape.gate_experts;
+  Accumulators<Shape> acc;
+  for (uint32_t e = share.first_expert + group * Shape::kNextA; e < share.end_expert + group * Shape::kNextA;
+       e += GateOfMany::kFeatures) {
+    FeatureBias bias[Shape::kMs];
+    load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
+    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, GateOfMany::stages(c.shape.hidden * Dtype::kBytes),
+                                                  false, acc);
+    const Lane at = Lane::of_thread(group);
+    const uint32_t first_of_second = c.block_tokens() / 8;  // of groups of 8 tokens
+    const auto place = [&](uint32_t eighth) {
+      const uint32_t block = eighth < first_of_second ? 0 : 1;
+      return in_block(block, own) + ((eighth - block * first_of_second) * 8 + at.token()) * experts;
+    };
+#pragma unroll
+    for (uint32_t m = 0; m < Shape::kMs; ++m)
+      store_gate<Shape::kN>(at, acc[m], bias[m], share.tokens, e + m * 64, share.end_expert, experts, place);
+  }
+}
+
+// Loaders and consumers: the logits of the block's token block b, and what the other's lack. turn: how many came before.
+template <class Dtype>
+__device__ __forceinline__ void route_together(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
+                                               float* logits, uint32_t b, uint32_t turn) {
+  const GateShare share(c, b);
+  // A fresh barrier passes waits of parity 1: the loaders find all stages empty.
+  const bool loads = threadIdx.x >= kFirstLoader;
+  GateOfMany::Ring ring{shared_address(stages), shared_address(s.gate_barriers), 0, loads ? 1u : 0u};
+  ring.advance(turn * share.template stages<Dtype>(c));
+  if (!loads) {
+    if (turn != 0) wait_for_cluster(s.dispatched, turn - 1);
+    compute_shared_gate<Dtype>(args, c, share, logits, ring);
+  } else if (threadIdx.x < kFirstLoader + kLoaders) {
+    load_shared_gate<Dtype>(args, c, share, ring);
+  }
+}
+
+}  // namespace flashmoe::sm90
