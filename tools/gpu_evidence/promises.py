@@ -1407,10 +1407,11 @@ FRAMEWORKS = Topic(
         Promise(
             "Experts that are not computed are refused by class and attribute.",
             TRANSFORMERS,
-            "Everything else is refused when it is called, by class and attribute",
+            "Everything else is refused, by class and attribute, when a model takes the name",
             (
                 "tests/test_transformers.py::test_experts_that_are_refused",
                 "tests/test_transformers.py::test_distributed_tensors_are_refused",
+                "tests/test_transformers_check.py::test_a_checkpoint_is_refused_before_its_weights_are_read",
             ),
         ),
         Promise(
