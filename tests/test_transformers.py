@@ -666,12 +666,24 @@ def run_program(program):
     [
         ("None", "none (import of transformers halted; None in sys.modules)"),
         ("SimpleNamespace(__version__='5.16.3')", "5.16.3"),
-        ("SimpleNamespace(__version__='5.25.0.dev0')", "5.25.0.dev0"),
     ],
 )
-def test_another_release_is_refused(made, got):
+def test_an_older_release_is_refused(made, got):
     program = f"import sys; from types import SimpleNamespace; sys.modules['transformers'] = {made}\n"
     ended = run_program(program + "import flashmoe.integrations, flashmoe.integrations.transformers")
     assert ended.returncode == 1
     expected = f"ImportError: flashmoe.integrations.transformers: expected Transformers 5.17 to 5.24, got {got}"
     assert ended.stderr.strip().splitlines()[-1] == expected
+
+
+def test_a_newer_release_is_warned_of_and_used():
+    program = """import transformers; transformers.__version__ = '5.25.0.dev0'
+import flashmoe.integrations.transformers
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+print('flashmoe' in ALL_EXPERTS_FUNCTIONS)"""
+    ended = run_program(program)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "True")
+    expected = "expected Transformers 5.17 to 5.24, got 5.25.0.dev0, which has not been tried"
+    assert [line.partition(": ")[2] for line in ended.stderr.splitlines() if "not been tried" in line] == [
+        f"UserWarning: flashmoe.integrations.transformers: {expected}"
+    ]
