@@ -79,6 +79,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": PER_HEAD,
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}},
     "jamba": {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
@@ -129,6 +130,12 @@ def folders() -> list[str]:
     """The folders of Transformers whose modeling file has experts, sorted."""
     found = [path.parent.name for path in MODELS.glob("*/modeling_*.py") if path.stem == f"modeling_{path.parent.name}"]
     return sorted(folder for folder in found if classes_of_experts(folder))
+
+
+def is_on_interface(folder: str) -> bool:
+    """Whether the folder's modeling file has experts on Transformers' experts interface."""
+    file = MODELS / folder / f"modeling_{folder}.py"
+    return file.is_file() and "@use_experts_implementation" in file.read_text()
 
 
 def class_of(folder: str) -> type[PreTrainedModel]:

@@ -1499,7 +1499,7 @@ FRAMEWORKS = Topic(
             ),
         ),
         Promise(
-            "Untried releases of vLLM and of training frameworks are left as they are; those of Transformers are warned of.",
+            "Untried releases of vLLM and of training frameworks are left alone; those of Transformers get a warning.",
             VLLM,
             "Other releases of vLLM** are left as they are",
             (

@@ -194,6 +194,7 @@ _OWN_GATES: dict[tuple[str, str], Callable[[Any], dict[str, Any]]] = {
     _own_gate("glm5_next", "Glm5NextTextExperts"): lambda module: _clamped(module.swiglu_limit),
     _own_gate("gpt_oss", "GptOssExperts"): lambda module: _with_alpha(module.limit, module.alpha, interleaved=True),
     _own_gate("hy_v4", "HYV4Experts"): lambda module: _clamped(module.swiglu_limit),
+    _own_gate("hy_v4_vl", "HYV4VLExperts"): lambda module: _clamped(module.swiglu_limit),
     _own_gate("minimax_m3_vl", "MiniMaxM3VLExperts"): lambda module: _with_alpha(
         module.swiglu_limit, module.swiglu_alpha
     ),
