@@ -2,7 +2,8 @@
 # make quick      a few Python tests that show most of the product, in less than a minute on two cores
 # make test       every test that runs without a GPU; says what it had to skip
 # make test-gpu   the tests that need a GPU, as far as what they are of has changed since they ran;  make stale  names them
-# make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 3 GB)
+# make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 3 GB), and all
+#                 models of Transformers that have experts (make in-transformers  runs these alone, half a minute)
 # make nightly    make test with 10,000 examples per property test, and some 1180 instances of the kernels
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc 13.0
 # make site       the documentation as pages, in build/site/, which are then opened in a browser
@@ -31,8 +32,8 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt \
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
-.PHONY: run quick test test-cpp test-cuda-build test-python test-gpu stale test-integrations in-vllm in-training nightly fuzz wheel site \
-        format lint clean compiler spin
+.PHONY: run quick test test-cpp test-cuda-build test-python test-gpu stale test-integrations in-transformers in-vllm in-training \
+        nightly fuzz wheel site format lint clean compiler spin
 
 run: $(VENV)/.package
 	@$(BIN)/flashmoe run
@@ -150,11 +151,18 @@ INTEGRATIONS_VENV ?= .venv-integrations
 TRAINING_VENV ?= .venv-training
 test-integrations:
 	@status=0; \
+	$(if $(findstring tests/integrations,$(PYTEST_FLAGS)),:,$(MAKE) --no-print-directory in-transformers) || status=1; \
 	$(if $(findstring tests/integrations/test_,$(PYTEST_FLAGS)),:, \
 	  $(MAKE) --no-print-directory VENV=$(TRAINING_VENV) in-training) || status=1; \
 	$(if $(findstring tests/integrations/training,$(PYTEST_FLAGS)),:, \
 	  $(MAKE) --no-print-directory VENV=$(INTEGRATIONS_VENV) in-vllm) || status=1; \
 	exit $$status
+
+# In the environment of the other tests. CI runs a third of these models.
+in-transformers: export FLASHMOE_ARCHITECTURES = all
+in-transformers: export FLASHMOE_ARCHITECTURES_RECORD ?= benchmarks/results/architectures
+in-transformers: $(VENV)/.package $(VENV)/.test
+	@$(BIN)/python -m pytest tests/test_every_architecture.py --timeout=$(TEST_TIMEOUT)
 
 in-vllm: export FLASHMOE_EVIDENCE ?= benchmarks/results/integrations
 in-vllm: $(VENV)/.vllm $(VENV)/.package

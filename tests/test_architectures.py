@@ -19,11 +19,28 @@ pytest.importorskip("transformers")
 
 from flashmoe import nn  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from small_models import small_model  # noqa: E402
 from test_transformers import ARCHITECTURES, OTHERS, model_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAMES = (*ARCHITECTURES, *OTHERS)
+FOLDERS = (
+    "deepseek_v32",
+    "dots1",
+    "flex_olmo",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_linear",
+    "mellum",
+    "mimo_v2_flash",
+    "minimax",
+    "mistral4",
+    "qwen3_5_moe",
+    "qwen3_vl_moe",
+    "solar_open",
+)
+"""Further models, by their folders in Transformers."""
 ODD = "Qwen3Next"
 """The one whose shared expert is not as wide as several experts."""
 SHARED = ("Qwen2Moe", "DeepseekV3", "Glm4Moe", "Qwen3Next", "Llama4")
@@ -43,7 +60,7 @@ def random_model(name, **changes):
 
 def block_of(model):
     """The block of the layer that is read."""
-    layer = model.model.layers[LAYER]
+    layer = getattr(model, "model", model).layers[LAYER]
     return layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
 
 
@@ -94,8 +111,22 @@ def merged(model, folder):
 
 
 def test_each_has_a_row():
-    kinds = {model_of(name).config.model_type for name in NAMES}
-    assert kinds == set(ROWS)
+    models = [*map(model_of, NAMES), *map(small_model, FOLDERS)]
+    assert {model.config.model_type for model in models} == set(ROWS)
+
+
+@pytest.mark.parametrize("names", ["as saved", "merged"])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_layer_of_a_further_model(tmp_path, folder, names):
+    model = small_model(folder)
+    model.set_experts_implementation("eager")
+    if names == "merged":
+        merged(model, tmp_path)
+    else:
+        model.save_pretrained(tmp_path)
+    layer, block = compare(model, tmp_path), block_of(model)
+    has_shared = hasattr(block, "shared_expert") or hasattr(block, "shared_experts")
+    assert (bool(layer.shared_intermediate), layer.left_out, layer.own_router) == (has_shared, (), "")
 
 
 @pytest.mark.parametrize("names", ["as saved", "merged"])

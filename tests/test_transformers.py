@@ -28,6 +28,7 @@ from flashmoe.contexts import growing  # noqa: E402
 from flashmoe.contexts.context import contexts  # noqa: E402
 from flashmoe.integrations.transformers import experts_forward, recognise  # noqa: E402
 from flashmoe.integrations.transformers.experts import NAME, experts_modules  # noqa: E402
+from flashmoe.integrations.transformers.recognise import _OWN_GATES  # noqa: E402
 from flashmoe.reference import activate, moe_reference  # noqa: E402
 from flashmoe.tolerance import call_error, relative_error  # noqa: E402
 from safetensors import safe_open  # noqa: E402
@@ -314,9 +315,9 @@ def test_an_activation_that_a_configuration_names():
             model = model_of(name, hidden_act=computed)
             expected = logits_of(with_experts(model, "eager"), PROMPT)
             assert (logits_of(with_experts(model, NAME), PROMPT) - expected).abs().max() <= 1e-5
-        model, refused = with_experts(model_of(name, hidden_act="quick_gelu"), NAME), "QuickGELUActivation"
+        model, refused = model_of(name, hidden_act="quick_gelu"), "QuickGELUActivation"
         with pytest.raises(flashmoe.InvalidArgument, match=rf"^{name}Experts\.act_fn: expected .*, got {refused};"):
-            logits_of(model, PROMPT)
+            with_experts(model, NAME)
 
 
 def test_gemma_4():
@@ -362,23 +363,49 @@ def own_gates():
     return found
 
 
-def test_gates_of_their_own_are_refused_whatever_the_configuration_says():
+def with_gate_of(module, name):
+    """An object of that class of experts, with tensors and attributes of `some_experts`, and with low limits."""
+    kind = getattr(__import__(module, fromlist=[name]), name)
+    experts = kind.__new__(kind)
+    torch.nn.Module.__init__(experts)
+    own = {"limit": 0.5, "alpha": 1.5, "swiglu_limit": 0.5, "swiglu_alpha": 1.5}
+    vars(experts).update(vars(some_experts(is_concatenated=name != "GptOssExperts")) | own)
+    return experts
+
+
+@torch.no_grad()
+def test_gates_of_their_own_are_computed_or_refused_whatever_the_configuration_says(monkeypatch):
     found = own_gates()
     assert ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts") in found
+    refused = r"\._apply_gate: expected the default of Transformers"
     for module, name in found:
-        if name == "GptOssExperts":
+        experts = with_gate_of(module, name)
+        if (module, f"{name}._apply_gate") not in _OWN_GATES:
+            with pytest.raises(flashmoe.InvalidArgument, match=f"^{name}{refused}"):
+                recognise(experts)
             continue
-        kind = getattr(__import__(module, fromlist=[name]), name)
-        experts = kind.__new__(kind)
-        torch.nn.Module.__init__(experts)
-        vars(experts).update(vars(some_experts()))  # what is refused is the gate alone
-        with pytest.raises(
-            flashmoe.InvalidArgument, match=rf"^{name}\._apply_gate: expected the default of Transformers"
-        ):
+        inputs = some_routing(experts)
+        expected = batched_mm_experts_forward(experts, *inputs)
+        torch.testing.assert_close(experts_forward(experts, *inputs), expected, atol=1e-5, rtol=1e-5)
+        for limit in ("limit", "swiglu_limit"):
+            setattr(experts, limit, 0.7)
+        expected, before = batched_mm_experts_forward(experts, *inputs), expected
+        assert (expected - before).abs().max() > 0.01 or name == "BeamExperts"
+        torch.testing.assert_close(experts_forward(experts, *inputs), expected, atol=1e-5, rtol=1e-5)
+        monkeypatch.setattr(type(experts), "_apply_gate", lambda self, gate_up: gate_up)
+        with pytest.raises(flashmoe.InvalidArgument, match=f"^{name}{refused}"):
             recognise(experts)
     experts = some_experts()
     experts._apply_gate = lambda gate_up: gate_up
     with pytest.raises(flashmoe.InvalidArgument, match=r"^SomeExperts\._apply_gate: "):
+        recognise(experts)
+
+
+@torch.no_grad()
+def test_the_gate_of_deepseek_v4_clamps_before_silu_alone():
+    experts = with_gate_of("transformers.models.deepseek_v4.modeling_deepseek_v4", "DeepseekV4Experts")
+    experts.act_fn = activation("gelu")
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^DeepseekV4Experts\.act_fn: expected SiLU with a limit, got"):
         recognise(experts)
 
 
@@ -639,12 +666,24 @@ def run_program(program):
     [
         ("None", "none (import of transformers halted; None in sys.modules)"),
         ("SimpleNamespace(__version__='5.16.3')", "5.16.3"),
-        ("SimpleNamespace(__version__='5.25.0.dev0')", "5.25.0.dev0"),
     ],
 )
-def test_another_release_is_refused(made, got):
+def test_an_older_release_is_refused(made, got):
     program = f"import sys; from types import SimpleNamespace; sys.modules['transformers'] = {made}\n"
     ended = run_program(program + "import flashmoe.integrations, flashmoe.integrations.transformers")
     assert ended.returncode == 1
     expected = f"ImportError: flashmoe.integrations.transformers: expected Transformers 5.17 to 5.24, got {got}"
     assert ended.stderr.strip().splitlines()[-1] == expected
+
+
+def test_a_newer_release_is_warned_of_and_used():
+    program = """import transformers; transformers.__version__ = '5.25.0.dev0'
+import flashmoe.integrations.transformers
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+print('flashmoe' in ALL_EXPERTS_FUNCTIONS)"""
+    ended = run_program(program)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "True")
+    expected = "expected Transformers 5.17 to 5.24, got 5.25.0.dev0, which has not been tried"
+    assert [line.partition(": ")[2] for line in ended.stderr.splitlines() if "not been tried" in line] == [
+        f"UserWarning: flashmoe.integrations.transformers: {expected}"
+    ]

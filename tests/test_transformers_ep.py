@@ -165,9 +165,14 @@ def test_there_are_no_gradients_of_tokens_that_ranks_hold_alike(on_ranks):  # no
 
 
 def _with_local_ids(rank, ranks):
-    model = with_experts(spread(model_of("Mixtral"), layout_of(ranks, "all_reduce")), "flashmoe")
-    with pytest.raises(flashmoe.InvalidArgument, match=r"ep_implementation=\"flashmoe\"\), got True"):
+    refused = r"ep_implementation=\"flashmoe\"\), got True"
+    model = spread(model_of("Mixtral"), layout_of(ranks, "all_reduce"))
+    with pytest.raises(flashmoe.InvalidArgument, match=refused):
+        with_experts(model, "flashmoe")
+    model.config._experts_implementation = "flashmoe"  # as it is where a model takes the name before it is spread
+    with pytest.raises(flashmoe.InvalidArgument, match=refused):
         logits_of(model, PROMPT)
+    with_experts(spread(model_of("Mixtral"), layout_of(ranks)), "flashmoe")
     return True
 
 

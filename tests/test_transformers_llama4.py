@@ -7,6 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from flashmoe import InvalidArgument  # noqa: E402
 from flashmoe.integrations.transformers import fuse, load_parallel, parallelize, recognise  # noqa: E402
 from flashmoe.integrations.transformers.experts import NAME, experts_modules  # noqa: E402
 from flashmoe.reference import moe_reference  # noqa: E402
@@ -25,11 +26,14 @@ from test_transformers_fuse import block_of  # noqa: E402
 from test_transformers_parallel import LOAD, ROOM, bits_of, on_ranks, results_of  # noqa: E402, F401
 
 
-def test_choosing_an_implementation_changes_nothing():
+def test_choosing_an_implementation_is_refused_unless_the_blocks_are_fused():
     model = model_of("Llama4")
-    kinds = [type(module) for module in model.modules()]
-    with_experts(model, NAME)
-    assert [type(module) for module in model.modules()] == kinds
+    refused = r"^Llama4TextMoe: expected experts on Transformers' experts interface, .*; flashmoe.*fuse patches these"
+    with pytest.raises(InvalidArgument, match=refused):
+        with_experts(model, NAME)
+    expected = logits_of(with_experts(model, "eager"), PROMPT)
+    assert torch.equal(logits_of(with_experts(fuse(model), NAME), PROMPT), logits_of(model, PROMPT))
+    assert (logits_of(model, PROMPT) - expected).abs().max() <= 1e-5
 
 
 @torch.no_grad()

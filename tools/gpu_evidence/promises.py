@@ -1407,16 +1407,17 @@ FRAMEWORKS = Topic(
         Promise(
             "Experts that are not computed are refused by class and attribute.",
             TRANSFORMERS,
-            "Everything else is refused when it is called, by class and attribute",
+            "Everything else is refused, by class and attribute, when a model takes the name",
             (
                 "tests/test_transformers.py::test_experts_that_are_refused",
                 "tests/test_transformers.py::test_distributed_tensors_are_refused",
+                "tests/test_transformers_check.py::test_a_checkpoint_is_refused_before_its_weights_are_read",
             ),
         ),
         Promise(
             "A fused block is one call, its router too, and on a GPU one kernel.",
             TRANSFORMERS,
-            "makes every block of Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Qwen3-Next, DeepSeek-V3 and GLM-4.5 one call",
+            "makes every block one call, which includes the router, for models with two kinds of routers",
             (
                 "tests/test_transformers_fuse.py::test_logits_are_those_of_the_model",
                 "tests/test_transformers_fuse.py::test_the_router_is_not_called",
@@ -1498,14 +1499,15 @@ FRAMEWORKS = Topic(
             ),
         ),
         Promise(
-            "A release of Transformers, of vLLM or of a training framework that is not known is refused.",
+            "Untried releases of vLLM and of training frameworks are left alone; those of Transformers get a warning.",
             VLLM,
-            "another plugin in the same place; other releases of vLLM.",
+            "Other releases of vLLM** are left as they are",
             (
-                "tests/test_transformers.py::test_another_release_is_refused",
-                "tests/test_vllm.py::test_another_release_is_refused",
-                "tests/integrations/training/test_megatron.py::test_other_releases_are_refused",
-                "tests/integrations/training/test_torchtitan.py::test_other_releases_are_refused",
+                "tests/test_transformers.py::test_an_older_release_is_refused",
+                "tests/test_transformers.py::test_a_newer_release_is_warned_of_and_used",
+                "tests/test_vllm.py::test_vllm_is_left_as_it_is_in_another_release",
+                "tests/integrations/training/test_megatron.py::test_another_release_is_left_as_it_is",
+                "tests/integrations/training/test_torchtitan.py::test_another_release_is_left_as_it_is",
             ),
         ),
         Promise(

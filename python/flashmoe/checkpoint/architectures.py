@@ -53,6 +53,8 @@ class Architecture:
     """
     own_router: str = ""
     """The rule of the router, if the operator does not compute this rule."""
+    top_k: str = "num_experts_per_tok"
+    """The configuration's key for K."""
     quantised: tuple[str, ...] = (FP8,)
     """Element types of weights in quantised checkpoints of the kind. Matrices in MXFP4 are never transposed, whatever
     `options` say, because blocks lie along the dimension that a product sums over."""
@@ -61,10 +63,10 @@ class Architecture:
 _NORMALISED = {"renormalize": ("norm_topk_prob", True)}
 _NOT_NORMALISED = {"renormalize": ("norm_topk_prob", False)}
 _LINEAR = {"round_logits": True}  # the router is a linear layer of the model's type
+_GROUPS = {"groups": ("n_group", 1), "top_groups": ("topk_group", 1), "routed_scale": ("routed_scaling_factor", 1.0)}
 _OF_CHOICE = {
     "options": {"score": "sigmoid"},  # the logits are float32
-    "keys": _NORMALISED
-    | {"groups": ("n_group", 1), "top_groups": ("topk_group", 1), "routed_scale": ("routed_scaling_factor", 1.0)},
+    "keys": _NORMALISED | _GROUPS,
     "only": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "tensors": {"choice_bias": "gate.e_score_correction_bias"},
 }
@@ -103,6 +105,26 @@ ARCHITECTURES = {
         quantised=(),
     ),
     "qwen3_next": Architecture("Qwen3-Next", options=_LINEAR, keys=_NORMALISED),
+    "qwen3_5_moe_text": Architecture("Qwen3.5", options={"renormalize": True, **_LINEAR}),
+    "qwen3_vl_moe_text": Architecture("Qwen3-VL", options={"renormalize": True, **_LINEAR}),
+    "flex_olmo": Architecture("FlexOlmo", "intermediate_size", _LINEAR, _NOT_NORMALISED),
+    "mellum": Architecture("Mellum", options=_LINEAR, keys=_NOT_NORMALISED),
+    "minimax": Architecture("MiniMax", "intermediate_size", {"renormalize": True, **_LINEAR}),
+    "deepseek_v32": Architecture("DeepSeek-V3.2", **_OF_CHOICE),
+    "dots1": Architecture("dots1", **_OF_CHOICE),
+    "glm4_moe_lite": Architecture("GLM-4 lite", **_OF_CHOICE),
+    "glm_moe_dsa": Architecture("GLM-MoE-DSA", **_OF_CHOICE),
+    "kimi_linear": Architecture(
+        "Kimi-Linear",
+        options={"score": "sigmoid"},
+        keys={**_GROUPS, "renormalize": ("moe_renormalize", True), "groups": ("num_expert_group", 1)},
+        only={"moe_router_activation_func": "sigmoid"},
+        tensors={"choice_bias": "gate.e_score_correction_bias"},
+        top_k="num_experts_per_token",
+    ),
+    "mimo_v2_flash": Architecture("MiMo-V2-Flash", **_OF_CHOICE),
+    "solar_open": Architecture("Solar", **_OF_CHOICE),
+    "mistral4": Architecture("Mistral 4", options=_LINEAR, keys=_NORMALISED | _GROUPS),
 }
 
 PLAIN = Architecture("a plain layer", keys=_NOT_NORMALISED)
@@ -144,7 +166,7 @@ def rule_of(
         rule["renormalize"] = _checked("renormalize", renormalize)
     elif config is None:
         rule["renormalize"] = True
-    rule["top_k"] = _top_k(top_k, config, experts)
+    rule["top_k"] = _top_k(top_k, config, row.top_k, experts)
     rule["activation"] = _activation(rule.get("activation"), activation, config, gated)
     return rule
 
@@ -171,11 +193,11 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**127
 
 
-def _top_k(top_k: int | None, config: dict[str, Any] | None, experts: int) -> int:
+def _top_k(top_k: int | None, config: dict[str, Any] | None, key: str, experts: int) -> int:
     if top_k is None:
-        top_k = (config or {}).get("num_experts_per_tok")
+        top_k = (config or {}).get(key)
     if top_k is None:
-        raise checkpoint_error("top_k", "num_experts_per_tok in a config.json, or the argument", "neither")
+        raise checkpoint_error("top_k", f"{key} in a config.json, or the argument", "neither")
     if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= experts:
         raise checkpoint_error("top_k", f"an integer from 1 to the {experts} experts", shown(top_k))
     return top_k

@@ -5,19 +5,28 @@
     spec = with_flashmoe(get_gpt_layer_local_spec(num_experts=64, moe_grouped_gemm=False), max_tokens=4096)
 
 Megatron's router, its losses and its shared experts stay. The operator takes the place of the experts, and of what
-sends tokens to them.
+sends tokens to them. In another release, importing this package warns, and `with_flashmoe` changes nothing, unless
+``FLASHMOE_UNTRIED=1``.
 """
 
 from __future__ import annotations
 
-from ..release import check_release
+from typing import Any
+
+from ..release import joins
 
 OLDEST, NEWEST = (0, 16), (0, 19)
 """The oldest and newest release, by major and minor number, with a `MoELayer` that this integration is written for."""
 
-RELEASE = check_release("megatron", "Megatron.Core", OLDEST, NEWEST)
+__all__ = ["NEWEST", "OLDEST", "with_flashmoe"]
 
-from .layer import FlashMoELayer  # noqa: E402
-from .spec import with_flashmoe  # noqa: E402
+if joins("megatron", "Megatron.Core", OLDEST, NEWEST):
+    from .layer import FlashMoELayer
+    from .spec import with_flashmoe
 
-__all__ = ["NEWEST", "OLDEST", "FlashMoELayer", "with_flashmoe"]
+    __all__ += ["FlashMoELayer"]
+else:
+
+    def with_flashmoe(spec: Any, **_: Any) -> Any:
+        """`spec` as it is."""
+        return spec

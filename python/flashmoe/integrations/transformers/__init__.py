@@ -7,13 +7,15 @@ Importing this package registers the experts implementation ``"flashmoe"``::
 
 or, for a model that is already loaded, ``model.set_experts_implementation("flashmoe")``. The model keeps its
 parameters, their names and its router; `flashmoe.moe` computes only its routed experts. Experts that compute something
-else are refused when they are called; the error names the class and the attribute. From release 5.23 on, an expert
+else are refused when the model takes the name (`check`), and when they are called; the error names the class and the
+attribute. From release 5.23 on, an expert
 parallelism of that name is registered too: see `flashmoe.integrations.transformers.expert_parallel`.
 """
 
 from __future__ import annotations
 
 from ._release import INSTALLED, NEWEST, OLDEST, WITH_EXPERT_PARALLELISM
+from .check import check, register_check
 from .experts import experts_forward, register
 from .fuse import fuse
 from .mxfp4 import load_mxfp4
@@ -22,6 +24,7 @@ from .parallel import load_parallel, parallelize
 from .recognise import ExpertsOptions, recognise
 
 register()
+register_check()
 register_mxfp4()
 if INSTALLED >= WITH_EXPERT_PARALLELISM:
     from . import expert_parallel
@@ -32,6 +35,7 @@ __all__ = [
     "NEWEST",
     "OLDEST",
     "ExpertsOptions",
+    "check",
     "experts_forward",
     "fuse",
     "load_mxfp4",

@@ -1,5 +1,5 @@
-"""The releases of Transformers that this integration is for. Importing this module raises `ImportError` where there is
-another release, or none."""
+"""The releases of Transformers that this integration is for. Importing this module warns of a newer release, and raises
+`ImportError` where there is an older one, or none."""
 
 from __future__ import annotations
 

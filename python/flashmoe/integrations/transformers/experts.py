@@ -134,6 +134,11 @@ def mark_as_share(module: torch.nn.Module, experts: int) -> None:
     vars(module)[_LOCAL] = experts
 
 
+def is_share(module: torch.nn.Module) -> bool:
+    """Whether the module's tensors are marked as those of this rank's experts."""
+    return _LOCAL in vars(module)
+
+
 def always_here(module: torch.nn.Module) -> None:
     """Makes this implementation compute an experts module, whichever implementation is chosen."""
     module.__class__ = computed_by(type(module), experts_forward)

@@ -18,8 +18,8 @@ from .recognise import recognise
 from .shared import shared_operands
 from .watched import NAME_IN_MODEL, ROUTER, is_watched, names_of, own_forward
 
-Rule = Callable[[torch.nn.Module], dict[str, Any]]
-"""The arguments of `flashmoe.moe` that a router's attributes give."""
+Rule = Callable[[torch.nn.Module], dict[str, Any] | None]
+"""The arguments of `flashmoe.moe` that a router's attributes give; None: the router itself is to choose."""
 
 
 def _softmax(gate: torch.nn.Module) -> dict[str, Any]:
@@ -30,14 +30,23 @@ def _softmax(gate: torch.nn.Module) -> dict[str, Any]:
 
 def _grouped_sigmoid(gate: torch.nn.Module) -> dict[str, Any]:
     """DeepSeek-V3's router, whose logits are float32."""
+    bias = gate.e_score_correction_bias.float()  # usually float32 already
+    return {"score": "sigmoid", "choice_bias": bias, **_of_groups(gate)}
+
+
+def _of_groups(gate: torch.nn.Module) -> dict[str, Any]:
     return {
-        "score": "sigmoid",
-        "choice_bias": gate.e_score_correction_bias.float(),  # usually float32 already
         "groups": gate.num_group,
         "top_groups": gate.topk_group,
-        "renormalize": gate.norm_topk_prob,
+        "renormalize": vars(gate).get("norm_topk_prob", True),
         "routed_scale": gate.routed_scaling_factor,
     }
+
+
+def _grouped_softmax(gate: torch.nn.Module) -> dict[str, Any] | None:
+    """Mistral 4's router, whose softmax is of the model's type. The operator computes it in float32, so in a narrower
+    type it might choose other experts."""
+    return _of_groups(gate) if tensor_of(gate, "weight").dtype is torch.float32 else None
 
 
 Forward = Callable[[Any, Tensor], Any]
@@ -54,6 +63,16 @@ def grouped_forward(block: Any, hidden_states: Tensor) -> Tensor:
     return _forward(block, hidden_states, _grouped_sigmoid)
 
 
+def grouped_softmax_forward(block: Any, hidden_states: Tensor) -> Tensor:
+    """Computes a block with Mistral 4's router, as one call of the operator."""
+    return _forward(block, hidden_states, _grouped_softmax)
+
+
+def float32_grouped_softmax_forward(block: Any, hidden_states: Tensor) -> Tensor:
+    """Computes a block with the router of Mistral Large 4, whose logits are float32, as one call of the operator."""
+    return _forward(block, hidden_states, _of_groups)
+
+
 def _forward(block: Any, hidden_states: Tensor, rule: Rule) -> Tensor:
     if block.training or is_watched(block):
         return unpatched(type(block)).forward(block, hidden_states)
@@ -61,19 +80,54 @@ def _forward(block: Any, hidden_states: Tensor, rule: Rule) -> Tensor:
     return _one_call_of(block, x, rule).reshape(hidden_states.shape)
 
 
-BLOCKS: dict[tuple[str, str], tuple[str, Forward]] = {
-    ("mixtral", "MixtralSparseMoeBlock"): ("MixtralTopKRouter", softmax_forward),
-    ("qwen2_moe", "Qwen2MoeSparseMoeBlock"): ("Qwen2MoeTopKRouter", softmax_forward),
-    ("qwen3_moe", "Qwen3MoeSparseMoeBlock"): ("Qwen3MoeTopKRouter", softmax_forward),
-    ("olmoe", "OlmoeSparseMoeBlock"): ("OlmoeTopKRouter", softmax_forward),
-    ("qwen3_next", "Qwen3NextSparseMoeBlock"): ("Qwen3NextTopKRouter", softmax_forward),
-    ("deepseek_v3", "DeepseekV3MoE"): ("DeepseekV3TopkRouter", grouped_forward),
-    ("glm4_moe", "Glm4MoeMoE"): ("Glm4MoeTopkRouter", grouped_forward),
-    ("llama4", "Llama4TextMoe"): ("Llama4Router", block_forward),
+_BY_FORWARD: dict[Forward | None, tuple[tuple[str, str, str], ...]] = {
+    softmax_forward: (
+        ("flex_olmo", "FlexOlmoSparseMoeBlock", "FlexOlmoTopKRouter"),
+        ("mellum", "MellumSparseMoeBlock", "MellumTopKRouter"),
+        ("minimax", "MiniMaxSparseMoeBlock", "MiniMaxTopKRouter"),
+        ("mixtral", "MixtralSparseMoeBlock", "MixtralTopKRouter"),
+        ("olmoe", "OlmoeSparseMoeBlock", "OlmoeTopKRouter"),
+        ("qwen2_moe", "Qwen2MoeSparseMoeBlock", "Qwen2MoeTopKRouter"),
+        ("qwen3_5_moe", "Qwen3_5MoeSparseMoeBlock", "Qwen3_5MoeTopKRouter"),
+        ("qwen3_moe", "Qwen3MoeSparseMoeBlock", "Qwen3MoeTopKRouter"),
+        ("qwen3_next", "Qwen3NextSparseMoeBlock", "Qwen3NextTopKRouter"),
+        ("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextSparseMoeBlock", "Qwen3OmniMoeThinkerTextTopKRouter"),
+        ("qwen3_vl_moe", "Qwen3VLMoeTextSparseMoeBlock", "Qwen3VLMoeTextTopKRouter"),
+        ("qwen4_exp", "Qwen4ExpTextSparseMoeBlock", "Qwen4ExpTextTopKRouter"),
+    ),
+    grouped_forward: (
+        ("bailing_hybrid", "BailingHybridMoE", "BailingHybridTopkRouter"),
+        ("deepseek_v3", "DeepseekV3MoE", "DeepseekV3TopkRouter"),
+        ("deepseek_v32", "DeepseekV32MoE", "DeepseekV32TopkRouter"),
+        ("dots1", "Dots1MoE", "Dots1TopkRouter"),
+        ("dots3_note", "Dots3NoteTextMoE", "Dots3NoteTextTopkRouter"),
+        ("exaone_moe", "ExaoneMoeSparseMoEBlock", "ExaoneMoeTopkRouter"),
+        ("glm4_moe", "Glm4MoeMoE", "Glm4MoeTopkRouter"),
+        ("glm4_moe_lite", "Glm4MoeLiteMoE", "Glm4MoeLiteTopkRouter"),
+        ("glm4v_moe", "Glm4vMoeTextMoE", "Glm4vMoeTextTopkRouter"),
+        ("glm5_next", "Glm5NextTextMoE", "Glm5NextTextTopkRouter"),
+        ("glm_moe_dsa", "GlmMoeDsaMoE", "GlmMoeDsaTopkRouter"),
+        ("hy_v4", "HYV4MoE", "HYV4TopkRouter"),
+        ("kimi_linear", "KimiLinearMoE", "KimiLinearTopkRouter"),
+        ("mimo_v2_flash", "MiMoV2FlashMoE", "MiMoV2FlashTopkRouter"),
+        ("solar_open", "SolarOpenMoE", "SolarOpenTopkRouter"),
+    ),
+    grouped_softmax_forward: (("mistral4", "Mistral4MoE", "Mistral4TopkRouter"),),
+    float32_grouped_softmax_forward: (("mistral_large4", "MistralLarge4TextMoE", "MistralLarge4TextTopkRouter"),),
+    block_forward: (("llama4", "Llama4TextMoe", "Llama4Router"),),
+    None: (
+        ("gemma4", "Gemma4TextDecoderLayer", "Gemma4TextRouter"),
+        ("gpt_oss", "GptOssMLP", "GptOssTopKRouter"),
+        ("phimoe", "PhimoeSparseMoeBlock", "PhimoeTopKRouter"),
+    ),
+}
+BLOCKS: dict[tuple[str, str], tuple[str, Forward | None]] = {
+    (folder, block): (router, forward) for forward, rows in _BY_FORWARD.items() for folder, block, router in rows
 }
 """The blocks that are known. Key: a model's folder in Transformers and the class of its block. Value: the class of the
-block's router, and the function that computes the block by `flashmoe.moe`. A router has no flags to recognise it by, as
-experts have, so its class must be known."""
+block's router, and the function that computes the block by `flashmoe.moe`. None: the block stays as it is, because the
+operator does not compute its router, or because the block returns what its router makes. A router has no flags to
+recognise it by, as experts have, so its class must be known."""
 
 
 def fuse(model: torch.nn.Module) -> torch.nn.Module:
@@ -83,8 +137,9 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
     weights that change in place. In training, and if a model is asked for its router's logits, the block runs as
     before, with its experts by FlashMoE. The block also runs as before, with one warning for each reason, if a call
     finds a hook, another forward or another module in place of its router or its experts. A shared expert with such a
-    change computes by itself. Two kinds of block always call their router: a block of Llama 4, which returns its
-    router's logits, and a block whose router has another type than x. All experts must be on this rank: see
+    change computes by itself. Some blocks always call their router: those of Llama 4 and gpt-oss, which return what it
+    makes; those of Phi-3.5 and Gemma 4, and of Mistral 4 in 16-bit types, whose router the operator does not compute;
+    and those whose router has another type than x. All experts must be on this rank: see
     `parallelize` for other cases.
 
     Weights of a token's experts stay float32, where models of a narrower type round them to that type.
@@ -105,17 +160,18 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
         recognise(block.experts)
     names = {id(module): name for name, module in model.named_modules()}
     for block, forward in zip(blocks, forwards, strict=True):
-        expected, _ = BLOCKS[names_of(type(block))]
-        vars(block).update({NAME_IN_MODEL: names[id(block)], ROUTER: (_router_of(block), expected)})
-        block.__class__ = computed_by(type(block), forward)
+        if forward is not None:
+            expected, _ = BLOCKS[names_of(type(block))]
+            vars(block).update({NAME_IN_MODEL: names[id(block)], ROUTER: (_router_of(block), expected)})
+            block.__class__ = computed_by(type(block), forward)
         if hasattr(block.experts, "config"):
             block.experts.config._experts_implementation = NAME
     return model
 
 
-def _forward_of(block: torch.nn.Module) -> Forward:
-    """The function that is to compute the block. Raises `InvalidArgument` if there is none, or if the block would not
-    use it."""
+def _forward_of(block: torch.nn.Module) -> Forward | None:
+    """The function that is to compute the block; None: its own. Raises `InvalidArgument` if the block is not known, or
+    if it would not use the function."""
     names = names_of(type(block))
     if names not in BLOCKS:
         known = ", ".join(name for _, name in BLOCKS)
@@ -144,10 +200,11 @@ def _router_of(block: torch.nn.Module) -> str:
 def _one_call_of(block: torch.nn.Module, x: Tensor, rule: Rule) -> Tensor:
     """[T, H]: what the block computes from x [T, H]."""
     experts, gate = block._modules["experts"], block._modules["gate"]  # not as attributes: PyTorch looks there last
-    options, routing, top_k = recognise(experts), rule(gate), gate.top_k
-    weight, choice_bias = tensor_of(gate, "weight"), routing.pop("choice_bias", None)
-    if weight.dtype is x.dtype:
-        router, routing = {"router": weight, "choice_bias": choice_bias}, routing | {"top_k": top_k}
+    options, rule_of_gate, top_k = recognise(experts), rule(gate), gate.top_k
+    weight = tensor_of(gate, "weight")
+    if rule_of_gate is not None and weight.dtype is x.dtype:
+        router = {"router": weight, "choice_bias": rule_of_gate.pop("choice_bias", None)}
+        routing = rule_of_gate | {"top_k": top_k}
     else:  # for example float32 beside x of 16 bits: the operator does not multiply these
         router, routing = chosen_by(gate, x), {}
     shared = shared_operands(block, options, x, top_k)

@@ -3,14 +3,15 @@
 A module shows what it computes by three things: the attributes that ``use_experts_implementation`` has given it,
 `act_fn`, and `_apply_gate`. Transformers' own implementations (``grouped_mm``, ``batched_mm``) compute from these too.
 The name in the configuration shows nothing: gpt-oss has ``hidden_act="silu"`` and clamps in its own `_apply_gate`.
+An `_apply_gate` that is not Transformers' default is known by its class (`_OWN_GATES`).
 Llama 4's experts have no such attributes, and are recognised by their class. Anything unknown is refused, by class and
 attribute, because a result that is only nearly right would be taken for right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -85,8 +86,9 @@ class ExpertsOptions:
         return (second, first) if self.how.transposed else (first, second)
 
 
-_OF_FP8 = ("gate_softcap", "swiglu_alpha", "activation_scheme")
-_READ = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "limit", "alpha", "_apply_gate", *FLAGS, *_OF_FP8)
+_OF_FP8 = ("gate_softcap", "activation_scheme")
+_OF_CLAMP = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
+_READ = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", *FLAGS, *_OF_CLAMP, *_OF_FP8)
 """The attributes of a module that its recognition reads, except `act_fn`, which may be a module."""
 
 
@@ -141,19 +143,66 @@ def _gate(module: torch.nn.Module) -> dict[str, Any]:
     """What the module's `_apply_gate` computes."""
     function = None if "_apply_gate" in vars(module) else type(module)._apply_gate
     if function is interface._default_apply_gate:
-        gate = {"activation": _activation(module, GATED)}
-    elif function is _gate_of_gpt_oss():
-        gate = {"activation": "clamped_swiglu", "limit": module.limit, "alpha": module.alpha, "up_offset": 1.0}
-        gate["interleaved"] = True
+        gate = _plain_gate(module)
+    elif (own := _OWN_GATES.get(_place_of(function))) is not None:
+        gate = own(module)
     elif function is getattr(FP8Experts, "_apply_gate", None):
         gate = _gate_of_fp8(module)
     else:
-        known = "the default of Transformers, act_fn(gate) * up, or that of gpt-oss"
+        known = "the default of Transformers, act_fn(gate) * up, or one of a known class"
         raise _refusal(module, "_apply_gate", known, "another function")
     halves = getattr(module, "is_concatenated", True)
     if halves is gate.get("interleaved", False):  # the flag contradicts what the gate does with the weights
         raise _refusal(module, "is_concatenated", str(not halves), halves)
     return gate
+
+
+def _place_of(function: Any) -> tuple[str, str]:
+    """The module of a function, and its name there. A function that is put on a class has another place than the
+    class's own."""
+    return getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+
+
+def _plain_gate(module: torch.nn.Module) -> dict[str, Any]:
+    return {"activation": _activation(module, GATED)}
+
+
+def _clamped(limit: float, **others: Any) -> dict[str, Any]:
+    """SwiGLU whose gate is at most the limit, and whose up is within it."""
+    return {"activation": "clamped_swiglu", "limit": limit, **others}
+
+
+def _with_alpha(limit: float, alpha: float, **others: Any) -> dict[str, Any]:
+    """gpt-oss's gate: clamped, with its own slope of the sigmoid, and 1 added to up."""
+    return _clamped(limit, alpha=alpha, up_offset=1.0, **others)
+
+
+def _clamped_silu(module: torch.nn.Module) -> dict[str, Any]:
+    """DeepSeek-V4's gate, which clamps before its `act_fn`."""
+    if (activation := _activation(module, GATED)) != "swiglu":
+        raise _refusal(module, "act_fn", "SiLU with a limit", activation)
+    return _clamped(module.limit)
+
+
+def _own_gate(folder: str, experts: str) -> tuple[str, str]:
+    return f"transformers.models.{folder}.modeling_{folder}", f"{experts}._apply_gate"
+
+
+_OWN_GATES: dict[tuple[str, str], Callable[[Any], dict[str, Any]]] = {
+    _own_gate("beam", "BeamExperts"): _plain_gate,  # in float32, as the operator does
+    _own_gate("deepseek_v4", "DeepseekV4Experts"): _clamped_silu,
+    _own_gate("glm5_next", "Glm5NextTextExperts"): lambda module: _clamped(module.swiglu_limit),
+    _own_gate("gpt_oss", "GptOssExperts"): lambda module: _with_alpha(module.limit, module.alpha, interleaved=True),
+    _own_gate("hy_v4", "HYV4Experts"): lambda module: _clamped(module.swiglu_limit),
+    _own_gate("hy_v4_vl", "HYV4VLExperts"): lambda module: _clamped(module.swiglu_limit),
+    _own_gate("minimax_m3_vl", "MiniMaxM3VLExperts"): lambda module: _with_alpha(
+        module.swiglu_limit, module.swiglu_alpha
+    ),
+    _own_gate("openai_privacy_filter", "OpenAIPrivacyFilterExperts"): lambda module: _with_alpha(
+        module.limit, module.alpha
+    ),
+}
+"""What the gates compute that Transformers' classes of experts have of their own, by their place in Transformers."""
 
 
 def _gate_of_fp8(module: torch.nn.Module) -> dict[str, Any]:
@@ -166,15 +215,7 @@ def _gate_of_fp8(module: torch.nn.Module) -> dict[str, Any]:
         return {"activation": activation}
     if activation != "swiglu":
         raise _refusal(module, "act_fn", "SiLU with a limit", activation)
-    of_gpt_oss = {} if alpha is None else {"alpha": alpha, "up_offset": 1.0}
-    return {"activation": "clamped_swiglu", "limit": limit, **of_gpt_oss}
-
-
-@cache
-def _gate_of_gpt_oss() -> Any:
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # imported only when a model has such a gate
-
-    return GptOssExperts._apply_gate
+    return _clamped(limit) if alpha is None else _with_alpha(limit, alpha)
 
 
 def _activation(module: torch.nn.Module, known: dict[Any, str]) -> str:

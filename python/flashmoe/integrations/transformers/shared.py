@@ -13,7 +13,26 @@ from .experts import is_of_group
 from .recognise import GATED, ExpertsOptions
 from .watched import are_usual
 
-MODULES = ("Qwen2MoeMLP", "Qwen3NextMLP", "DeepseekV3MLP", "Glm4MoeMLP")
+MODULES = (
+    "BailingHybridMLP",
+    "DeepseekV3MLP",
+    "DeepseekV32MLP",
+    "Dots1MLP",
+    "Dots3NoteTextMLP",
+    "ExaoneMoeMLP",
+    "Glm4MoeLiteMLP",
+    "Glm4MoeMLP",
+    "Glm4vMoeTextMLP",
+    "GlmMoeDsaMLP",
+    "KimiLinearMLP",
+    "Mistral4MLP",
+    "MistralLarge4TextMLP",
+    "Qwen2MoeMLP",
+    "Qwen3NextMLP",
+    "Qwen3_5MoeMLP",
+    "Qwen4ExpTextMLP",
+    "SolarOpenMLP",
+)
 """Classes that compute ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 
 

@@ -7,8 +7,7 @@ imports no vLLM.
 
 from __future__ import annotations
 
-from ..release import check_release
-from .recognise import ADVICE
+from ..release import joins
 
 OLDEST, NEWEST = (0, 32), (0, 33)
 """The oldest and newest release, by major and minor number, with fused experts that this integration is written for."""
@@ -19,14 +18,17 @@ __all__ = ["NEWEST", "OLDEST", "register"]
 def register() -> None:
     """Puts FlashMoE in place of vLLM's fused experts, unquantised or in FP8. Idempotent.
 
+    In another release of vLLM, it warns and changes nothing, so that vLLM computes its experts itself; unless
+    ``FLASHMOE_UNTRIED=1``.
+
     Raises
     ------
     ImportError
-        There is no vLLM, or another release. vLLM then does not start, because it would compute the experts itself.
+        There is no vLLM.
     InvalidArgument
         Another plugin has already replaced the same classes.
     """
-    check_release("vllm", "vLLM", OLDEST, NEWEST, f"; {ADVICE}")
-    from .hooks import install
+    if joins("vllm", "vLLM", OLDEST, NEWEST):
+        from .hooks import install
 
-    install()
+        install()
