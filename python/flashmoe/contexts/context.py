@@ -236,10 +236,10 @@ class Context:
         of another rank are there. ``senders``: the number of thread blocks that send rows to mapped memory before they
         compute, as far as there are blocks that form no tiles. ``link_clusters``: with the return mode ``"reduced"``,
         the number of clusters that stop computing as soon as there is something to reduce, and only reduce and send
-        from then on; 0: all clusters do so between tasks (COMET, section 3.2). The profile changes no bit of a result, and may differ
-        from rank to rank. Default: what ``flashmoe tune`` has stored for this GPU, number of ranks, dtype, H, I, E and
-        K, with the number of tokens nearest to `max_tokens` (see ``flashmoe.tuning.profiles``); ``{}``: the built-in
-        order, whatever is stored.
+        from then on; 0: all clusters do so between tasks (COMET, section 3.2). The profile changes no bit of a result,
+        and may differ from rank to rank. Default: what ``flashmoe tune`` has stored for this GPU, number of ranks,
+        dtype, H, I, E and K, with the number of tokens nearest to `max_tokens` (see ``flashmoe.tuning.profiles``);
+        ``{}``: the built-in order, whatever is stored.
     count_load:
         Whether calls count for `load` which experts are chosen.
     transport:

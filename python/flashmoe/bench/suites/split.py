@@ -1,4 +1,5 @@
-"""How many of a GPU's thread blocks send: COMET divides blocks between communication and computation in this way."""
+"""How many of a GPU's thread blocks send, and how many clusters stop early to reduce: COMET divides blocks between
+communication and computation in this way."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from ..run import Run
 from .latency import small
 
 SENDERS = (4, 8, 16, 24, 32, 48, 64)
+LINK_CLUSTERS = (0, 2, 4, 8, 16)
 LAGS = (66, 132, 264, 528, 1056)
 """How many tasks GEMM 1 stays behind GEMM 0. One GPU alone has no other way to divide its blocks."""
 
@@ -25,16 +27,24 @@ def points(machine: Machine) -> Iterator[Point]:
             for value in values:
                 sizes = {"shape": "mixtral", "tokens": in_all // ranks, "profile": {knob: value}}
                 yield Point(f"{in_all // ranks} {knob} {value} x{ranks}", ranks, sizes)
+        if ranks > 1:
+            sizes = {"shape": "qwen3-30b", "tokens": 8192}
+            yield Point(f"8192 direct x{ranks}", ranks, {**sizes, "return_mode": "direct"})
+            for value in LINK_CLUSTERS:
+                reduced = {"return_mode": "reduced", "profile": {"link_clusters": value}}
+                yield Point(f"8192 reduced, link_clusters {value} x{ranks}", ranks, sizes | reduced)
 
 
 def measure(
     run: Run,
     profile: dict[str, int] | None = None,
     processors: int | None = None,
+    return_mode: str | None = None,
     **sizes: Any,
 ) -> dict[str, Any]:
     of = Sizes.of(**sizes)
-    further = {"processors": processors} if processors else {}
+    asked = {"processors": processors, "return_mode": return_mode}
+    further = {name: value for name, value in asked.items() if value is not None}
     with Layer(run, of, profile, **further) as layer:
         check = layer.checked()
         samples = run.samples({"flashmoe": layer})
