@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import ml_dtypes
 import numpy as np
@@ -229,6 +229,21 @@ class SharedExpert(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+class _Made(ModuleOptions, total=False):
+    """What type checkers know of the keyword arguments of `MoE`."""
+
+    router_bias: bool
+    choice_bias: bool
+    expert_bias: bool
+    dtype: Any
+    shared_intermediate: int
+    shared_gate: bool
+    count_load: bool
+    tokens: Literal["own", "replicated"]
+    token_group: Any
+    weight_scales: Literal["block", "row", "tensor"]
+
+
 @described(ModuleOptions)
 class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of `ctx`; every rank must call it.
@@ -320,6 +335,31 @@ class MoE(torch.nn.Module):
     `grad` alone. The caller has set `main_grad` to a contiguous float32 tensor of the parameter's shape
     (docs/training.md)."""
 
+    @overload
+    def __init__(
+        self, hidden: int, intermediate: int, experts: int, top_k: int, /, **options: Unpack[_Made]
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        ctx: Context | None = None,
+        *,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        **options: Unpack[_Made],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        ctx: Context | None,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        **options: Unpack[_Made],
+    ) -> None: ...
     @ctx_may_be_left_out("hidden", "intermediate", "experts", "top_k")
     @with_known_options(ModuleOptions)
     def __init__(
@@ -415,6 +455,12 @@ class MoE(torch.nn.Module):
         self.load = _of_one_type(before, self.load)
         return self
 
+    @overload
+    @classmethod
+    def from_layer(cls, layer: MoELayer, /, **options: Any) -> MoE: ...
+    @overload
+    @classmethod
+    def from_layer(cls, ctx: Context | None, layer: MoELayer, **options: Any) -> MoE: ...
     @classmethod
     @ctx_may_be_left_out("layer")
     @with_known_options(CallOptions)
@@ -508,6 +554,10 @@ class MoE(torch.nn.Module):
         self.placement = chosen
         self._options = self._options._replace(placement=chosen)
 
+    @overload
+    def forward(self, x: Tensor, return_router_logits: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_router_logits: bool) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, return_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's output for this rank's tokens.
 

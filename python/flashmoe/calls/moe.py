@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from ..contexts.context import Context, context_id, run
 from ..errors import InvalidArgument
@@ -15,9 +15,28 @@ from .refusals import tell
 from .through_torch import goes_through_torch, in_autocast
 from .tokens import flattened, has_leading
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    Tokens = TypeVar("Tokens", NDArray[Any], Tensor)
+    """The result is of the type of x."""
+
 _KNOWN = frozenset((*Tensors._fields, *Options._fields, "ctx", "trace"))
 
 
+@overload
+def moe(x: Tokens, gate_up_proj: Any, down_proj: Any, *, trace: bool = False, **given: Unpack[Given]) -> Tokens: ...
+@overload
+def moe(
+    ctx: Context | None,
+    x: Tokens,
+    gate_up_proj: Any,
+    down_proj: Any,
+    *,
+    trace: bool = False,
+    **given: Unpack[Given],
+) -> Tokens: ...
 @ctx_may_be_left_out("x", "gate_up_proj", "down_proj")
 @shows(CallTensors, OperatorOptions)
 def moe(
