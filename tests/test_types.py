@@ -18,7 +18,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 def mypy(file: Path) -> list[tuple[int, str]]:
     """The errors, by line."""
-    command = [sys.executable, "-m", "mypy", "--strict", "--hide-error-context", "--cache-dir", str(file.parent)]
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(file.parent)]
     ran = subprocess.run([*command, "--output", "json", str(file)], capture_output=True, text=True)
     assert ran.returncode in (0, 1), ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]

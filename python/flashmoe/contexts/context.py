@@ -14,6 +14,7 @@ import numpy as np
 from .. import placement as placements
 from ..calls.ending import Call
 from ..calls.keywords import with_known_options
+from ..calls.profiled import named
 from ..calls.refusals import tell
 from ..calls.tensors import refuse_unstored
 from ..calls.through_torch import is_recomputed
@@ -59,7 +60,7 @@ def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     """`flashmoe.moe`, where PyTorch has no part in it. Callers tell the group about the errors that this raises."""
     engine = _checked(ctx)._engine
     tensors, options = _as_called(ctx, tensors, options)
-    with Call():
+    with Call(), named("flashmoe.moe"):
         return engine.call(tensors, options, trace)
 
 
@@ -67,7 +68,7 @@ def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any,
     """The result of `run`, and what the gradients need; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
     tensors, options = _as_called(ctx, tensors, options)
-    with Call():
+    with Call(), named("flashmoe.moe"):
         return engine.call_and_keep(tensors, options)
 
 
@@ -79,7 +80,7 @@ def run_backward(ctx: Context, kept: Any, counted: Any, options: Options, gradie
             options = options._replace(placement=placements.as_placed(options.placement))
         for name, each in {**gradients.given, "what the call keeps": kept, "counts of what it keeps": counted}.items():
             refuse_unstored(_GRADIENTS.get(name, name), each)
-        with Call():
+        with Call(), named("flashmoe.moe.backward"):
             engine.backward(kept, counted, options, gradients)
     except Exception as error:
         tell(ctx, error)
