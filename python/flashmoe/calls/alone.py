@@ -89,9 +89,10 @@ def _key(tensors: Tensors, options: Options) -> Hashable:
 
 def _refuse_share(tensors: Tensors) -> None:
     """Raises `InvalidArgument` if there are fewer experts than the router has: a rank of a group holds such a share."""
-    if tensors.router is None:
+    router, up = (getattr(each, "shape", ()) for each in (tensors.router, tensors.gate_up_proj))
+    if len(router) != 2 or len(up) < 3:
         return
-    experts, local = _size(tensors.router, 0), _size(tensors.gate_up_proj, 0)
+    experts, local = router[0], up[0]
     if local < experts:
         raise InvalidArgument(
             f"ctx: expected a flashmoe.Context, since gate_up_proj has {local} of the router's {experts} experts, as "

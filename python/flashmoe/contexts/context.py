@@ -14,7 +14,7 @@ import numpy as np
 from .. import placement as placements
 from ..calls.ending import Call
 from ..calls.keywords import with_known_options
-from ..calls.profiled import named
+from ..calls.profiled import is_profiled, named
 from ..calls.refusals import tell
 from ..calls.tensors import refuse_unstored
 from ..calls.through_torch import is_recomputed
@@ -60,7 +60,9 @@ def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     """`flashmoe.moe`, where PyTorch has no part in it. Callers tell the group about the errors that this raises."""
     engine = _checked(ctx)._engine
     tensors, options = _as_called(ctx, tensors, options)
-    with Call(), named("flashmoe.moe"):
+    with Call():
+        if is_profiled():
+            return named("flashmoe.moe", engine.call, tensors, options, trace)
         return engine.call(tensors, options, trace)
 
 
@@ -68,7 +70,9 @@ def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any,
     """The result of `run`, and what the gradients need; see `flashmoe.engines.base.Engine`."""
     engine = _checked(ctx)._engine
     tensors, options = _as_called(ctx, tensors, options)
-    with Call(), named("flashmoe.moe"):
+    with Call():
+        if is_profiled():
+            return named("flashmoe.moe", engine.call_and_keep, tensors, options)
         return engine.call_and_keep(tensors, options)
 
 
@@ -80,8 +84,11 @@ def run_backward(ctx: Context, kept: Any, counted: Any, options: Options, gradie
             options = options._replace(placement=placements.as_placed(options.placement))
         for name, each in {**gradients.given, "what the call keeps": kept, "counts of what it keeps": counted}.items():
             refuse_unstored(_GRADIENTS.get(name, name), each)
-        with Call(), named("flashmoe.moe.backward"):
-            engine.backward(kept, counted, options, gradients)
+        with Call():
+            if is_profiled():
+                named("flashmoe.moe.backward", engine.backward, kept, counted, options, gradients)
+            else:
+                engine.backward(kept, counted, options, gradients)
     except Exception as error:
         tell(ctx, error)
         raise
