@@ -8,6 +8,7 @@
 # make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc 13.0
 # make site       the documentation as pages, in build/site/, which are then opened in a browser
 # make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
+# make lint-types check that mypy and pyright take the types of calls as they are
 # make lint       check formatting and style;  make format  repairs what can be repaired
 # make clean      remove everything that make made
 #
@@ -33,7 +34,7 @@ PACKAGE_FILES := pyproject.toml CMakeLists.txt \
 .DELETE_ON_ERROR:
 .NOTPARALLEL:        # the steps share one environment, and the builds use every core by themselves
 .PHONY: run quick test test-cpp test-cuda-build test-python test-gpu stale test-integrations in-transformers in-vllm in-training \
-        nightly fuzz wheel site format lint clean compiler spin
+        nightly fuzz wheel site format lint lint-types clean compiler spin
 
 run: $(VENV)/.package
 	@$(BIN)/flashmoe run
@@ -236,6 +237,14 @@ lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(if $(CPP_FILES),$(BIN)/clang-format --dry-run -Werror $(CPP_FILES))
+
+$(VENV)/.types: pyproject.toml | $(BIN)/python
+	@echo "==> installing mypy and pyright"
+	@$(call pip-install,$(call extra,types))
+	@touch $@
+
+lint-types: $(VENV)/.package $(VENV)/.test $(VENV)/.types
+	@$(BIN)/python -m pytest -q --timeout=$(TEST_TIMEOUT) tests/test_types.py
 
 clean:
 	rm -rf .venv .venv-integrations .venv-training build build-tsan build-asan build-cuda build-release dist flashmoe-run \

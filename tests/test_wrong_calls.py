@@ -97,6 +97,81 @@ def test_a_call(ctx, changes, message):
     assert flashmoe.moe(ctx, **arguments()).shape == (16, 64)
 
 
+OF_ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a list": ("x", {"x": [[1.0] * 64]}),
+    "a vector": ("x", {"x": numbers(64)}),
+    "x in float64": ("x", {"x": numbers(16, 64).astype(np.float64)}),
+    "x in int32": ("x", {"x": np.zeros((16, 64), np.int32)}),
+    "strided x": ("x", {"x": numbers(16, 128)[:, ::2]}),
+    "x of another type": ("gate_up_proj", {"x": numbers(16, 64).astype(np.float16)}),
+    "no first matrix": ("gate_up_proj", {"gate_up_proj": None}),
+    "a matrix of one expert": ("gate_up_proj", {"gate_up_proj": numbers(64, 64)}),
+    "down of one axis too many": ("down_proj", {"down_proj": numbers(1, 8, 64, 32)}),
+    "fewer experts in down": ("down_proj", {"down_proj": numbers(7, 64, 32)}),
+    "down in bfloat16": ("down_proj", {"down_proj": numbers(8, 64, 32).astype(ml_dtypes.bfloat16)}),
+    "a router of another width": ("router", {"router": numbers(8, 32)}),
+    "a router as a vector": ("router", {"router": numbers(64)}),
+    "no top_k": ("top_k", {"top_k": None}),
+    "top_k of 0": ("top_k", {"top_k": 0}),
+    "top_k above E": ("top_k", {"top_k": 9}),
+    "top_k as a float": ("top_k", {"top_k": 2.0}),
+    "a bias of another length": ("gate_up_bias", {"gate_up_bias": numbers(8, 63)}),
+    "a bias in float64": ("down_bias", {"down_bias": np.zeros((8, 64))}),
+    "a router's bias of another length": ("router_bias", {"router_bias": numbers(7)}),
+    "choice_bias in float16": ("choice_bias", {"choice_bias": numbers(8).astype(np.float16)}),
+    "a bias without its router": (
+        "router_bias",
+        {
+            "router": None,
+            "top_k": None,
+            "router_bias": numbers(8),
+            "topk_ids": np.zeros((16, 2), np.int32),
+            "topk_weights": numbers(16, 2),
+        },
+    ),
+    "a router and ids": ("router", {"topk_ids": np.zeros((16, 2), np.int32), "topk_weights": numbers(16, 2)}),
+    "ids in float32": (
+        "topk_ids",
+        {"router": None, "top_k": None, "topk_ids": numbers(16, 2), "topk_weights": numbers(16, 2)},
+    ),
+    "ids without weights": (
+        "topk_weights",
+        {"router": None, "top_k": None, "topk_ids": np.zeros((16, 2), np.int32)},
+    ),
+    "weights of other tokens": (
+        "topk_weights",
+        {
+            "router": None,
+            "top_k": None,
+            "topk_ids": np.zeros((16, 2), np.int32),
+            "topk_weights": numbers(15, 2),
+        },
+    ),
+    "half a shared expert": ("shared_down", {"shared_gate_up": numbers(64, 64)}),
+    "scales of float32 weights": ("gate_up_scale", {"gate_up_scale": numbers(8, 1, 1)}),
+    "load in int32": ("load", {"load": np.zeros(8, np.int32)}),
+    "load of another length": ("load", {"load": np.zeros(7, np.int64)}),
+    "logits of other tokens": ("router_logits", {"router_logits": numbers(15, 8)}),
+    "an activation that there is not": ("activation", {"activation": "mish"}),
+    "a score that there is not": ("score", {"score": "max"}),
+    "a return mode that there is not": ("return_mode", {"return_mode": "fast"}),
+    "no capacity": ("capacity_factor", {"capacity_factor": 0.0}),
+    "a placement of other experts": ("placement", {"placement": [0] * 7}),
+    "a rank that there is not": ("placement", {"placement": [0] * 7 + [3]}),
+    "groups that do not divide E": ("groups", {"groups": 3}),
+    "slices of a lone rank": ("slices", {"slices": 2, "router": numbers(4, 64)}),
+    "an alpha without its activation": ("alpha", {"alpha": 2.0}),
+    "a trace that is no truth": ("trace", {"trace": np.ones(2)}),
+}
+
+
+@pytest.mark.parametrize("has_context", [True, False], ids=["context", "none"])
+@pytest.mark.parametrize(("argument", "changes"), OF_ARGUMENTS.values(), ids=OF_ARGUMENTS)
+def test_a_message_names_argument_expected_and_got(ctx, has_context, argument, changes):
+    with pytest.raises(InvalidArgument, match=rf"^{argument}: expected .+, got .+"):
+        flashmoe.moe(*([ctx] if has_context else []), **arguments(**changes))
+
+
 def test_numbers_that_float32_has(ctx):
     largest = float(np.finfo(np.float32).max)
     y = flashmoe.moe(ctx, **arguments(routed_scale=1e-38))

@@ -8,6 +8,7 @@ with deferred():
     from ._version import __version__
     from .calls.moe import moe
     from .contexts.context import Context
+    from .contexts.kept import release
     from .errors import (
         BadRow,
         CheckpointError,
@@ -35,6 +36,7 @@ __all__ = [
     "UnknownOption",
     "__version__",
     "moe",
+    "release",
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import ml_dtypes
 import numpy as np
@@ -15,10 +15,12 @@ from torch import Tensor
 from . import placement as placements
 from .calls.arguments import check_quantised, layer_of, placement_of, resolved
 from .calls.keywords import described, with_known_options
+from .calls.optional_context import ctx_may_be_left_out
 from .calls.refusals import tell
 from .calls.through_torch import in_autocast
 from .checkpoint import MoELayer
 from .contexts.context import Context, contexts, room_of
+from .contexts.limits import Room, checked_context
 from .errors import InvalidArgument
 from .pytorch.operator import call, check_tensors, context_id, saving_contexts
 from .pytorch.replicated import Replicas
@@ -30,6 +32,7 @@ from .spec import (
     ENCODINGS,
     FP8,
     MAX_EXPERTS,
+    MAX_TOKENS,
     MAX_WIDTH,
     OPTIONS,
     CallOptions,
@@ -141,7 +144,9 @@ class Experts(torch.nn.Module):
         self._inputs = layer.hidden, layer.intermediate
         self.reset_parameters()
 
-    def forward(self, number: int, others: dict[str, Tensor | None], options: Options, main_grad: bool) -> Tensor:
+    def forward(
+        self, number: int | None, others: dict[str, Tensor | None], options: Options, main_grad: bool
+    ) -> Tensor:
         """The layer's output, from these parameters and from the `others` of `flashmoe.moe`. The layer calls this
         module so that a wrapper of this module alone, such as FSDP2, has its parameters in place while they are used.
         """
@@ -224,9 +229,28 @@ class SharedExpert(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
+class _Made(ModuleOptions, total=False):
+    """What type checkers know of the keyword arguments of `MoE`."""
+
+    router_bias: bool
+    choice_bias: bool
+    expert_bias: bool
+    dtype: Any
+    shared_intermediate: int
+    shared_gate: bool
+    count_load: bool
+    tokens: Literal["own", "replicated"]
+    token_group: Any
+    weight_scales: Literal["block", "row", "tensor"]
+
+
 @described(ModuleOptions)
 class MoE(torch.nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of `ctx`; every rank must call it.
+
+    ``MoE(hidden, intermediate, experts, top_k)``, without a context, is the layer of a rank alone, which has all
+    experts. Its calls use the contexts that `flashmoe.moe` keeps, on the engine of x's device, and any number of
+    tokens.
 
     The layer trains, and all ranks make the same backward passes (docs/training.md). There are no gradients with
     quantised weights, with `tokens` ``"replicated"``, and on GPUs with `transport` ``"rdma"``. Parameters and tokens
@@ -273,7 +297,8 @@ class MoE(torch.nn.Module):
     ----------
     ctx:
         The context; it must outlive the calls. Any number of layers may share one. Parameters are made on PyTorch's
-        default device: with a context of the CUDA engine, move the module to its GPU.
+        default device: with a context of the CUDA engine, move the module to its GPU. A rank that is alone may leave it
+        out; layers with quantised weights need it.
     hidden, intermediate, experts, top_k:
         H, I, E and K of this layer, within the context's limits. With the option `slices`, I is a whole expert's.
     router_bias, choice_bias:
@@ -283,7 +308,8 @@ class MoE(torch.nn.Module):
     shared_intermediate, shared_gate:
         Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
     dtype:
-        ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``, or such a type's name; default: the context's.
+        ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``, or such a type's name; default: the context's, or
+        without one PyTorch's default.
         Weights of experts are quantised if the context's are (its `weight_dtype`).
     weight_scales:
         With weights in FP8: there is a scale for each ``"block"``, ``"row"`` or ``"tensor"``.
@@ -309,10 +335,36 @@ class MoE(torch.nn.Module):
     `grad` alone. The caller has set `main_grad` to a contiguous float32 tensor of the parameter's shape
     (docs/training.md)."""
 
+    @overload
+    def __init__(
+        self, hidden: int, intermediate: int, experts: int, top_k: int, /, **options: Unpack[_Made]
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        ctx: Context | None = None,
+        *,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        **options: Unpack[_Made],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        ctx: Context | None,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        **options: Unpack[_Made],
+    ) -> None: ...
+    @ctx_may_be_left_out("hidden", "intermediate", "experts", "top_k")
     @with_known_options(ModuleOptions)
     def __init__(
         self,
-        ctx: Context,
+        ctx: Context | None,
         hidden: int,
         intermediate: int,
         experts: int,
@@ -335,13 +387,15 @@ class MoE(torch.nn.Module):
             raise InvalidArgument("token_group: expected none with tokens='own', got one")
         self._replicas = None if tokens == "own" else Replicas(token_group)
         self.ctx = ctx
-        self._context_id = context_id(ctx)
-        dtype_name = dtype_named("dtype", ctx.dtype if dtype is None else dtype, DTYPES)
+        self._context_id = None if ctx is None else context_id(ctx)
+        widest, weights = (torch.get_default_dtype(), "") if ctx is None else (ctx.dtype, ctx.weight_dtype)
+        dtype_name = dtype_named("dtype", widest if dtype is None else dtype, DTYPES)
         dtype = getattr(torch, dtype_name)
         experts = bounded("experts", experts, 1, MAX_EXPERTS)
         chosen = checked_values(Options(top_k=top_k, **options))
         slices, placement = chosen.slices, chosen.placement
-        self.placement = None if placement is None else placements.checked(placement, experts * slices, ctx.ranks)
+        ranks = 1 if ctx is None else ctx.ranks
+        self.placement = None if placement is None else placements.checked(placement, experts * slices, ranks)
         biases = {"router_bias": router_bias, "choice_bias": choice_bias}
         given = {"router"} | {name for name, wanted in biases.items() if truth(name, wanted)}
         if truth("expert_bias", expert_bias):
@@ -364,14 +418,14 @@ class MoE(torch.nn.Module):
             shared=width // intermediate,
             experts=experts,
             top_k=bounded("top_k", top_k, 1, experts),
-            **element_types(dtype_name, ctx.weight_dtype if ctx.weight_dtype in ENCODINGS else ""),
+            **element_types(dtype_name, weights if weights in ENCODINGS else ""),
         )
         check_quantised(layer)
         if layer.encoding is not None:
             layer = replace(layer, weight_scales=one_of("weight_scales", weight_scales, layer.encoding.kinds))
-        room = room_of(ctx)
+        self._room = room = _room_alone(layer) if ctx is None else room_of(ctx)
         placed = placement_of(room, self.placement, layer.parts)
-        mine = ctx.local_experts(placed)
+        mine = placements.local_experts(placed, room.rank)
         self._layer = layer = resolved(room, layer, chosen, placed, tokens=0)
         self._options = chosen._replace(
             top_k=layer.top_k,
@@ -401,11 +455,18 @@ class MoE(torch.nn.Module):
         self.load = _of_one_type(before, self.load)
         return self
 
+    @overload
     @classmethod
+    def from_layer(cls, layer: MoELayer, /, **options: Any) -> MoE: ...
+    @overload
+    @classmethod
+    def from_layer(cls, ctx: Context | None, layer: MoELayer, **options: Any) -> MoE: ...
+    @classmethod
+    @ctx_may_be_left_out("layer")
     @with_known_options(CallOptions)
     def from_layer(
         cls,
-        ctx: Context,
+        ctx: Context | None,
         layer: MoELayer,
         *,
         count_load: bool = False,
@@ -415,7 +476,7 @@ class MoE(torch.nn.Module):
         **options: Unpack[CallOptions],
     ) -> MoE:
         """A module with a copy of `layer`'s router and of this rank's experts of `layer`. The parameters are where the
-        context's engine computes: in host memory or on its GPU.
+        context's engine computes: in host memory or on its GPU; without a context, in host memory.
 
         `layer` comes from `flashmoe.checkpoint.load_layer`. It decides the sizes, the rule of the router, what the
         experts compute, and the dtype. The module lacks what the layer has `left_out`. `layer` may be this rank's part
@@ -424,6 +485,8 @@ class MoE(torch.nn.Module):
         """
         if layer.own_router:
             raise InvalidArgument(f"layer: expected a router that flashmoe.moe computes, got {layer.own_router}")
+        if ctx is None and layer.weight_scales != "none":
+            raise InvalidArgument("ctx: expected a flashmoe.Context made for the layer's quantised weights, got none")
         is_cut = layer.slices != 1
         if is_cut and slices not in (1, layer.slices):
             raise InvalidArgument(f"slices: expected {layer.slices}, as the layer is cut, got {slices!r}")
@@ -465,7 +528,7 @@ class MoE(torch.nn.Module):
         shared = {f"shared_expert.{names[ours]}": getattr(layer, theirs) for ours, theirs in _SHARED.items()}
         shared["shared_expert_gate.weight"] = layer.shared_gate
         weights |= {name: each.copy() for name, each in shared.items() if each is not None}
-        device = "cpu" if ctx.device is None else f"cuda:{ctx.device}"
+        device = "cpu" if ctx is None or ctx.device is None else f"cuda:{ctx.device}"
         state = {name: _tensor(array).to(device) for name, array in weights.items()}
         module.load_state_dict(state, assign=True)
         return module
@@ -477,7 +540,7 @@ class MoE(torch.nn.Module):
         The parameters are then new ones. Raises `LimitExceeded`, before anything is moved, if the context has no room
         for `placement`.
         """
-        experts, room, parts = self.experts, room_of(self.ctx), self._layer.parts
+        experts, room, parts = self.experts, self._room, self._layer.parts
         if not isinstance(experts, Experts) or "parametrizations" in experts._modules:
             got = type(experts).__name__
             raise InvalidArgument(f"experts: expected Experts without parametrizations, to move them, got {got}")
@@ -487,10 +550,14 @@ class MoE(torch.nn.Module):
         held = dict(experts.named_parameters(recurse=False))
         for name, tensor in placements.move(held, before, after, group).items():
             setattr(experts, name, torch.nn.Parameter(tensor, requires_grad=held[name].requires_grad))
-        experts.ids = self.ctx.local_experts(after)
+        experts.ids = placements.local_experts(after, room.rank)
         self.placement = chosen
         self._options = self._options._replace(placement=chosen)
 
+    @overload
+    def forward(self, x: Tensor, return_router_logits: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_router_logits: bool) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, return_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's output for this rank's tokens.
 
@@ -574,8 +641,30 @@ class MoE(torch.nn.Module):
     def extra_repr(self) -> str:
         return (
             f"top_k={self.top_k}, activation={self.activation!r}, renormalize={self.renormalize}, "
-            f"rank {self.ctx.rank} of {self.ctx.ranks}"
+            f"rank {self._room.rank} of {self._room.ranks}"
         )
+
+
+def _room_alone(layer: LayerSpec) -> Room:
+    """The room of a context that a rank alone would make for any number of tokens of the layer, on the engine that
+    takes more. No memory is made."""
+    largest = checked_context(
+        engine="cpu",
+        ranks=1,
+        max_tokens=MAX_TOKENS,
+        hidden=layer.hidden,
+        intermediate=layer.intermediate,
+        experts=layer.experts,
+        top_k=layer.top_k,
+        dtype=layer.y_type,
+        placement=None,
+        return_mode="auto",
+        processors=1,
+        capacity_factor=None,
+        transport="auto",
+        shared_intermediate=layer.shared * layer.intermediate,
+    )
+    return Room.of(largest, 0)
 
 
 def _option(name: str) -> property:

@@ -8,13 +8,13 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import UnknownOption
 from ..spec.options import OPTIONS, TYPES
 from ..spec.tensors import OPTIONAL
 
-P, R, D = ParamSpec("P"), TypeVar("R"), TypeVar("D")
+D = TypeVar("D")
 
 
 def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -29,16 +29,16 @@ def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) 
         raise UnknownOption(f"{function}() got an unexpected keyword argument {name!r}{meant}")
 
 
-def with_known_options(*tables: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def with_known_options(*tables: type) -> Callable[[D], D]:
     """A function whose unknown keyword arguments `refuse_unknown` refuses. It shows what `tables` have, see `shows`."""
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: D) -> D:
         shows(*tables)(function)
         known = frozenset(inspect.signature(function).parameters)
         called = function.__qualname__.removesuffix(".__init__")
 
         @functools.wraps(function)
-        def checked(*args: P.args, **options: P.kwargs) -> R:
+        def checked(*args: Any, **options: Any) -> Any:
             refuse_unknown(called, options, known)
             return function(*args, **options)
 
@@ -47,12 +47,12 @@ def with_known_options(*tables: type) -> Callable[[Callable[P, R]], Callable[P, 
     return decorate
 
 
-def shows(*tables: type) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def shows(*tables: type) -> Callable[[D], D]:
     """A function that takes ``**options: Unpack[..]``, whose signature and help show them. `tables`: the typed
     dictionaries that have them (`flashmoe.spec.options`, `flashmoe.spec.tensors`)."""
     named = _names(tables)
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: D) -> D:
         signature = inspect.signature(function)
         own = {name: each for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD}
         more = [_parameter(name) for name in named if name not in own]

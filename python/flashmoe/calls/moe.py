@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from ..contexts.context import Context, context_id, run
+from ..errors import InvalidArgument
 from ..spec import OperatorOptions, Options, truth
 from ..spec.tensors import CallTensors, Given, Tensors, parted
+from . import alone
 from .keywords import refuse_unknown, shows
+from .optional_context import ctx_may_be_left_out
 from .refusals import tell
 from .through_torch import goes_through_torch, in_autocast
+from .tokens import flattened, has_leading
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    Tokens = TypeVar("Tokens", NDArray[Any], Tensor)
+    """The result is of the type of x."""
 
 _KNOWN = frozenset((*Tensors._fields, *Options._fields, "ctx", "trace"))
 
 
+@overload
+def moe(x: Tokens, gate_up_proj: Any, down_proj: Any, *, trace: bool = False, **given: Unpack[Given]) -> Tokens: ...
+@overload
+def moe(
+    ctx: Context | None,
+    x: Tokens,
+    gate_up_proj: Any,
+    down_proj: Any,
+    *,
+    trace: bool = False,
+    **given: Unpack[Given],
+) -> Tokens: ...
+@ctx_may_be_left_out("x", "gate_up_proj", "down_proj")
 @shows(CallTensors, OperatorOptions)
-def moe(ctx: Context, x: Any, gate_up_proj: Any, down_proj: Any, *, trace: bool = False, **given: Unpack[Given]) -> Any:
+def moe(
+    ctx: Context | None, x: Any, gate_up_proj: Any, down_proj: Any, *, trace: bool = False, **given: Unpack[Given]
+) -> Any:
     """One Mixture-of-Experts layer over the ranks of `ctx`; every rank must call it.
+
+    ``moe(x, gate_up_proj, down_proj, ..)``, without a context, is a call of a rank alone. It has the bits of a call
+    with a context. The first such call makes a context for its shapes, on the engine of x's device; later calls use it,
+    and a call with more tokens than it has room for makes a larger one. Contexts of the last 8 shapes are kept
+    (`flashmoe.release`).
 
     ``y[t] = sum_k w[t, k] * (down_proj[e] @ act(gate_up_proj[e] @ x[t] + gate_up_bias[e]) + down_bias[e])``
     with ``e = topk_ids[t, k]`` (FlashDMoE, equations 5.1 to 5.3). With a gate, ``act`` is ``act(gate) * up`` of the two
@@ -27,19 +58,22 @@ def moe(ctx: Context, x: Any, gate_up_proj: Any, down_proj: Any, *, trace: bool 
 
     Parameters
     ----------
-    x: [T, H]
-        This rank's tokens.
+    ctx:
+        The context. It may be left out by a rank that is alone.
+    x: [T, H], or [.., H]
+        This rank's tokens. With several leading dimensions, the tensors that have a row for each token may have these
+        dimensions in place of T too.
     gate_up_proj: [El, 2I, H] with a gate (gate rows, then up rows), else [El, I, H]
     down_proj: [El, H, I]
         Weights of this rank's El experts, by ascending expert id.
     trace:
-        Whether to record what actors do when (``ctx.last_call.events``). On a GPU a traced call waits.
+        Whether to record what actors do when (``ctx.last_call.events``). It needs `ctx`. On a GPU a traced call waits.
     {options}
 
     Returns
     -------
-    [T, H], of x's library and type. Intermediate activations and each weighted expert row are rounded to that type,
-    with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
+    A tensor of x's shape, library and type. Intermediate activations and each weighted expert row are rounded to that
+    type, with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
     depend on timing, and with ``"direct"`` not on R either.
 
     With PyTorch tensors there are gradients (docs/training.md); all ranks make the backward passes in one order.
@@ -71,13 +105,22 @@ def moe(ctx: Context, x: Any, gate_up_proj: Any, down_proj: Any, *, trace: bool 
         raise
 
 
-def _call(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
+def _call(ctx: Context | None, tensors: Tensors, options: Options, trace: bool) -> Any:
+    if has_leading(tensors.x):
+        return _call(ctx, flattened(tensors), options, trace).reshape(tensors.x.shape)
     if in_autocast(tensors.x):
         from ..pytorch.autocast import as_autocast
 
         tensors, options = as_autocast(tensors, options)
-    if not truth("trace", trace) and goes_through_torch(tensors.x, tensors):
+    if truth("trace", trace):
+        if ctx is None:
+            raise InvalidArgument("trace: expected a context with it, in whose last_call events are, got None")
+    elif goes_through_torch(tensors.x, tensors):
         from ..pytorch import operator
 
-        return operator.by_operator(context_id(ctx), tensors, options)
-    return run(ctx, tensors, options, trace)
+        number = alone.number_of(tensors, options) if ctx is None else context_id(ctx)
+        return operator.by_operator(number, tensors, options)
+    if ctx is not None:
+        return run(ctx, tensors, options, trace)
+    kept = alone.context_of(tensors, options)
+    return kept.use(tensors.x.shape[0], lambda own: run(own, tensors, options, False))

@@ -20,7 +20,7 @@ def tell(ctx: Any, error: Exception, x: Any = None) -> None:
     Tells nobody either while PyTorch only traces calls, or if tensors have no values: then there is no call. May raise
     `PeerTimeout` itself, as `flashmoe.engines.base.Engine.refuse` does.
     """
-    if getattr(ctx, "ranks", 1) == 1 or isinstance(error, GroupError | BadRow) or hasattr(error, _TOLD) or _traces(x):
+    if getattr(ctx, "ranks", 1) == 1 or isinstance(error, GroupError | BadRow) or hasattr(error, _TOLD) or traces(x):
         return
     setattr(error, _TOLD, True)  # code that passes the error on need not tell it again
     ctx._engine.refuse(str(error) if isinstance(error, FlashMoEError) else f"{type(error).__name__}: {error}")
@@ -36,7 +36,7 @@ def made() -> Iterator[None]:
         raise
 
 
-def _traces(x: Any) -> bool:
+def traces(x: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False

@@ -14,6 +14,7 @@ import numpy as np
 from .. import placement as placements
 from ..calls.ending import Call
 from ..calls.keywords import with_known_options
+from ..calls.profiled import is_profiled, named
 from ..calls.refusals import tell
 from ..calls.tensors import refuse_unstored
 from ..calls.through_torch import is_recomputed
@@ -60,6 +61,8 @@ def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
     engine = _checked(ctx)._engine
     tensors, options = _as_called(ctx, tensors, options)
     with Call():
+        if is_profiled():
+            return named("flashmoe.moe", engine.call, tensors, options, trace)
         return engine.call(tensors, options, trace)
 
 
@@ -68,6 +71,8 @@ def run_and_keep(ctx: Context, tensors: Tensors, options: Options) -> tuple[Any,
     engine = _checked(ctx)._engine
     tensors, options = _as_called(ctx, tensors, options)
     with Call():
+        if is_profiled():
+            return named("flashmoe.moe", engine.call_and_keep, tensors, options)
         return engine.call_and_keep(tensors, options)
 
 
@@ -80,7 +85,10 @@ def run_backward(ctx: Context, kept: Any, counted: Any, options: Options, gradie
         for name, each in {**gradients.given, "what the call keeps": kept, "counts of what it keeps": counted}.items():
             refuse_unstored(_GRADIENTS.get(name, name), each)
         with Call():
-            engine.backward(kept, counted, options, gradients)
+            if is_profiled():
+                named("flashmoe.moe.backward", engine.backward, kept, counted, options, gradients)
+            else:
+                engine.backward(kept, counted, options, gradients)
     except Exception as error:
         tell(ctx, error)
         raise

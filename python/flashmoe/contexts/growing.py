@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
-
-import torch
 
 from ..errors import FlashMoEError, GroupError
 from ..spec import MAX_CUDA_TOKENS, MAX_TOKENS
@@ -53,21 +52,25 @@ class GrowingContext:
     a CUDA graph has captured is kept, because replays of the graph write to its memory.
 
     A call that fails breaks its context. The caller of that call gets the error. The next call gets a new context,
-    since a rank that is alone has to agree with nobody.
+    since a rank that is alone has to agree with nobody. A forked process has none of the context's threads, so its
+    first call gets a new context too.
     """
+
+    _kind: tuple[str, ...] = ()
+    """What the numbers of a subclass follow from besides the shape."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self._context: Context | None = None
         self._captured: list[Context] = []
         self._lock = threading.Lock()
-        self.number = _number_of(shape)
+        self.number = _number_of(*self._kind, *shape)
         contexts[self.number] = self
 
     def with_room_for(self, tokens: int) -> Context:
         """The context for a call of T tokens. Raises what `Context` raises. Raises `FlashMoEError` if a CUDA graph is
         being captured and there is no such context yet."""
-        capturing = self.shape.device is not None and torch.cuda.is_current_stream_capturing()
+        capturing = self.shape.device is not None and _captures()
         with self._lock:
             if self._context is None or tokens > self._context.limits["max_tokens"]:
                 if capturing:
@@ -97,6 +100,12 @@ class GrowingContext:
                     self._context = None
         return call(self.with_room_for(tokens))
 
+    def let_go(self) -> None:
+        """Frees the memory, unless a CUDA graph writes to it; the next call takes new memory. If another thread is
+        within a call, the memory is freed when that call is over."""
+        with self._lock:
+            self._context = None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowingContext:
         """The same object, because copies of a model share it."""
         return self
@@ -105,9 +114,16 @@ class GrowingContext:
         return growing_context, (self.shape,)
 
 
-def _number_of(shape: Shape) -> int:
+def _captures() -> bool:
+    """Whether PyTorch's current stream is being captured into a CUDA graph."""
+    import torch
+
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _number_of(*what: Any) -> int:
     """A number from 2^62 to 2^63. The numbers of contexts count from 1, so they are never as large."""
-    digest = hashlib.sha256(repr(tuple(shape)).encode()).digest()
+    digest = hashlib.sha256(repr(what).encode()).digest()
     return 1 << 62 | int.from_bytes(digest[:8]) >> 2
 
 
@@ -122,3 +138,15 @@ def growing_context(shape: Shape) -> GrowingContext:
         if found is None:
             found = _shared[shape] = GrowingContext(shape)
         return found
+
+
+def _begin_anew() -> None:
+    """In a forked process: another thread may have held the locks, and the contexts are the parent's."""
+    global _sharing
+    _sharing = threading.Lock()
+    for each in list(contexts.values()):
+        if isinstance(each, GrowingContext):
+            each._lock, each._context, each._captured = threading.Lock(), None, []
+
+
+os.register_at_fork(after_in_child=_begin_anew)

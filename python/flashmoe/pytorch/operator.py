@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from ..calls import alone
 from ..calls import tensors as operands
 from ..calls.arguments import as_plain_values
 from ..calls.refusals import tell
@@ -372,12 +373,14 @@ moe_backward = torch.library.custom_op(
 no_backward = torch.library.custom_op("flashmoe::no_backward", _no_backward, mutates_args=())
 
 
-def call(number: int, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
-    """A call of the operator, within autocast as autocast has it; `number` is its context's. Bypasses PyTorch where
-    PyTorch has no part in the call, because PyTorch's way to an operator takes the host as long as the call itself
-    (docs/measured.md)."""
+def call(number: int | None, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
+    """A call of the operator, within autocast as autocast has it. `number` is its context's; None: the context is the
+    one that is kept for calls of these shapes. Bypasses PyTorch where PyTorch has no part in the call, because
+    PyTorch's way to an operator takes the host as long as the call itself (docs/measured.md)."""
     try:
         tensors, options = as_autocast(tensors, options, main_grad)
+        if number is None:
+            number = alone.number_of(tensors, options)
         if goes_through_torch(tensors.x, tensors) or _is_on_meta(tensors):
             return by_operator(number, tensors, options, main_grad)
         return _in_context(number, _tokens_of(tensors.x), lambda ctx: run(ctx, tensors, options, False))

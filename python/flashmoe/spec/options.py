@@ -18,6 +18,9 @@ from .values import (
     MAX_EXPERTS,
     MAX_GROUPS,
     SCORES,
+    Activation,
+    ReturnChoice,
+    Score,
     bounded,
     finite,
     one_of,
@@ -69,7 +72,7 @@ class LayerOptions(TypedDict, total=False):
     """The options that say what a layer computes; see docs/models.md."""
 
     activation: Annotated[
-        str,
+        Activation,
         Option(
             "swiglu",
             _among(ACTIVATIONS),
@@ -87,7 +90,7 @@ class LayerOptions(TypedDict, total=False):
         ),
     ]
     score: Annotated[
-        str,
+        Score,
         Option(
             "softmax",
             _among(SCORES),
@@ -214,7 +217,7 @@ class CallOptions(TypedDict, total=False):
         ),
     ]
     return_mode: Annotated[
-        str | None,
+        ReturnChoice | None,
         Option(None, None, "See `Context`. None: the context's.", in_layer=False),
     ]
     redispatch: Annotated[
@@ -260,8 +263,12 @@ def _tables(of: type) -> dict[str, Option]:
 OPTIONS: Mapping[str, Option] = _tables(OperatorOptions)
 """All options by name."""
 
-TYPES: Mapping[str, Any] = {name: get_args(each)[0] for name, each in OperatorOptions.__annotations__.items()}
-"""The type of each."""
+_NAMES: Mapping[Any, Any] = {Activation: str, Score: str, ReturnChoice | None: str | None}
+
+TYPES: Mapping[str, Any] = {
+    name: _NAMES.get(get_args(each)[0], get_args(each)[0]) for name, each in OperatorOptions.__annotations__.items()
+}
+"""The type of each; str of one that has names, which its text or its check lists."""
 
 OF_ROUTER = tuple(name for name, option in OPTIONS.items() if option.of == ROUTER)
 """The options that only a router has."""

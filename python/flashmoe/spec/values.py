@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from ..errors import InvalidArgument
 
-_ACTIVATIONS = {
+Activation = Literal["relu", "gelu", "silu", "swiglu", "geglu", "relu2", "clamped_swiglu", "gelu_tanh", "geglu_tanh"]
+"""The activations, as type checkers know them; the other values of options that are names are below."""
+
+_ACTIVATIONS: dict[Activation, tuple[Activation, str]] = {
     "relu": ("relu", "ReLU"),
     "gelu": ("gelu", "GELU"),
     "silu": ("silu", "SiLU"),
@@ -26,7 +29,7 @@ _ACTIVATIONS = {
 }
 """For each name, its `PLAIN` and its title."""
 
-ACTIVATIONS = tuple(_ACTIVATIONS)
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 PLAIN = {name: plain for name, (plain, _) in _ACTIVATIONS.items()}
 """The function that an activation applies to each column of the first product. If this is another activation's name,
@@ -41,7 +44,8 @@ BY_GATE = {PLAIN[name]: name for name in GATED if name != "clamped_swiglu"}
 TITLES = {name: title for name, (_, title) in _ACTIVATIONS.items()}
 """The names of activations in messages."""
 
-SCORES = ("softmax", "sigmoid")
+Score = Literal["softmax", "sigmoid"]
+SCORES: tuple[str, ...] = get_args(Score)
 """What a router makes of its logits: their softmax over all E, or the sigmoid of each."""
 
 ROUTINGS = ("given", *SCORES)
@@ -49,7 +53,8 @@ ROUTINGS = ("given", *SCORES)
 
 RETURN_MODES = ("direct", "reduced")
 
-RETURN_CHOICES = (*RETURN_MODES, "auto")
+ReturnChoice = Literal["direct", "reduced", "auto"]
+RETURN_CHOICES: tuple[str, ...] = get_args(ReturnChoice)
 """The return modes that a caller may ask for; ``auto`` leaves the choice to the context."""
 
 # What the C++ types hold: tokens 20 bits of a signal, tasks' columns 24 bits, an entry's k 16 bits.
