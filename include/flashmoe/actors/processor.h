@@ -1,5 +1,5 @@
-// Processor: takes tasks, has the engine execute them, and retires them: bumps the dependency counters and makes ready,
-// or signals home, what that completes.
+// Processor: takes tasks, has the engine execute them, and retires them: to retire a task, it increments the dependency
+// counters; if a counter is complete, it makes the next tasks ready or signals the home rank.
 //
 // Counters live in device memory; a retiring warp bumps one per lane. Whoever completes a counter zeroes it, so that
 // nothing is cleared between calls.

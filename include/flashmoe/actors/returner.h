@@ -11,8 +11,9 @@
 //            ascending order in fp32 (FlashDMoE, equation 5.3). It goes return group by return group.
 //
 // Both are tasks in the papers' sense, but no scheduler hands them out. They are cut into pieces of some items each.
-// (The engine says what an item is: a token's columns of the group, or a part of these columns.) A processor that is
-// free takes the next piece that is ready. So they need no slot of the ready queue and no step of the scheduler, and
+// (The engine says what an item is: a token's columns of the group, or a part of these columns.) A worker takes the
+// next piece before the piece is ready, and sums it when it is ready and the worker has no task. So they need no slot
+// of the ready queue and no step of the scheduler, and
 // fill the time between products.
 //
 //   ready     Reduce: reduce_signal[p][g] has this call's epoch. Combine: return_signal[q][g] of every rank q has it.
@@ -24,7 +25,8 @@
 //
 // Where clusters stop early (OrderPolicy::link_clusters), they alone take Reduce's pieces as long as others have tasks.
 //
-// A relay's sums are pieces of Reduce, too. In each group they come after all that the relay's own rank owes. So there
+// The sums that a rank makes as a relay are pieces of Reduce, too. In each return group they come after everything that
+// this rank itself owes. So there
 // is no circle of waits: a machine's sum of group g waits for Reduce of g, which waits for nothing that comes later.
 #pragma once
 

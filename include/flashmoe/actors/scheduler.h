@@ -1,7 +1,8 @@
 // Scheduler: hands ready tasks to processors in the order of the call's policy, counts them, and ends the call.
 //
-// Run by the OS warp, after the subscriber's step; every lane keeps the same private members. A step publishes up to
-// kLanes tasks at a time, one a lane, all of them behind one fence.
+// Run by the OS warp, after the subscriber's step; every lane keeps the same private members, except `taken_` and
+// `word_`, which each lane loads for itself. A step publishes tasks in rounds of up to kLanes, one task for each lane.
+// One fence comes before all tasks of the step.
 #pragma once
 
 #include "flashmoe/actors/subscriber.h"

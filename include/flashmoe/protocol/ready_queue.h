@@ -1,7 +1,7 @@
 // Ready queue: the scheduler publishes task words, processors take them by ticket.
 //
-// Lives in device memory (L2). A slot is zero unless it holds a task that was published and not yet taken; a call
-// takes everything it publishes (its last words are one kStop per cluster), so nothing is cleared between calls.
+// Lives in device memory (L2). A slot is zero unless it holds a task that was published and not yet taken; clusters
+// take every word that a call publishes, and each cluster takes one kStop. So nothing is cleared between calls.
 // There are at least as many slots as tasks and stop words in a call, so a slot is never published twice in one call.
 #pragma once
 

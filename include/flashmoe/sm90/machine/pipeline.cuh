@@ -6,9 +6,10 @@
 //           32 KiB
 //   Narrow  48 KiB: two k-blocks, so that small tiles keep as many bytes in flight: 128 features at 0 and 16 KiB, 64 tokens
 //           at 32 and 40 KiB
-//   Gate    128 tokens at 0 (of more than 256 experts: 64, behind the features); behind them 32, 64 or 128 features. There are as many stages as there is room for, since a
-//           block's tokens arrive sooner if more bytes are in flight. (A wgmma takes 64 rows of features. If there are 32,
-//           it also multiplies what lies behind them, and nobody reads those results.)
+//   Gate    128 tokens at 0, and behind them 32, 64 or 128 features. For more than 256 experts: 256 features at 0, and behind
+//           them 64 tokens. There are as many stages as there is room for, since a block's tokens arrive sooner if more bytes
+//           are in flight. (A wgmma takes 64 rows of features. If there are 32, it also multiplies what lies behind them,
+//           and nobody reads those results.)
 // Transposed weights have the same places: a k-block of 128 features is two spans, each of 64 features by 64 rows along
 // K. If ups lie behind all gates, the first span has gates and the second their ups.
 // Barriers: `full` takes one arrival of every loader thread of the block, one more with the number of bytes that TMA

@@ -7,7 +7,8 @@
 // workspace: packets for other ranks (the outbox), routing, counts for a capacity, quantised rows, a note of a bad row. Outputs:
 // experts' load, logits, routing to keep. For choices without an expert, what Combine or a Joiner will read: a return row, staged
 // row, joint word, or y.
-// Barriers: the gate's `full` and `empty`, named barrier 3. With a capacity it waits for the token block before.
+// Barriers: the gate's `full` and `empty`; named barrier 3; if the blocks of a cluster share the gate, `logits_stored`
+// and `dispatched` of both blocks (shared_gate.cuh). With a capacity it waits for the token block before.
 // Never touches other ranks' heaps (send.cuh or puts.cuh brings packets there), the task ring or the staging buffers.
 #pragma once
 

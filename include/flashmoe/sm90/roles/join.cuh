@@ -1,6 +1,6 @@
 // Adds the two result rows of a token and writes the sum to the output y: what a Joiner (actors/joiner.h) has its engine do, in a
-// joined call (a rank alone) with two rows a token. Run by one warp: the second loader warp beside GEMM1's tasks, and at the end
-// every warp.
+// joined call (a rank alone) with two rows a token. One warp joins a row by itself. During GEMM1's tasks this is the
+// second loader warp. At the end every warp of the block does it.
 // Reads return rows of this rank's heap. Writes y: a token's columns of one task.
 // Touches no barrier and no other rank's heap, and of shared memory only reads the call's parameters. The queue of rows to join
 // (shared memory) and the words that count a token's rows (workspace) are the Joiner's.

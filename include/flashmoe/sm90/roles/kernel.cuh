@@ -31,10 +31,11 @@
 //   stages  4 x 48 KiB: full 1 + 64 and both copy engines' bytes, empty 2 x 2                       (machine/pipeline.cuh)
 //   gate    the same memory, before the roles, in 3 to 8 stages: full 1 + 64 and the copy engine's bytes, empty 2
 //           (without tensor cores each thread arrives at an empty barrier: x 128, here and above; of fragments each warp: x 4)
+//           For more than 256 experts, each block of a cluster has half of the experts. `logits_stored` (1) says that the
+//           other block has stored its share of the logits here. `dispatched` (1) says that the other block's memory is free
+//           for the next logits (roles/shared_gate.cuh).
 //   rows    the same memory, between gate and roles, of blocks that send: 16 KiB a warp, two buffers in turn, each full
 //           4 and the copy engine's bytes; the lane that stored from a buffer waits before it loads into it (roles/send.cuh)
-//           of more than 128 experts the cluster's blocks have half of them each, and the other block's logits are there when
-//           logits_stored (1) says so, and may be stored when dispatched (1) does
 //   scales  beside the stages, where rows are quantised (machine/stage_scales.cuh); each warp arrives at an empty barrier: x 4
 //   tasks   5 slots, 4 where rows are quantised: handed 1 (leading clerk), full 32 (clerk), done 320 (consumers,
 //           loaders), in the follower one more (leading clerk), stored 256 (consumers), free 1 (following clerk)  (roles/ring.cuh)

@@ -8,8 +8,9 @@
 // They wait at the ring's `full` and the stages' `empty`. They arrive at the stages' `full` and the ring's `done` (the
 // slot is free).
 // For GEMM1, warp 8 is enough. Warp 9 then adds the rows of tokens whose last row is stored (join.cuh: reads this
-// rank's result rows, writes y), or sums a piece of the rows that return (sums.cuh: reads result rows of this rank's
-// heap, writes return rows and signals to any rank's heap, and y). In a backward pass, loaders also load what
+// rank's result rows, writes y), or sums a piece of Reduce or Combine. (sums.cuh: Reduce reads staged rows in this
+// rank's workspace and writes return rows and signals to any rank's heap. Combine reads return rows in this rank's heap
+// and writes y.) In a backward pass, loaders also load what
 // gradients/load.cuh says, and warp 9 stores gradients of combine weights to all ranks' heaps. Apart from this, loaders
 // write only shared memory.
 #pragma once

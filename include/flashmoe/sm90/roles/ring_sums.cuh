@@ -1,9 +1,10 @@
-// Sums a piece of rows that return, with many more loads on their way than registers would hold: for warps of a block whose
-// tasks are over, so that the memory of its stages is free. ItemSums (gpu/sum.cuh) makes the same bits without that memory.
+// Sums a piece of Reduce, with many more loads on their way than registers would hold. Warps use it when the tasks of
+// their block are over, because the memory of the block's stages is then free. ItemSums (gpu/sum.cuh) makes the same
+// bits without that memory.
 //
 // Run by one warp. Reads rows (this rank's workspace) and writes sums (any rank's heap) as the piece says. Rows pass
-// through the warp's own 16 KiB of the stages: cp.async brings 512 bytes of a row, 16 to a lane, and each lane later reads
-// what it has asked for itself. So the ring needs no barrier, and no lane waits for another.
+// through the warp's own 16 KiB of the stages: cp.async brings 512 bytes of a row, and each lane asks for 16 of them.
+// Later each lane reads only the bytes that it asked for. So the ring needs no barrier, and no lane waits for another.
 #pragma once
 
 #include "flashmoe/gpu/sum.cuh"

@@ -1,10 +1,12 @@
-// The gate of many experts, which the two blocks of a cluster share. Each multiplies the tokens of both by half of the experts,
-// and stores the other's logits in the other's memory. A block alone would read all of the router for its few tokens: of 512
-// experts 2 MB for 32 tokens, as fast as the L2 gives them to all blocks at once.
+// The gate of more than kManyExperts experts: the two blocks of a cluster share its work. Each block multiplies the
+// tokens of both blocks by half of the experts. It stores the logits of the other block's tokens in the other block's
+// memory. If each block computed its gate alone, it would read the whole router for its few tokens (512 experts of 2048
+// columns: 2 MB for 32 tokens). All blocks would read it at the same time, and the L2 would limit their speed.
 // Run by warps 0 to 9 of a block (dispatch.cuh): the loaders load stages, the consumers multiply. Reads x and the router by TMA,
 // and the router's bias. Writes the stages and the logits behind them, in the shared memory of both blocks.
-// Barriers: the gate's `full` and `empty`. `logits_stored` says that the other block's share is here; `dispatched` that the
-// other block needs its logits no more. Both blocks go through equally many token blocks, so each phase is awaited.
+// Barriers: the gate's `full` and `empty`. `logits_stored` says that the other block's share is here; `dispatched` says
+// that the other block no longer reads the logits in its own memory, so this block may store new ones there. Both
+// blocks go through equally many token blocks, so each phase is awaited.
 #pragma once
 
 #include "flashmoe/sm90/epilogue/features.cuh"
@@ -27,8 +29,8 @@ __device__ __forceinline__ uint32_t dispatch_end(const KernelArgs& args, const C
   return shares_gate<Dtype>(args, c) ? align_up(c.blocks(), kClusterBlocks) : c.blocks();
 }
 
-// The n-th phase of a barrier at which the other block arrives. It does nothing before that does not end: waits in dispatch
-// are bounded.
+// The n-th phase of a barrier at which the other block arrives. Everything that the other block does before it arrives
+// ends, because the waits in dispatch are bounded. So this wait ends too.
 __device__ __forceinline__ void wait_for_cluster(const uint64_t& barrier, uint32_t n) {
   while (!test_wait_cluster(shared_address(&barrier), n & 1u)) {
   }

@@ -2,8 +2,9 @@
 // bytes of a row. Run by one warp: in a forward pass of ranks on one machine the second loader warp, between tasks; and at the end
 // warps that are through with their roles.
 // Reduce reads staged rows (this rank's workspace) and packets' counts (its heap). It writes a token's sum to the return row in the
-// heap of the token's rank, over NVLink if it is another; where peers are not mapped, over the staged row, to be put. Sums of a
-// token of another machine go in fp32 to the heap of a relay; the relay sums these to the return row, and counts them.
+// heap of the token's rank, over NVLink if it is another; where peers are not mapped, over the staged row, to be put. A
+// sum for a token of another machine goes in fp32 to the heap of a relay. The relay adds the sums of its machine,
+// writes the return row, and counts the tokens for which it has done so.
 // Combine reads return rows and counts (this rank's heap), routing and the outbox's counts (workspace). It writes the output y.
 // Touches no barrier. Of shared memory it reads the call's parameters, and in a block whose tasks are over Reduce passes its rows
 // through the stages (ring_sums.cuh). Who takes which piece, and signals, is the Returner's.
