@@ -184,6 +184,7 @@ def main() -> int:
     told = [player.hello() for player in players]
     result = {
         "device": told[0]["device"],
+        "commit": new.commit,
         "torch": told[0]["torch"],
         "driver": nvidia_smi("driver_version"),
         "command": as_typed("python", sys.argv),

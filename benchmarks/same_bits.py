@@ -154,6 +154,7 @@ def main() -> int:
     layers = sum(row["layers"] for row in suites.values())
     result = {
         "device": nvidia_smi("name") or cpu_model(),
+        "commit": trees[1].commit,
         "cpu": cpu_model(),
         "driver": nvidia_smi("driver_version"),
         "python": platform.python_version(),

@@ -1337,7 +1337,7 @@ PYTORCH = Topic(
         Promise(
             "The module gives the function's bits, eager and compiled.",
             README,
-            "`flashmoe.nn.MoE` is the layer as a PyTorch module.",
+            "`flashmoe.nn.MoE` is the layer as a PyTorch module",
             (
                 "tests/test_torch.py::test_module_passes_its_options_on",
                 "tests/test_torch.py::test_compiled_gives_the_bits_of_eager",

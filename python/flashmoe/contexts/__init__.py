@@ -2,6 +2,7 @@
 
 * `context`: `flashmoe.Context`, and the calls that it makes
 * `growing`: a context whose number of tokens grows with its calls
+* `kept`: the contexts of calls that are given none
 * `limits`: what a context is made for, and the limits from which its engine allocates memory
 * `memory`: how much memory a context takes, before it is made
 """
