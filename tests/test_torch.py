@@ -545,7 +545,7 @@ def test_a_mode_sees_the_operator(ctx, layer, problem, which):
         expected = bits(call())
         with torch.device("cpu"):
             assert bits(call()) == expected
-    assert not any("flashmoe" in event.name for event in profiled.events())
+    assert not any("flashmoe::" in event.name for event in profiled.events())  # the range has another name
     with torch.no_grad(), SeenFunctions() as mode:
         assert bits(call()) == expected
     assert sum("flashmoe" in name for name in mode.names) == 1
