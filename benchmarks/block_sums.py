@@ -7,35 +7,11 @@ Builds the program with nvcc, runs it, adds what is needed to reproduce the figu
 
 from __future__ import annotations
 
-import argparse
-import json
-import pathlib
-import subprocess
-import sys
-import tempfile
-
-from flashmoe.bench.origin import ROOT, as_typed, commit_option, nvidia_smi, result_path, write
-from protocol_gpu import NVCC
-
-SOURCE = ROOT / "benchmarks" / "block_sums.cu"
+from harness import result_of_program
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path)
-    commit_option(parser)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        binary = f"{folder}/block_sums"
-        subprocess.run([*NVCC, str(SOURCE), "-o", binary], check=True)
-        result = json.loads(subprocess.run([binary], check=True, capture_output=True, text=True).stdout)
-    clocks = "clocks.sm,clocks.mem,clocks.max.sm,driver_version"
-    result |= {
-        "commit": args.commit,
-        "command": as_typed("python", sys.argv),
-        "nvidia_smi": {clocks: nvidia_smi(clocks)},
-    }
-    write(args.out or result_path("block_sums", result["device"], 1), result)
+    result = result_of_program("block_sums.cu", "block_sums", __doc__)
     print(f"{result['device']}, {result['tokens']} tokens; GB/s of rows read, by blocks")
     for row in result["layers"]:
         rates = "  ".join(f"{blocks}: {rate:.0f}" for blocks, rate in row["gb_s"].items())

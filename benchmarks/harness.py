@@ -7,6 +7,8 @@ each kind of run, in it a file for each machine; an earlier run that docs/ cite 
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import pathlib
 import statistics
@@ -17,11 +19,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoe.bench.origin import as_typed, cpu_model, digest_of, without_machine
+from flashmoe.bench.origin import (
+    ROOT,
+    as_typed,
+    commit_option,
+    cpu_model,
+    digest_of,
+    nvidia_smi,
+    result_path,
+    without_machine,
+    write,
+)
 from flashmoe.bench.shapes import SHAPES
 
 WHOLE = tuple(name for name in SHAPES if not name.endswith("-slice") and not name.startswith("deepseek"))
 """Those that one GPU has room for beside what is compared with them, in bf16: DeepSeek's experts are in FP8."""
+NVCC = ["nvcc", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", f"-I{ROOT / 'include'}"]
 
 
 # ---- where a figure comes from ---------------------------------------------------------------------------------------
@@ -107,6 +120,30 @@ def beside_floor(timed: dict[tuple[str, bool], list[float]]) -> dict[str, Any]:
 def profile_of(settings: list[str]) -> dict[str, int]:
     """What --profile says: name=value each, see flashmoe.Context."""
     return {name: int(value) for name, value in (each.split("=") for each in settings)}
+
+
+# ---- programs of their own -------------------------------------------------------------------------------------------
+
+
+def result_of_program(source: str, suite: str, described: str | None) -> dict[str, Any]:
+    """What the program `source` of this folder prints on one GPU, with what is needed to reproduce it. It is built with
+    nvcc, and the result is written to --out, else to the suite's folder. `described`: the script's docstring."""
+    parser = argparse.ArgumentParser(description=described)
+    parser.add_argument("--out", type=pathlib.Path)
+    commit_option(parser)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        binary = f"{folder}/program"
+        subprocess.run([*NVCC, str(ROOT / "benchmarks" / source), "-o", binary], check=True)
+        result = json.loads(subprocess.run([binary], check=True, capture_output=True, text=True).stdout)
+    clocks = "clocks.sm,clocks.mem,clocks.max.sm,driver_version"
+    result |= {
+        "commit": args.commit,
+        "command": as_typed("python", sys.argv),
+        "nvidia_smi": {clocks: nvidia_smi(clocks)},
+    }
+    write(args.out or result_path(suite, result["device"], 1), result)
+    return result
 
 
 # ---- two versions of the package -------------------------------------------------------------------------------------

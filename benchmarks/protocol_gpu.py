@@ -8,35 +8,11 @@ table.
 
 from __future__ import annotations
 
-import argparse
-import json
-import pathlib
-import subprocess
-import sys
-import tempfile
-
-from flashmoe.bench.origin import ROOT, as_typed, commit_option, nvidia_smi, result_path, write
-
-SOURCE = ROOT / "benchmarks" / "protocol.cu"
-NVCC = ["nvcc", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", f"-I{ROOT / 'include'}"]
+from harness import result_of_program
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path)
-    commit_option(parser)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        binary = f"{folder}/protocol_bench"
-        subprocess.run([*NVCC, str(SOURCE), "-o", binary], check=True)
-        result = json.loads(subprocess.run([binary], check=True, capture_output=True, text=True).stdout)
-    clocks = "clocks.sm,clocks.mem,clocks.max.sm,driver_version"
-    result |= {
-        "commit": args.commit,
-        "command": as_typed("python", sys.argv),
-        "nvidia_smi": {clocks: nvidia_smi(clocks)},
-    }
-    write(args.out or result_path("protocol_gpu", result["device"], 1), result)
+    result = result_of_program("protocol.cu", "protocol_gpu", __doc__)
     print(f"{result['device']}, {result['sms']} SMs")
     print(f"{'shape':>20} {'tasks':>7} {'tasks/us':>9} {'kernel us':>10} {'gap ns p50':>11} {'p99':>6}")
     for row in result["shapes"]:

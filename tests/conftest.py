@@ -14,6 +14,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # As wide as each test says: consoles keep what they find first, and a process of pytest-xdist finds 80.
 os.environ.update(COLUMNS="", LINES="")
 
+import flashmoe
 import nightly_evidence
 import pytest
 from flashmoe.launch import RankPool
@@ -47,6 +48,14 @@ def pool() -> Iterator[RankPool]:
     """Four processes for functions of the tests' own: those of torch.distributed, for the most part."""
     with RenewedPool(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def released() -> Iterator[None]:
+    """No context of calls that were given none is open before the test, nor behind it."""
+    flashmoe.release()
+    yield
+    flashmoe.release()
 
 
 @pytest.fixture

@@ -93,6 +93,10 @@ def test_several_machines():
         ({"tokens": 64}, "tokens: expected a call of tiles"),
         ({"tokens": 64, "gpus": 8, "nic_gb_s": 0.0}, "nic: expected more than 0"),
         ({"tokens": 64, "machines": 1024, "gpus": 8}, "machines x gpus: expected 1 to 1024, got 8192"),
+        (
+            {"tokens": 64, "machines": 2, "gpus": 2, "return_mode": "direct"},
+            "return_mode: expected reduced with several machines, got direct",
+        ),
     ],
 )
 def test_refused(arguments, said):

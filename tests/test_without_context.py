@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flashmoe
@@ -20,14 +20,9 @@ from flashmoe.contexts import context as contexts_of
 from flashmoe.contexts import kept
 from flashmoe.quantize import quantize_weights
 
+pytestmark = pytest.mark.usefixtures("released")
+
 T, H, I, E, K = 24, 64, 32, 8, 2
-
-
-@pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
-    flashmoe.release()
-    yield
-    flashmoe.release()
 
 
 @pytest.fixture

@@ -16,14 +16,9 @@ from flashmoe.contexts import kept
 torch = pytest.importorskip("torch")
 from flashmoe.nn import MoE  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("released")
+
 H, I, E, K = 64, 32, 8, 2
-
-
-@pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
-    flashmoe.release()
-    yield
-    flashmoe.release()
 
 
 @pytest.fixture

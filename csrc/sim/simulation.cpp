@@ -88,12 +88,14 @@ void check(const Setup& s) {
                 concat("top_k: expected 1 to ", s.layer.experts, ", got ", s.layer.top_k));
   }
   if (s.tokens == 0) throw Error(Error::Kind::kInvalidArgument, "tokens: expected at least 1, got 0");
+  if (s.machines > 1 && s.return_mode == ReturnMode::kDirect)
+    throw Error(Error::Kind::kInvalidArgument, "return_mode: expected reduced with several machines, got direct");
 }
 
 // Several machines return sums, one from each machine. For the GPUs of one machine the CUDA engine chooses
 // (csrc/cuda/policy.h).
 ReturnMode mode_of(const Setup& s) {
-  if (s.return_mode && s.machines == 1) return *s.return_mode;
+  if (s.return_mode) return *s.return_mode;
   const bool reduces = s.machines > 1 || cuda::reduces(s.gpus, s.layer.top_k, s.layer.intermediate);
   return reduces ? ReturnMode::kReduced : ReturnMode::kDirect;
 }

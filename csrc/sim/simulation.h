@@ -18,7 +18,7 @@ struct Setup {
   LayerSpec layer;                        // its return mode is not read
   uint32_t tokens = 0;                    // tokens of each rank
   uint32_t machines = 1, gpus = 1;        // gpus: GPUs of a machine
-  std::optional<ReturnMode> return_mode;  // of one machine; none: the engine's own choice
+  std::optional<ReturnMode> return_mode;  // none: the engine's own choice; several machines have kReduced alone
   uint32_t link_clusters = OrderPolicy::kBuiltIn;
   // Simulates only the ranks of the first machine; the other machines are like it (Group).
   bool folded = false;

@@ -20,7 +20,7 @@ from .calls.refusals import tell
 from .calls.through_torch import in_autocast
 from .checkpoint import MoELayer
 from .contexts.context import Context, contexts, room_of
-from .contexts.limits import Room, checked_context
+from .contexts.limits import Room, room_alone
 from .errors import InvalidArgument
 from .pytorch.operator import call, check_tensors, context_id, saving_contexts
 from .pytorch.replicated import Replicas
@@ -648,23 +648,16 @@ class MoE(torch.nn.Module):
 def _room_alone(layer: LayerSpec) -> Room:
     """The room of a context that a rank alone would make for any number of tokens of the layer, on the engine that
     takes more. No memory is made."""
-    largest = checked_context(
+    return room_alone(
         engine="cpu",
-        ranks=1,
         max_tokens=MAX_TOKENS,
         hidden=layer.hidden,
         intermediate=layer.intermediate,
         experts=layer.experts,
         top_k=layer.top_k,
         dtype=layer.y_type,
-        placement=None,
-        return_mode="auto",
-        processors=1,
-        capacity_factor=None,
-        transport="auto",
         shared_intermediate=layer.shared * layer.intermediate,
     )
-    return Room.of(largest, 0)
 
 
 def _option(name: str) -> property:

@@ -13,8 +13,7 @@
 // Both are tasks in the papers' sense, but no scheduler hands them out. They are cut into pieces of some items each.
 // (The engine says what an item is: a token's columns of the group, or a part of these columns.) A worker takes the
 // next piece before the piece is ready, and sums it when it is ready and the worker has no task. So they need no slot
-// of the ready queue and no step of the scheduler, and
-// fill the time between products.
+// of the ready queue and no step of the scheduler, and fill the time between products.
 //
 //   ready     Reduce: reduce_signal[p][g] has this call's epoch. Combine: return_signal[q][g] of every rank q has it.
 //   taken     Reduce: by tickets of one counter of the rank. Whoever does the last piece of (p, g) signals p, so no piece
@@ -26,8 +25,8 @@
 // Where clusters stop early (OrderPolicy::link_clusters), they alone take Reduce's pieces as long as others have tasks.
 //
 // The sums that a rank makes as a relay are pieces of Reduce, too. In each return group they come after everything that
-// this rank itself owes. So there
-// is no circle of waits: a machine's sum of group g waits for Reduce of g, which waits for nothing that comes later.
+// this rank itself owes. So there is no circle of waits: a machine's sum of group g waits for Reduce of g, which waits
+// for nothing that comes later.
 #pragma once
 
 #include <concepts>

@@ -27,18 +27,17 @@ struct OrderPolicy {
   // ready, so that an expert's tiles run side by side, with own rows or others', and its weights are read once.
   uint32_t gemm1_lists = kMaxGemm1Lists;
   // If this is n, the tiles of the first El / n routed local experts (rounded up) do not wait for other ranks' packets.
-  // The former announces them by its usual rules. The other
-  // experts' tiles wait until all packets of some other rank are here: so an expert's tiles, of own rows and others',
-  // run side by side and its weights are read less often, while the first experts' bridge the time until then. 1 or 0:
-  // no expert waits.
+  // The former announces them by its usual rules. The other experts' tiles wait until all packets of some other rank
+  // are here: so an expert's tiles, of own rows and others', run side by side and its weights are read less often,
+  // while the first experts' bridge the time until then. 1 or 0: no expert waits.
   uint32_t own_first = 1;
   // Thread blocks whose warps all send this rank's rows before they compute (GPU, several ranks).
   uint32_t senders = 0;
   // With the reduced return, this number of clusters get their stop words once the scheduler has published as many
   // GEMM1 tasks as the first return group has. From then on all of their warps sum and send what other ranks wait for
-  // (Reduce), while the other clusters
-  // compute the later groups (COMET, section 3.2: thread blocks that only communicate). Between tasks those others leave
-  // Reduce alone. 0: no cluster stops early, and all take Reduce between tasks. No bit of a result depends on the number.
+  // (Reduce), while the other clusters compute the later groups (COMET, section 3.2: thread blocks that only
+  // communicate). Between tasks those others leave Reduce alone. 0: no cluster stops early, and all take Reduce between
+  // tasks. No bit of a result depends on the number.
   uint32_t link_clusters = 0;
 
   // A policy that asks for nothing.

@@ -2,9 +2,8 @@
 //
 // A former serves every step-th local expert: on a GPU, many blocks have a former, which is one warp, so that the tiles
 // of all experts form at the same time; on the CPU the OS thread serves all experts. An expert's state has one owner,
-// needs no atomics, and lives in
-// shared memory. Packets are taken in slices of kLanes, one a lane; a scan over the lanes' numbers of entries says to
-// which rows of the tiles each lane copies its entries.
+// needs no atomics, and lives in shared memory. Packets are taken in slices of kLanes, one a lane; a scan over the
+// lanes' numbers of entries says to which rows of the tiles each lane copies its entries.
 #pragma once
 
 #include "flashmoe/protocol/pending.h"

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..contexts.growing import Shape
 from ..contexts.kept import KeptContext, kept_context, known
-from ..contexts.limits import Room, checked_context
+from ..contexts.limits import Room, room_alone
 from ..errors import InvalidArgument
 from ..spec import (
     ENCODINGS,
@@ -140,21 +140,14 @@ def _check(tensors: Tensors, options: Options, device: int | None) -> None:
 def _room(engine: str, weights: str | None) -> Room:
     """The room of a context that is made for all that its engine takes. No memory is made for it."""
     cuda = engine == "cuda"
-    largest = checked_context(
+    room = room_alone(
         engine=engine,
-        ranks=1,
         max_tokens=MAX_CUDA_TOKENS if cuda else MAX_TOKENS,
         hidden=MAX_WIDTH,
         intermediate=MAX_WIDTH,
         experts=MAX_CUDA_EXPERTS if cuda else MAX_EXPERTS,
         top_k=MAX_CUDA_TOP_K if cuda else MAX_EXPERTS,
         dtype="float32" if weights is None else "bfloat16",
-        placement=None,
-        return_mode="auto",
-        processors=1,
-        capacity_factor=None,
-        transport="auto",
         weight_dtype=weights,
     )
-    room = Room.of(largest, 0)
     return replace(room, limits=room.limits | {"shared": MAX_SLICES, "return_slots": MAX_EXPERTS + MAX_SLICES})

@@ -121,6 +121,13 @@ class Room:
         return self.limits["ranks"]
 
 
+def room_alone(**sizes: Any) -> Room:
+    """The room of a context that a rank alone would make with these sizes, by the names of `checked_context`. No memory
+    is made."""
+    alone = {"ranks": 1, "placement": None, "return_mode": "auto", "processors": 1, "capacity_factor": None}
+    return Room.of(checked_context(**alone, transport="auto", **sizes), 0)
+
+
 def checked_context(
     *,
     engine: str,

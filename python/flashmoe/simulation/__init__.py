@@ -53,7 +53,8 @@ def simulate(
 
     `nic_gb_s` is what a GPU's network interface carries each way, in GB/s. Tokens choose experts evenly, drawn by
     `seed`. Several machines choose alike; of these only the first machine's ranks are simulated, unless `folded` is
-    False. `return_mode` (of one machine) is as in `flashmoe.Context`, and so is `link_clusters` (None: as built in).
+    False. `return_mode` and `link_clusters` are as in `flashmoe.Context`, by default as built in; several machines have
+    ``"reduced"`` alone.
     Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
     """
     for name, value, most in (
