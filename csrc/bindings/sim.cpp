@@ -42,7 +42,7 @@ Machine machine_of(Map map, const ffi::Array<ffi::Array<double>>& tasks) {
   return m;
 }
 
-Map simulated(Map call, Map machine, ffi::Array<ffi::Array<double>> tasks) {
+Map simulated(Map call, Map order, Map machine, ffi::Array<ffi::Array<double>> tasks) {
   return guarded([&] {
     Fields f("call", std::move(call));
     Setup s;
@@ -55,12 +55,12 @@ Map simulated(Map call, Map machine, ffi::Array<ffi::Array<double>> tasks) {
     f("machines", s.machines);
     f("gpus", s.gpus);
     f("seed", s.seed);
-    f("link_clusters", s.link_clusters);
     ReturnMode mode;
     if (f.if_given("return_mode", mode)) s.return_mode = mode;
     s.alike = f.take<uint32_t>("alike") != 0;
     s.folded = f.take<uint32_t>("folded") != 0;
     f.done();
+    s.order = order_of(std::move(order));
     s.machine = machine_of(std::move(machine), tasks);
     const Result r = simulate(s);
     ffi::Array<double> ends;

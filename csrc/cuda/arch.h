@@ -36,7 +36,7 @@ struct Arch {
 
   // How many of `blocks` thread blocks have a former, and how many have a keeper; and the smallest possible number of
   // blocks.
-  uint32_t (*formers_of)(uint32_t ranks, uint32_t local_experts, uint32_t blocks);
+  uint32_t (*formers_of)(uint32_t ranks, uint32_t local_experts, uint32_t blocks, bool work_behind);
   uint32_t (*keepers_of)(uint32_t ranks, uint32_t local_experts, uint32_t blocks);
   uint32_t (*least_blocks)(uint32_t ranks, uint32_t local_experts);
 

@@ -10,7 +10,7 @@
 namespace flashmoe::cuda {
 namespace {
 
-Shape shape_of(const Call& c, const LayerSpec& spec) {
+Shape shape_of(const Common& common, const Call& c, const LayerSpec& spec, Pass pass) {
   return {.ranks = c.shape.ranks,
           .local_experts = c.shape.local_experts,
           .hidden = c.shape.hidden,
@@ -18,7 +18,12 @@ Shape shape_of(const Call& c, const LayerSpec& spec) {
           .top_k = c.shape.top_k,
           .x_bytes = element_bytes(spec.token_type),
           .intermediate_bytes = element_bytes(spec.intermediate_type),
-          .return_bytes = element_bytes(spec.return_type)};
+          .return_bytes = element_bytes(spec.return_type),
+          .tokens = c.shape.tokens,
+          .experts = c.shape.experts,
+          .first_columns = c.policy.columns[kFirst],
+          .returning_k = pass == Pass::kBackward ? spec.gate_up_rows() : spec.intermediate,
+          .work_behind = pass != Pass::kInference || common.limits.rdma != 0 || common.limits.machine_ranks != 0};
 }
 
 // Columns of results that a task of each product has. The host library's program is the forward one. It also serves
@@ -37,10 +42,6 @@ Call call_of(const Common& common, const Layer& layer, const Placement& where) {
   c.shape.local_experts = where.local_experts;
   c.placement = {.owner = where.owner, .by_owner = where.by_owner, .owner_base = where.owner_base};
   c.cut_columns(columns_of(common.arch, layer));
-  const Shape shape = shape_of(c, spec);
-  c.policy.order = task_order(common.arch, shape, spec.return_mode, common.limits.processors, common.asked);
-  // Behind the stop words of a backward pass come other tasks, which an early stop would only bring forward.
-  if (layer.pass == Pass::kBackward) c.policy.order.link_clusters = 0;
   const bool alone = c.shape.ranks == 1;  // a rank alone returns nothing to others
   if (!alone) c.shape.return_mode = spec.return_mode;
   c.policy.groups = return_groups(c.policy.columns[kReturning], c.shape.return_mode, alone || common.limits.rdma != 0,
@@ -282,8 +283,11 @@ uint32_t Plan::most_few() const {
 
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   Call& c = args.call;
-  const Shape shape = shape_of(c, spec);
   c.shape.tokens = t.tokens;
+  const Shape shape = shape_of(common, c, spec, pass);
+  c.policy.order = task_order(arch, shape, spec.return_mode, common.limits.processors, common.asked);
+  // Behind the stop words of a backward pass come other tasks, which an early stop would only bring forward.
+  if (pass == Pass::kBackward) c.policy.order.link_clusters = 0;
   args.few_parts = few_parts(arch, c.shape, encoding_of(spec.weight_type).bits);
   c.policy.log2_block = static_cast<uint32_t>(
       std::countr_zero(token_block(arch, t.tokens, c.shape.experts, c.shape.top_k, common.limits.processors)));

@@ -18,6 +18,10 @@ constexpr uint32_t kSenders = 16;
 constexpr uint32_t kLinkClusters = 4;
 // Most rows of an expert, on average, in a call of few tokens.
 constexpr uint32_t kMostFewRows = 16;
+// The part of GEMM0 that goes before GEMM1 where the link does not keep up: all of it if link_over_gemm1 is kHeldUpTo or
+// less, none from kSoonFrom on, and in proportion between. Two H200s are fastest with all at 1.05 (OLMoE), with three
+// fifths or all at 1.4 (Qwen3), with a tenth at 2.1 (Qwen3-Next); see docs/measured.md.
+constexpr double kHeldUpTo = 1.05, kSoonFrom = 1.85;
 // A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that is larger than any call's number of tasks: GEMM1 waits for
 // all of GEMM0.
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;
@@ -28,16 +32,20 @@ constexpr uint32_t kStagesAhead = 32;  // 20 us
 
 // Operations of the GEMMs per second, and bytes per second out over the link, as measured on H200.
 constexpr double kGemmRate = 750e12, kLinkRate = 350e9;
+// Bytes of rows that Reduce sums per second, as it slows down the GEMMs beside it: what `reduced` adds to calls of
+// Qwen3-Next on two H200s and of Qwen2-MoE on four.
+constexpr double kSumRate = 540e9;
 
 }  // namespace
 
 bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate) {
   constexpr double kElementBytes = 2, kOperations = 6;  // per element of a row; per element and gated column of I
   const double others = ranks - 1;
-  const double sent = others * (1 - std::pow(1 - 1.0 / ranks, top_k)), back = top_k * others / ranks;
-  const double link = (sent + back) * kElementBytes / kLinkRate;
+  const double sent = others * (1 - std::pow(1 - 1.0 / ranks, top_k)), rows = top_k * others / ranks;
   const double gemms = top_k * kOperations * intermediate / kGemmRate;
-  return link > 1.5 * gemms && sent < 0.8 * back;
+  const double direct = std::max(gemms, (sent + rows) * kElementBytes / kLinkRate);
+  const double reduced = std::max(gemms + rows * kElementBytes / kSumRate, 2 * sent * kElementBytes / kLinkRate);
+  return reduced < direct;
 }
 
 uint32_t token_block(const Arch& arch, uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors) {
@@ -122,8 +130,18 @@ uint32_t return_groups(uint32_t columns, ReturnMode mode, bool whole, uint16_t (
   return groups;
 }
 
-bool link_keeps_up(const Shape& s) {
-  return s.return_bytes * (s.ranks - 1) / kLinkRate <= s.ranks * 2.0 * s.intermediate / kGemmRate;
+double link_over_gemm1(const Shape& s) {
+  return (s.return_bytes * (s.ranks - 1) / kLinkRate) / (s.ranks * 2.0 * s.returning_k / kGemmRate);
+}
+
+// GEMM1's lag behind GEMM0 (OrderPolicy::gemm1_lag) where the link takes `link` times as long as GEMM1: the part of the
+// GEMM0 tasks that a rank has on average, with a tile per expert half full.
+uint32_t lag_of(const Arch& arch, const Shape& s, double link, uint32_t clusters) {
+  const double part = (kSoonFrom - link) / (kSoonFrom - kHeldUpTo);
+  if (part >= 1) return kAlwaysHeld;
+  const double rows = 1.0 * s.ranks * s.tokens * s.top_k / max_of(s.experts, 1u);  // of an expert
+  const double tasks = s.local_experts * (rows / arch.tile_rows + 0.5) * s.first_columns;
+  return max_of(2 * clusters, static_cast<uint32_t>(std::clamp(part, 0.0, 1.0) * tasks));
 }
 
 // How many stages the shorter of GEMM0's and GEMM1's tasks has.
@@ -142,16 +160,17 @@ uint32_t tasks_ahead(const Arch& arch, const Shape& s) {
 
 OrderPolicy task_order(const Arch& arch, const Shape& s, ReturnMode mode, uint32_t blocks, const OrderPolicy& asked) {
   // Suppose result rows go as they are computed, and faster than the link takes them. Then they should use the link for
-  // as long as there are tasks. So GEMM1 follows soon behind GEMM0, once the first rows are dispatched, and tiles with
+  // long enough. So GEMM1 begins before GEMM0 has ended, the sooner the slower the link; where it is slowest, tiles with
   // rows of other ranks go first. In other cases an early GEMM1 wins nothing.
-  const bool early = s.ranks > 1 && mode == ReturnMode::kDirect && !link_keeps_up(s);
+  const double link = link_over_gemm1(s);
+  const bool early = s.ranks > 1 && mode == ReturnMode::kDirect && link > 1;
   const uint32_t clusters = blocks / arch.cluster_blocks;
-  OrderPolicy chosen{.gemm1_lag = early ? 2 * clusters : kAlwaysHeld,
+  OrderPolicy chosen{.gemm1_lag = early ? lag_of(arch, s, link, clusters) : kAlwaysHeld,
                      .raster = s.ranks > 1         ? kRasterOfSeveral
                                : is_short(arch, s) ? 2 * kRaster
                                                    : kRaster,
                      .window = tasks_ahead(arch, s) * clusters,
-                     .gemm1_lists = early ? 2u : 1u,
+                     .gemm1_lists = early && link >= kSoonFrom ? 2u : 1u,
                      .own_first = early ? 2u : 1u,
                      .senders = kSenders,
                      .link_clusters = kLinkClusters};
@@ -160,7 +179,7 @@ OrderPolicy task_order(const Arch& arch, const Shape& s, ReturnMode mode, uint32
         &OrderPolicy::own_first, &OrderPolicy::senders, &OrderPolicy::link_clusters}) {
     if (asked.*field != OrderPolicy::kBuiltIn) chosen.*field = asked.*field;
   }
-  const uint32_t service = 1 + arch.formers_of(s.ranks, s.local_experts, blocks);
+  const uint32_t service = 1 + arch.formers_of(s.ranks, s.local_experts, blocks, s.work_behind);
   chosen.senders = s.ranks == 1 ? 0 : min_of(chosen.senders, blocks - service);
   // (`direct` has nothing to reduce. One cluster goes on to the end, to compute the later groups.)
   const bool reduced = s.ranks > 1 && mode == ReturnMode::kReduced;

@@ -15,13 +15,18 @@ struct Shape {
   uint32_t hidden = 0, intermediate = 0;
   uint32_t top_k = 0;
   uint32_t x_bytes = 2, intermediate_bytes = 2, return_bytes = 2;  // bytes of an element of each kind of row
+  uint32_t tokens = 0;                                             // of this rank in this call
+  uint32_t experts = 0;                                            // of all ranks
+  uint32_t first_columns = 0;                                      // GEMM0 tasks of a tile
+  uint32_t returning_k = 0;  // columns over which GEMM1 contracts; of a backward pass, the product of dX
+  bool work_behind = false;  // warps behind the formers have a role (formers_of)
 };
 
-// Whether the return mode `auto` means `reduced`. It does if two conditions hold. First, with `direct`, a token's rows,
-// dispatched and returned, would take more than 1.5 times as long on the link as their GEMMs, since reducing is not
-// free. Second, `reduced` brings back less than 0.8 times as many rows. On average (R - 1) (1 - (1 - 1 / R)^K) rows of
-// a token go to other ranks. As many come back if reduced, else K (R - 1) / R. With 4 ranks and 8 experts per token 2.7
-// rows go, and 2.7 or 6 come back.
+// Whether the return mode `auto` means `reduced`: whether a token's rows take less time with it. The time of either mode
+// is that of the link or that of the GPU, whichever is longer. On average (R - 1) (1 - (1 - 1 / R)^K) rows of a token go
+// to other ranks. With `reduced` as many come back, but the GPU reads K (R - 1) / R rows once more to sum them, beside
+// its GEMMs. With `direct` all of these come back. (With 4 ranks and 8 experts per token 2.7 rows go, and 2.7 or 6 come
+// back.)
 bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate);
 
 // How many tokens a token block has: as few as possible without making more token blocks than thread blocks
@@ -64,8 +69,9 @@ bool joins_rows(const Arch& arch, const Shape& shape, uint32_t tokens, uint32_t 
 // is less than what groups cost. Nor are rows cut if peers are reached by puts.
 uint32_t return_groups(uint32_t columns, ReturnMode mode, bool whole, uint16_t (&first)[kMaxGroups + 1]);
 
-// Whether the link carries result rows to other ranks as fast as GEMM1 computes them.
-bool link_keeps_up(const Shape& shape);
+// How long the link takes for result rows to other ranks, over how long GEMM1 takes to compute them (of a backward
+// pass: the product of dX). Up to 1 the link keeps up.
+double link_over_gemm1(const Shape& shape);
 
 // How many of the window's tasks each cluster has (OrderPolicy::window). With several ranks, rows become ready one
 // after the other. A task that becomes ready waits behind those that are published, so few should be published. Short

@@ -206,8 +206,8 @@ void Rank<Platform>::start_senders(uint32_t block) {
 template <template <uint32_t> class Platform>
 void Rank<Platform>::send_rows(uint32_t block, uint32_t warp) {
   RowEngine engine(call_, state_.memory);
-  const uint32_t senders = call_.policy.order.senders, first = warp * senders + block + senders - blocks();
-  Sender<Thread, RowEngine>(sending_call_, engine).run(first, kWarps * senders, block);
+  const bool first = warp == 0 && block + call_.policy.order.senders == blocks();
+  Sender<Thread, RowEngine>(sending_call_, engine).run(first, block);
   group_.world().sleep_until(World::warp().written);
   if (--sending_[block] == 0) free_block(block);
 }

@@ -48,7 +48,9 @@ class Rank {
   void free_block(uint32_t block);
   void run_relay(uint32_t block);
   uint32_t blocks() const { return group_.machine().blocks; }
-  uint32_t formers() const { return kArch.formers_of(call_.shape.ranks, call_.shape.local_experts, blocks()); }
+  uint32_t formers() const {
+    return kArch.formers_of(call_.shape.ranks, call_.shape.local_experts, blocks(), flashmoe::SpansMachines<Lanes>);
+  }
   bool sends(uint32_t block) const;
 
   Group& group_;

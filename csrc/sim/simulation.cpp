@@ -139,10 +139,13 @@ Call call_of(const Setup& s, const Limits& limits, ReturnMode mode) {
                           .local_experts = limits.max_local_experts,
                           .hidden = s.layer.hidden,
                           .intermediate = s.layer.intermediate,
-                          .top_k = s.layer.top_k};
-  OrderPolicy asked = OrderPolicy::built_in();
-  asked.link_clusters = s.link_clusters;
-  c.policy.order = cuda::task_order(kArch, shape, mode, limits.processors, asked);
+                          .top_k = s.layer.top_k,
+                          .tokens = s.tokens,
+                          .experts = s.layer.experts,
+                          .first_columns = c.policy.columns[kFirst],
+                          .returning_k = s.layer.intermediate,
+                          .work_behind = s.machines > 1};
+  c.policy.order = cuda::task_order(kArch, shape, mode, limits.processors, s.order);
   c.policy.groups = cuda::return_groups(c.policy.columns[kReturning], mode, limits.ranks == 1, c.policy.group_first);
   const uint32_t block = cuda::token_block(kArch, s.tokens, s.layer.experts, s.layer.top_k, limits.processors);
   c.policy.log2_block = static_cast<uint32_t>(std::countr_zero(block));

@@ -15,11 +15,11 @@ namespace flashmoe::sim {
 
 struct Setup {
   Machine machine;
-  LayerSpec layer;                        // its return mode is not read
-  uint32_t tokens = 0;                    // tokens of each rank
-  uint32_t machines = 1, gpus = 1;        // gpus: GPUs of a machine
-  std::optional<ReturnMode> return_mode;  // none: the engine's own choice; several machines have kReduced alone
-  uint32_t link_clusters = OrderPolicy::kBuiltIn;
+  LayerSpec layer;                              // its return mode is not read
+  uint32_t tokens = 0;                          // tokens of each rank
+  uint32_t machines = 1, gpus = 1;              // gpus: GPUs of a machine
+  std::optional<ReturnMode> return_mode;        // none: the engine's own choice; several machines have kReduced alone
+  OrderPolicy order = OrderPolicy::built_in();  // what is asked for
   // Simulates only the ranks of the first machine; the other machines are like it (Group).
   bool folded = false;
   // The tokens of every machine choose as those of the first one, counted from their own machine. If false, all tokens

@@ -24,7 +24,7 @@ struct OsScratch {
 template <class P>
 FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
   announce_own<P>(c);
-  if (P::lane() == 0) P::store_relaxed(&c.control()->reduces[c.parity() ^ 1].value, uint64_t{0});  // the next call's
+  clear_tickets<P>(c);
   Subscriber<P> subscriber(c, scratch.subscriber);
   Scheduler<P> scheduler(c, subscriber, *scratch.scheduler);
   Relay<P> relay(c);

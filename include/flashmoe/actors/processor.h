@@ -102,7 +102,7 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
     if (!engine.dispatch(b)) return;
   }
   if constexpr (P::kPeersMapped) {
-    if (!Sender<P, Engine>(c, engine).run(id, c.policy.clusters, id)) return;
+    if (!Sender<P, Engine>(c, engine).run(id == 0, id)) return;
   }
   Returner<P, Engine, OneWorker<P>::template Cursor> returner(c, engine, memory.returns);
   Joiner<P, Engine> joiner(c, engine, memory.late);

@@ -43,19 +43,22 @@ FLASHMOE_FN bool await_routing(const Call& c, uint32_t b) {
   return await_word<P>(c, c.packet_signal(c.rank, c.rank, b));
 }
 
-// One of a rank's senders. All packets' parts are numbered: destination by destination, in each by token block; it
-// sends the parts first, first + step, ... All functions by all lanes.
+// One of a rank's senders. All packets' parts are numbered: destination by destination, in each by token block. A sender
+// takes the next part that no other has taken, so that those that are free before the last tokens are routed send what
+// there is. All functions by all lanes.
 template <class P, SendsRows Engine>
 class Sender {
  public:
   FLASHMOE_FN Sender(const Call& call, Engine& engine) : c_(call), engine_(engine) {}
 
-  // own_block: the first token block that this sender's processor dispatches. False if the call was aborted.
-  FLASHMOE_FN bool run(uint32_t first, uint32_t step, uint32_t own_block) {
-    if (first == 0 && !announce(own_block)) return false;
+  // first: this is the rank's first sender, which announces the call. own_block: the first token block that this
+  // sender's processor dispatches. False if the call was aborted.
+  FLASHMOE_FN bool run(bool first, uint32_t own_block) {
+    if (first && !announce(own_block)) return false;
     const uint32_t parts = ceil_div(c_.block_tokens(), kPartTokens), of_rank = c_.blocks() * parts;
+    const uint32_t all = of_rank * (c_.shape.ranks - 1);
     FLASHMOE_NO_UNROLL
-    for (uint32_t i = first; i < of_rank * (c_.shape.ranks - 1); i += step) {
+    for (uint32_t i = take_part(all); i < all; i = take_part(all)) {
       const uint32_t q = (c_.rank + 1 + i / of_rank) % c_.shape.ranks, b = i % of_rank / parts, part = i % parts;
       if (!await_routing<P>(c_, b)) return false;
       if constexpr (SpansMachines<P>) {
@@ -76,6 +79,13 @@ class Sender {
   }
 
  private:
+  FLASHMOE_FN uint32_t take_part(uint32_t all) const {
+    if (all == 0) return 0;
+    uint64_t part = 0;
+    if (P::lane() == 0) part = P::fetch_add(&c_.control()->sends[c_.parity()].value, uint64_t{1});
+    return static_cast<uint32_t>(P::broadcast(part, 0));
+  }
+
   // Announces the call to the peers, once this processor has signalled its own packet: on a GPU that signal's release
   // would otherwise wait 0.1 ms for these words, the call's first to its peers. (Were the OS actor to announce, so
   // would its releases, when it publishes tasks.) Peers have no use for them sooner.

@@ -14,6 +14,15 @@ FLASHMOE_FN void announce_own(const Call& c) {
   P::store_release(c.call_signal(c.rank, c.rank), call_word(c), kDevice);
 }
 
+// Clears what the next call counts up. All lanes of one warp, in every call, whichever kernel computes it.
+template <class P>
+FLASHMOE_FN void clear_tickets(const Call& c) {
+  if (P::lane() != 0) return;
+  const uint32_t next = c.parity() ^ 1;
+  P::store_relaxed(&c.control()->reduces[next].value, uint64_t{0});
+  P::store_relaxed(&c.control()->sends[next].value, uint64_t{0});
+}
+
 // Tells the other ranks. All lanes of the first sender.
 template <class P>
 FLASHMOE_FN void announce_to_peers(const Call& c) {

@@ -130,6 +130,7 @@ struct alignas(128) Control {
   Line left;         // thread blocks that have left the kernel (GPU); zero between calls
   Line calls;        // calls completed (GPU); kNoMoreCalls once one has failed
   Line reduces[2];   // [parity] pieces of Reduce taken; zero before the call
+  Line sends[2];     // [parity] parts of packets that senders have taken; zero before the call
   Line published;    // between calls: words ever published to the ready queue
   Line list_head;    // between calls: items ever drained from the ready list
   // Of the kernel for a few tokens (GPU); zero between calls.

@@ -87,9 +87,12 @@ FLASHMOE_HD constexpr uint32_t gate_features(uint32_t experts) {
 // smaller parts exist.
 inline constexpr uint32_t kFormerExperts = 16;
 // How many of `blocks` thread blocks form tiles: those behind the first, the OS actor's. Later ones may send rows.
-FLASHMOE_HD constexpr uint32_t formers_of(uint32_t ranks, uint32_t local_experts, uint32_t blocks) {
+// A former takes its experts one after the other, and no task begins before its tile is formed. So there are many
+// formers, unless the warps of the blocks behind them have another role, which `work_behind` says: they put rows, relay
+// them or keep them (roles/kernel.cuh). Then most of the blocks are left to these.
+FLASHMOE_HD constexpr uint32_t formers_of(uint32_t ranks, uint32_t local_experts, uint32_t blocks, bool work_behind) {
   if (ranks == 1) return blocks - 1;
-  const uint32_t wanted = max_of(blocks / 4, 1u);  // most are left to send
+  const uint32_t wanted = max_of(work_behind ? blocks / 4 : max_of(blocks * 3 / 4, 1u) - 1, 1u);
   return max_of(ceil_div(local_experts, kFormerExperts), min_of(local_experts, wanted));
 }
 // How many copy other ranks' rows where passes train among several (actors/keeper.h): the warps of the last role that neither
@@ -98,7 +101,7 @@ FLASHMOE_HD constexpr uint32_t formers_of(uint32_t ranks, uint32_t local_experts
 FLASHMOE_HD constexpr uint32_t keepers_of(uint32_t ranks, uint32_t local_experts, uint32_t blocks) {
   constexpr uint32_t kMost = 64;
   if (ranks == 1 || local_experts == 0) return 0;
-  const uint32_t formers = formers_of(ranks, local_experts, blocks), free = blocks - 1 - formers;
+  const uint32_t formers = formers_of(ranks, local_experts, blocks, true), free = blocks - 1 - formers;
   return free == 0 ? formers : min_of(free, kMost);
 }
 

@@ -28,7 +28,7 @@ from ..report import CallReport, expert_load
 from ..spec import ELEMENT_BYTES, ELEMENT_TYPES, FP8, MXFP4, LayerSpec, Options, bounded, scale_blocks
 from ..spec.tensors import Tensors
 from ..trace import CallTrace
-from ..tuning.knobs import BUILT_IN, PROFILE, checked_profile, stored_profile
+from ..tuning.knobs import checked_profile, order_of, stored_profile
 from ..tuning.profiles import Setting
 from ..weights.scales import SCALE_OF
 from . import cuda_training
@@ -118,7 +118,7 @@ class CudaEngine(Engine):
             nvshmem.check_network()
             nvshmem_path = nvshmem.library()
 
-        order = {name: self.profile.get(name, BUILT_IN) for name in PROFILE}
+        order = order_of(self.profile)
 
         def create(made_for: ContextSpec, name: str) -> Callable[[], int] | None:
             limits = made_for.limits()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .. import _ffi
 from ..errors import InvalidArgument
 from ..models import ModelShape
-from ..tuning.knobs import BUILT_IN
+from ..tuning.knobs import checked_profile, order_of
 from . import inputs
 
 MOST_RANKS = 1024
@@ -47,13 +48,13 @@ def simulate(
     seed: int = 1,
     folded: bool | None = None,
     return_mode: str = "auto",
-    link_clusters: int | None = None,
+    profile: Mapping[str, int] | None = None,
 ) -> Simulated:
     """Simulate one call of a layer of this shape, bfloat16, of `tokens` tokens on each of `machines` x `gpus` GPUs.
 
     `nic_gb_s` is what a GPU's network interface carries each way, in GB/s. Tokens choose experts evenly, drawn by
     `seed`. Several machines choose alike; of these only the first machine's ranks are simulated, unless `folded` is
-    False. `return_mode` and `link_clusters` are as in `flashmoe.Context`, by default as built in; several machines have
+    False. `return_mode` and `profile` are as in `flashmoe.Context`, by default as built in; several machines have
     ``"reduced"`` alone.
     Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
     """
@@ -77,7 +78,6 @@ def simulate(
         "machines": machines,
         "gpus": gpus,
         "seed": seed,
-        "link_clusters": BUILT_IN if link_clusters is None else link_clusters,
         "alike": int(machines > 1),
         "folded": int(machines > 1 if folded is None else folded),
     }
@@ -90,9 +90,10 @@ def simulate(
     }
     free = {"nvlink_gb_s": 0.0, "nic_gb_s": 0.0, "peer_store_us": inputs.GPU["store_us"], "network_us": 0.0}
     times = inputs.task_times(shape)
+    order = order_of({} if profile is None else checked_profile(profile))
     run = _ffi.library().simulate
-    result = {str(key): value for key, value in run(call, machine, times).items()}
-    unhindered = run(call, machine | free, times)["call_us"] if machines * gpus > 1 else result["call_us"]
+    result = {str(key): value for key, value in run(call, order, machine, times).items()}
+    unhindered = run(call, order, machine | free, times)["call_us"] if machines * gpus > 1 else result["call_us"]
     return Simulated(
         machines=machines,
         gpus=gpus,

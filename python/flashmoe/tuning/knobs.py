@@ -51,6 +51,11 @@ def checked_profile(profile: Mapping[str, int]) -> dict[str, int]:
     }
 
 
+def order_of(profile: Mapping[str, int]) -> dict[str, int]:
+    """A checked profile as the library takes it: every number, `BUILT_IN` where the profile sets none."""
+    return {name: profile.get(name, BUILT_IN) for name in PROFILE}
+
+
 def stored_profile(setting: profiles.Setting) -> tuple[dict[str, int], str | None]:
     """The profile that `flashmoe tune` has stored for contexts like this one, and the return mode. If the profile
     cannot be used, warns and returns nothing: only speed depends on it."""

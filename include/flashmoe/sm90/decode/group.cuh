@@ -153,8 +153,8 @@ __device__ __forceinline__ void announce(const Block& b) {
   const Call& c = b.c;
   if (b.warp() == 0) {
     announce_own<P>(c);
-    // The next call's, which may be the general kernel's.
-    if (P::lane() == 0) P::store_relaxed(&c.control()->reduces[c.parity() ^ 1].value, uint64_t{0});
+    // The next call may be the general kernel's.
+    clear_tickets<P>(c);
   } else if (b.warp() == 1) {
     announce_to_peers<P>(c);
   }

@@ -68,6 +68,11 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 inline constexpr uint32_t kClerkWarp = kWarps - 2;
+// Whether warps behind the formers have a role (run_behind_formers), and so how many formers there are.
+inline constexpr bool kWorkBehindFormers = kTrainsInGroup || SpansMachines<Platform> || !Platform::kPeersMapped;
+__device__ __forceinline__ uint32_t formers_of(const Call& c) {
+  return formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x, kWorkBehindFormers);
+}
 // Warpgroups can only share out the registers that the block entered with: an increase beyond these waits for ever.
 inline constexpr uint32_t kEntryRegisters = 65536 / kThreads / 8 * 8;
 // (Sums of fp32 take more, where loaders make them: not in a backward pass.)
@@ -121,8 +126,8 @@ __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c,
   RowEngine<Dtype, Pass, Trace> engine(args, c, copies, trace);
   // The block's own packet is signalled by now: to look whether it is costs a spill.
   constexpr uint32_t own_block = ~0u;
-  Sender<Platform, RowEngine<Dtype, Pass, Trace>>(c, engine).run(warp * senders + blockIdx.x + senders - blocks,
-                                                                 kWarps * senders, own_block);
+  Sender<Platform, RowEngine<Dtype, Pass, Trace>>(c, engine).run(warp == 0 && blockIdx.x + senders == blocks,
+                                                                 own_block);
   __syncthreads();  // and now the senders are
   trace.end(Phase::kSend, blockIdx.x, 0, 1);
   trace.begin();  // the wait for the first task, which for other blocks begins where dispatch ends
@@ -159,8 +164,7 @@ __device__ __forceinline__ void run_service_role(const KernelArgs& args, const C
     trace.begin(1);
     run_os<Platform>(c, {.subscriber = {s.os_sources, {s.experts, 0, 0}}, .scheduler = &s.scheduler, .seen = s.seen});
     trace.end(Phase::kSchedule, 0, 0, 1);
-  } else if (const uint32_t formers = formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x);
-             blockIdx.x <= formers) {
+  } else if (const uint32_t formers = formers_of(c); blockIdx.x <= formers) {
     trace.begin(1);
     run_former<Platform>(c, s.former_sources, {s.experts, blockIdx.x - 1, formers});
     trace.end(Phase::kForm, blockIdx.x - 1, 0, 1);
@@ -234,8 +238,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   }
   if constexpr (!Platform::kPeersMapped) {
     // By the first sender: every rank has one, and by now it is through with all that may fail.
-    if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c.shape.ranks, c.shape.local_experts, gridDim.x))
-      tell_fault<Platform>(c);
+    if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c)) tell_fault<Platform>(c);
   }
   cluster_sync();  // neither block may leave while the other arrives at its barriers
   if (thread == 0) {
