@@ -46,9 +46,11 @@ $(BIN)/python:
 	@echo "==> creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
+# Earlier, the distribution was named flashmoe; its list of files would pass for another project's.
 $(VENV)/.package: $(PACKAGE_FILES) | $(BIN)/python compiler
+	@$(if $(wildcard $(VENV)/lib/python*/site-packages/flashmoe-*.dist-info),$(BIN)/python -m pip uninstall -q -y flashmoe)
 	@echo "==> building and installing flashmoe (under a minute on two cores)"
-	@$(call pip-install,.)
+	@$(call pip-install,'.[cli$(comma)plots]')
 	@touch $@
 
 # The requirements of an extra, read from pyproject.toml: installing them alone needs no build of the package.

@@ -816,7 +816,7 @@ def test_info_names_the_remedy(capsys, monkeypatch):
     monkeypatch.setattr("flashmoe.jit.find_nvcc", no_nvcc)
     assert main(["info"]) == 0
     printed = capsys.readouterr().out
-    for package in ("scipy-openblas32", "'nvidia-cuda-nvcc==13.0.*'", "torch"):
+    for package in ("'nvidia-cuda-nvcc==13.0.*'", "torch"):
         assert f"pip install {package}" in printed
 
 

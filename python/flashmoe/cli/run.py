@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +17,10 @@ from ..groups import launcher
 from ..launch import run_ranks
 from ..placement import local_experts
 from ..report import CallReport, summarize
+from ..system import drawing
 from ..trace import Event, write_perfetto, write_timeline
 from . import device, launched, options, render
-from .console import count, working
+from .console import console, count, working
 from .verify import verify
 from .workload import Request, Workload, file_workload, random_workload, shipped_workload
 
@@ -93,6 +95,8 @@ def command(
     with working("timeline and trace"):
         files = _write_traces(out, workload, reports)
     render.show_files(files)
+    if why := drawing.missing():
+        console.print(f"no timeline.png: {why}", soft_wrap=True, markup=False)
     with working("float64 reference"):
         verdict = verify(
             workload.layer,
@@ -176,7 +180,9 @@ def from_first_event(events: list[Event]) -> list[Event]:
 
 
 def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> list[Path]:
-    """Write timeline.png and trace.json; their paths. Raises `FlashMoEError` that names the one that cannot be."""
+    """Write timeline.png, if matplotlib is installed, and trace.json; their paths.
+
+    Raises `FlashMoEError` that names the one that cannot be written."""
     layer, counts = workload.layer, [report.tokens for report in reports]
     ranks = count(len(reports), "rank")
     title = (
@@ -186,10 +192,12 @@ def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -
     events = [report.events for report in reports]
     if workload.engine == "cuda" or launcher.launched() is not None:
         events = [from_first_event(each) for each in events]
-    timeline, trace = folder / "timeline.png", folder / "trace.json"
-    for file, write in ((timeline, partial(write_timeline, title=title)), (trace, write_perfetto)):
+    writers: dict[Path, Callable[..., None]] = {folder / "trace.json": write_perfetto}
+    if drawing.missing() is None:
+        writers = {folder / "timeline.png": partial(write_timeline, title=title)} | writers
+    for file, write in writers.items():
         try:
             write(file, events)
         except OSError as error:
             raise FlashMoEError(f"--out: cannot write {file}: {error.strerror or error}") from error
-    return [timeline, trace]
+    return list(writers)
