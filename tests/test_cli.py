@@ -19,10 +19,12 @@ import numpy as np
 import pytest
 from flashmoe import models
 from flashmoe.checkpoint import load_layer
-from flashmoe.cli import device, main, render, run, verify
+from flashmoe.cli import device, main, picture, render, run, verify
+from flashmoe.cli import workload as workload_module
 from flashmoe.contexts import memory
 from flashmoe.placement import contiguous, local_experts, most_local, roomy
 from flashmoe.report import CallReport, summarize
+from flashmoe.trace import Event
 
 RANDOM = ["--model", "mixtral-8x7b", "--scale", "0.005", "--tokens", "9", "--ranks", "2"]
 TINY = ["--engine", "cpu", *RANDOM]
@@ -383,6 +385,23 @@ def command_line(*arguments: str, before: str = "", **changes) -> subprocess.Com
     program = f"{before}\nimport sys\nfrom flashmoe.cli import main\nsys.exit(main(sys.argv[1:]))"
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120, **changes}
     return subprocess.run([sys.executable, "-c", program, *arguments], **options)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 4, 8])
+def test_a_picture_is_of_the_run_where_each_rank_has_two_cores(monkeypatch, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    workload = workload_module.shipped_workload(workload_module.Request(2, 8, None, "auto"))
+    own = [[Event("os", "gate", 0, 1, 0, 0)]] * 2
+    drawn = picture.picture_of(workload, own, "this run")
+    if cores >= 4:
+        assert drawn == (own, "this run", "who did what when")
+        return
+    few = f"{cores} core{'s' if cores > 1 else ''} for 2 ranks"
+    assert drawn.title.startswith(
+        f"SIMULATED, and not of this run, which had {few}: a layer of qwen3-30b-a3b on 4 GPUs"
+    )
+    assert drawn.hint.startswith("a simulated call of 4 GPUs") and few in drawn.hint
+    assert len(drawn.events_by_rank) == 4
 
 
 @pytest.mark.parametrize("file", ["timeline.png", "trace.json"])

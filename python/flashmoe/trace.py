@@ -185,7 +185,7 @@ def write_timeline(path: str | Path, events_by_rank: Sequence[Sequence[Event]], 
     unit, unit_ns = _time_unit(end - origin)
     actors = [_actors(events) for events in events_by_rank]
     rows = [max(1, len(names)) for names in actors]
-    row_inches = min(0.22, max(0.035, 18 / sum(rows)))
+    row_inches = min(0.22, max(0.035, 10 / sum(rows)))
     head, foot, gap = 0.95, 0.55, 0.12  # inches: title and legend, time axis, between panels
     height = head + foot + row_inches * sum(rows) + gap * (len(rows) - 1)
     figure = new_figure(figsize=(14, height), dpi=110)

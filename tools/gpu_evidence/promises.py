@@ -1609,7 +1609,7 @@ COMMANDS = Topic(
         Promise(
             "`flashmoe run` judges a layer by the reference, and leaves a picture and a trace.",
             README,
-            "It checks the result against a float64 reference. It leaves a picture of your run",
+            "In `flashmoe-run/` it leaves a trace of your run for Perfetto, and a picture",
             (
                 "tests/test_cli.py::test_run_passes_and_writes_its_files",
                 "tests/test_cli.py::test_run_fails_on_a_wrong_result",

@@ -141,12 +141,11 @@ def show_ranks(reports: Sequence[CallReport], group: GroupReport) -> None:
     )
 
 
-def show_files(files: Iterable[Path]) -> None:
-    """The files written, one line each."""
+def show_files(files: Mapping[Path, str]) -> None:
+    """The files written, one line each, with what is in them."""
     console.print()
-    hints = {".png": "who did what when", ".json": "the same, for ui.perfetto.dev"}
-    for file in files:
-        console.print(Text(f"wrote {file}"), Text(f"({hints[file.suffix]})", style="dim"), soft_wrap=True)
+    for file, hint in files.items():
+        console.print(Text(f"wrote {file}"), Text(f"({hint})", style="dim"), soft_wrap=True)
 
 
 def show_accounts(of_call: Sequence[Account]) -> None:

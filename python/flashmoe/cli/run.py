@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +19,7 @@ from ..system import drawing
 from ..trace import Event, write_perfetto, write_timeline
 from . import device, launched, options, render
 from .console import console, count, working
+from .picture import picture_of
 from .verify import verify
 from .workload import Request, Workload, file_workload, random_workload, shipped_workload
 
@@ -57,7 +56,8 @@ def command(
 
     Started by a launcher (torchrun --no-python, on one machine or several), each process is a rank, and rank 0 reports.
     Without --checkpoint or --model: the small trained layer that the package ships, on 2048 hidden states that
-    really reached it, with the uneven routing they have. Calls to warm up, then one traced call. Exit status
+    really reached it, with the uneven routing they have. Calls to warm up, then one traced call. The picture is of
+    that call, or of a simulated one if the ranks have less than two cores each, and says which. Exit status
     0 if result and routing are within the rounding error of the float64 reference, 1 if not.
     """
     if checkpoint is not None and model is not None:
@@ -179,8 +179,8 @@ def from_first_event(events: list[Event]) -> list[Event]:
     return [event._replace(start_ns=event.start_ns - begin, end_ns=event.end_ns - begin) for event in events]
 
 
-def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> list[Path]:
-    """Write timeline.png, if matplotlib is installed, and trace.json; their paths.
+def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> dict[Path, str]:
+    """Write timeline.png, if matplotlib is installed, and trace.json. The result says of each path what is there.
 
     Raises `FlashMoEError` that names the one that cannot be written."""
     layer, counts = workload.layer, [report.tokens for report in reports]
@@ -192,12 +192,15 @@ def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -
     events = [report.events for report in reports]
     if workload.engine == "cuda" or launcher.launched() is not None:
         events = [from_first_event(each) for each in events]
-    writers: dict[Path, Callable[..., None]] = {folder / "trace.json": write_perfetto}
-    if drawing.missing() is None:
-        writers = {folder / "timeline.png": partial(write_timeline, title=title)} | writers
-    for file, write in writers.items():
-        try:
-            write(file, events)
-        except OSError as error:
-            raise FlashMoEError(f"--out: cannot write {file}: {error.strerror or error}") from error
-    return list(writers)
+    timeline, trace = folder / "timeline.png", folder / "trace.json"
+    written = {}
+    try:
+        if drawing.missing() is None:
+            drawn = picture_of(workload, events, title)
+            write_timeline(file := timeline, drawn.events_by_rank, drawn.title)
+            written[timeline] = drawn.hint
+        write_perfetto(file := trace, events)
+        written[trace] = "what your run's ranks did when, for ui.perfetto.dev"
+    except OSError as error:
+        raise FlashMoEError(f"--out: cannot write {file}: {error.strerror or error}") from error
+    return written
