@@ -638,6 +638,13 @@ def test_memory_refuses_what_exceeds_shared_memory(capsys, small_shared_memory):
     assert "1.0 MiB free in /dev/shm" in capsys.readouterr().err
 
 
+def test_memory_begins_with_its_answer(capsys):
+    assert main(["memory", "--model", "mixtral-8x7b", "--tokens", "8", "--budget", "10G"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    answer = r"4 ranks x 8 tokens, .* cpu engine per rank [\d.]+ .iB; .* not counted fits heap, per rank"
+    assert re.match(answer, printed), printed[:300]
+
+
 LARGEST = {"hidden": 1 << 20, "intermediate": 1 << 20, "experts": 8192, "top-k": 8192, "tokens": (1 << 20) - 1}
 
 

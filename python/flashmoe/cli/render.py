@@ -201,9 +201,23 @@ def show_verdict(verdict: Verdict) -> None:
         )
 
 
-def show_memory_plan(plan: MemoryPlan, described: str) -> None:
+def show_memory(plan: MemoryPlan, described: str) -> None:
+    """What a memory plan takes in all."""
+    console.print(Text(f"{count(plan.ranks, 'rank')} x {plan.max_tokens:,} tokens, {described}", style="bold"))
+    console.print(
+        f"per rank {format_bytes(plan.total_bytes)}; heaps of all ranks "
+        f"{format_bytes(plan.ranks * plan.heap_bytes)}; the caller's weights, input and output not counted"
+    )
+    if plan.kept_bytes:
+        each = plan.kept_bytes / plan.max_tokens
+        console.print(
+            f"for gradients: {format_bytes(each)} per layer and token, {format_bytes(plan.kept_bytes)} per layer"
+            + (f"; {format_bytes(plan.pass_bytes)} in a backward pass" if plan.pass_bytes else "")
+        )
+
+
+def show_memory_terms(plan: MemoryPlan) -> None:
     """Every term of a memory plan, largest first, with its formula and purpose."""
-    console.print(Text(f"{plan.ranks} ranks x {plan.max_tokens:,} tokens, {described}", style="bold"))
     regions = [("heap", "mapped by the other ranks"), ("workspace", "private to the rank")]
     if plan.kept_bytes:
         regions.append(("kept", "by each layer's call until its backward pass; ranks with even loads"))
@@ -227,17 +241,6 @@ def show_memory_plan(plan: MemoryPlan, described: str) -> None:
         table.add_section()
         table.add_row("total", format_bytes(total), style="bold")
         console.print(table)
-    console.print()
-    if plan.kept_bytes:
-        each = plan.kept_bytes / plan.max_tokens
-        console.print(
-            f"for gradients: {format_bytes(each)} per layer and token, {format_bytes(plan.kept_bytes)} per layer"
-            + (f"; {format_bytes(plan.pass_bytes)} in a backward pass" if plan.pass_bytes else "")
-        )
-    console.print(
-        f"per rank {format_bytes(plan.total_bytes)}; heaps of all ranks "
-        f"{format_bytes(plan.ranks * plan.heap_bytes)}; the caller's weights, input and output not counted"
-    )
 
 
 def show_training_costs(costs: Sequence[TrainingCost]) -> None:
