@@ -133,6 +133,12 @@ def test_the_command_says_what_it_needs(clean, arguments):
     assert (done.stdout, done.returncode) == ("", 2)
 
 
+def test_its_modules_say_so_too(clean):
+    done = run_python("-m", "flashmoe.bench", python=clean / "python")
+    assert done.returncode == 2 and done.stderr.endswith("to install: pip install 'flashmoe-layer[cli]'\n")
+    assert done.stderr.count("\n") == 1
+
+
 NEEDS_MATPLOTLIB = "pictures need matplotlib, found none; to install: pip install 'flashmoe-layer[plots]'"
 
 

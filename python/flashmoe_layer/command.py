@@ -8,8 +8,11 @@ import sys
 from . import install_extra, refuse_other_distributions
 
 
-def main() -> int:
-    """The command ``flashmoe``. Returns 2, after one line on standard error, if its packages are not installed."""
+def main(argv: list[str] | None = None) -> int:
+    """The command ``flashmoe``, with the arguments `argv` (default: the process's).
+
+    Returns 2, after one line on standard error, if packages that it needs are missing, or if another distribution's
+    files lie among the package's."""
     try:
         refuse_other_distributions()
     except ImportError as error:
@@ -21,4 +24,4 @@ def main() -> int:
         return 2
     from flashmoe.cli import main as command
 
-    return command()
+    return command(argv)
