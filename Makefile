@@ -12,14 +12,14 @@
 # make lint       check formatting and style;  make format  repairs what can be repaired
 # make clean      remove everything that make made
 #
-# Needs Python >= 3.11 with venv, and a C++20 compiler. The rest comes from PyPI, into $(VENV).
+# Needs Python >= 3.11 with venv, and a C++20 compiler. The rest comes from PyPI, into $(VENV). Two targets install Debian packages
+# where root runs them, and say so: test (spin) and site (Chromium).
 
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
-# Quiet, but when an installation fails the end of its log says why.
-pip-install = $(BIN)/python -m pip install --disable-pip-version-check $(1) >$(VENV)/pip.log 2>&1 || \
-  { tail -n 100 $(VENV)/pip.log >&2; exit 1; }
+# Shows what is fetched and compiled; when an installation fails, the end of its log says why.
+pip-install = $(BIN)/python tools/pip_progress.py $(VENV)/pip.log $(1)
 
 # Seconds; a single test that takes longer is stuck.
 TEST_TIMEOUT ?= 300
@@ -46,9 +46,11 @@ $(BIN)/python:
 	@echo "==> creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
+# Earlier, the distribution was named flashmoe; its list of files would pass for another project's.
 $(VENV)/.package: $(PACKAGE_FILES) | $(BIN)/python compiler
+	@$(if $(wildcard $(VENV)/lib/python*/site-packages/flashmoe-*.dist-info),$(BIN)/python -m pip uninstall -q -y flashmoe)
 	@echo "==> building and installing flashmoe (under a minute on two cores)"
-	@$(call pip-install,.)
+	@$(call pip-install,'.[cli$(comma)plots]')
 	@touch $@
 
 # The requirements of an extra, read from pyproject.toml: installing them alone needs no build of the package.
@@ -211,7 +213,7 @@ $(VENV)/.site: pyproject.toml | $(BIN)/python
 # Strict: a page that no menu has, or a link to nothing, ends it.
 site: $(VENV)/.site
 	@if ! command -v chromedriver >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
-	  echo "==> installing Chromium"; \
+	  echo "==> installing Chromium on this machine: apt-get install chromium chromium-driver"; \
 	  { apt-get install -qq -y chromium chromium-driver || \
 	    { apt-get update -qq && apt-get install -qq -y chromium chromium-driver; }; } >/dev/null 2>&1 || true; \
 	fi
@@ -221,7 +223,7 @@ site: $(VENV)/.site
 # The model checker of tests/test_model.py. Where it cannot be installed, that test says that it was skipped.
 spin:
 	@if ! command -v spin >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
-	  echo "==> installing spin, the model checker"; \
+	  echo "==> installing spin, the model checker, on this machine: apt-get install spin"; \
 	  { apt-get install -qq -y spin || { apt-get update -qq && apt-get install -qq -y spin; }; } \
 	    >/dev/null 2>&1 || echo "    spin could not be installed: the protocol model will not be checked"; \
 	fi

@@ -2,8 +2,8 @@
 
     python benchmarks/same_bits.py --trees OLD NEW [--suites cpu gpu group] [--commits OLD NEW] --out FILE.json
 
-A tree is a folder that holds an importable `flashmoe`, with the BLAS beside it: the site-packages of an environment, or
-what `pip install --target FOLDER .` makes. Each tree computes the layers of bits.py in processes of its own:
+A tree is a folder that holds an importable `flashmoe`, with what lies beside it: the site-packages of an environment,
+or what `pip install --target FOLDER .` makes. Each tree computes the layers of bits.py in processes of its own:
 "cpu", groups of 1 to 8 ranks of the CPU engine; "gpu", one GPU; "group", four ranks that share a GPU, side by side
 under NVIDIA's MPS where there is its daemon, in turns else. Outputs and reported routing are hashed and compared.
 Exits with 1 if a hash differs, or a version's own second call differs from its first.

@@ -34,6 +34,10 @@ from torch.nn import functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCABULARY = 1024
+END, PAD = "<|endoftext|>", "<|pad|>"
+NAMED = {"ÿ": END, "þ": PAD}
+"""Entries of the vocabulary for bytes that no UTF-8 text has (0xFF and 0xFE), and what they are for instead. The text
+has neither: the model has not learned when to end."""
 PASSAGE_TOKENS = 2048
 PASSAGE_LAYER = 1
 
@@ -72,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train_tokenizer(text: str) -> Tokenizer:
-    """Train a byte-level BPE tokenizer of `VOCABULARY` entries."""
+    """Train a byte-level BPE tokenizer of `VOCABULARY` entries, `END` and `PAD` among them."""
     tokenizer = Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -82,6 +86,11 @@ def train_tokenizer(text: str) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    trained = json.loads(tokenizer.to_str())
+    vocabulary = trained["model"]["vocab"]
+    trained["model"]["vocab"] = {NAMED.get(entry, entry): number for entry, number in vocabulary.items()}
+    tokenizer = Tokenizer.from_str(json.dumps(trained))
+    tokenizer.add_special_tokens(list(NAMED.values()))
     return tokenizer
 
 
@@ -230,8 +239,18 @@ def export(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, passage: torch.Tens
     passage, and the file sizes.
     """
     output.mkdir(parents=True, exist_ok=True)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
     model.to(torch.bfloat16).save_pretrained(output)
     tokenizer.save(str(output / "tokenizer.json"))
+    settings = {
+        "clean_up_tokenization_spaces": False,
+        "eos_token": END,
+        "model_max_length": model.config.max_position_embeddings,
+        "pad_token": PAD,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (output / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     shipped = Qwen3MoeForCausalLM.from_pretrained(output, dtype=torch.bfloat16).to(model.device).eval()
     inputs = moe_inputs(shipped, passage)

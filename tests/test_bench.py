@@ -378,6 +378,13 @@ def drawn_from(picture: Path) -> str:
         return image.text[figures.DIGEST]
 
 
+def test_without_pytorch_it_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench"]) == 2
+    needs = "bench: expected PyTorch, whose process groups ranks join, found none"
+    assert capsys.readouterr().err == f"error: {needs}; to install: pip install 'flashmoe-layer[torch]'\n"
+
+
 def test_another_figure_makes_another_page_and_picture(tmp_path):
     path = run(tmp_path, fake("tokens", {"a": [1.0]})).files[0]
     result = store.read(path) | {"engine": "cuda"}

@@ -19,10 +19,12 @@ import numpy as np
 import pytest
 from flashmoe import models
 from flashmoe.checkpoint import load_layer
-from flashmoe.cli import device, main, render, run, verify
+from flashmoe.cli import device, main, picture, render, run, verify
+from flashmoe.cli import workload as workload_module
 from flashmoe.contexts import memory
 from flashmoe.placement import contiguous, local_experts, most_local, roomy
 from flashmoe.report import CallReport, summarize
+from flashmoe.trace import Event
 
 RANDOM = ["--model", "mixtral-8x7b", "--scale", "0.005", "--tokens", "9", "--ranks", "2"]
 TINY = ["--engine", "cpu", *RANDOM]
@@ -385,6 +387,23 @@ def command_line(*arguments: str, before: str = "", **changes) -> subprocess.Com
     return subprocess.run([sys.executable, "-c", program, *arguments], **options)
 
 
+@pytest.mark.parametrize("cores", [1, 2, 3, 4, 8])
+def test_a_picture_is_of_the_run_where_each_rank_has_two_cores(monkeypatch, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    workload = workload_module.shipped_workload(workload_module.Request(2, 8, None, "auto"))
+    own = [[Event("os", "gate", 0, 1, 0, 0)]] * 2
+    drawn = picture.picture_of(workload, own, "this run")
+    if cores >= 4:
+        assert drawn == (own, "this run", "who did what when")
+        return
+    few = f"{cores} core{'s' if cores > 1 else ''} for 2 ranks"
+    assert drawn.title.startswith(
+        f"SIMULATED, and not of this run, which had {few}: a layer of qwen3-30b-a3b on 4 GPUs"
+    )
+    assert drawn.hint.startswith("a simulated call of 4 GPUs") and few in drawn.hint
+    assert len(drawn.events_by_rank) == 4
+
+
 @pytest.mark.parametrize("file", ["timeline.png", "trace.json"])
 @pytest.mark.parametrize(
     ("make", "reason"),
@@ -619,6 +638,13 @@ def test_memory_refuses_what_exceeds_shared_memory(capsys, small_shared_memory):
     assert "1.0 MiB free in /dev/shm" in capsys.readouterr().err
 
 
+def test_memory_begins_with_its_answer(capsys):
+    assert main(["memory", "--model", "mixtral-8x7b", "--tokens", "8", "--budget", "10G"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    answer = r"4 ranks x 8 tokens, .* cpu engine per rank [\d.]+ .iB; .* not counted fits heap, per rank"
+    assert re.match(answer, printed), printed[:300]
+
+
 LARGEST = {"hidden": 1 << 20, "intermediate": 1 << 20, "experts": 8192, "top-k": 8192, "tokens": (1 << 20) - 1}
 
 
@@ -816,7 +842,7 @@ def test_info_names_the_remedy(capsys, monkeypatch):
     monkeypatch.setattr("flashmoe.jit.find_nvcc", no_nvcc)
     assert main(["info"]) == 0
     printed = capsys.readouterr().out
-    for package in ("scipy-openblas32", "'nvidia-cuda-nvcc==13.0.*'", "torch"):
+    for package in ("'nvidia-cuda-nvcc==13.0.*'", "torch"):
         assert f"pip install {package}" in printed
 
 

@@ -30,11 +30,11 @@ KERNEL = "bf16-swiglu-0123.cubin"
 
 def test_the_changelog_says_what_this_version_is():
     headings = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert headings[0] == flashmoe.__version__ == metadata.version("flashmoe")
+    assert headings[0] == flashmoe.__version__ == metadata.version("flashmoe-layer")
 
 
 def test_one_wheel_serves_every_python():
-    assert re.search(r"^Tag: py3-none-", metadata.distribution("flashmoe").read_text("WHEEL"), re.M)
+    assert re.search(r"^Tag: py3-none-", metadata.distribution("flashmoe-layer").read_text("WHEEL"), re.M)
     library = (Path(flashmoe.__file__).parent / "lib" / "libflashmoe.so").read_bytes()
     assert b"TVMFFI" in library  # names that it links to are in it
     for of_python in (b"libpython", b"PyObject_", b"Py_Initialize", b"PyGILState_"):
@@ -89,8 +89,8 @@ def made(tmp_path, monkeypatch):
         program: bytes = b"",
         year: int = 1980,
     ) -> Path:
-        path = tmp_path / f"flashmoe-{flashmoe.__version__}-{of_name}.whl"
-        about = zipfile.ZipInfo("flashmoe-0.dist-info/WHEEL", (year, 1, 1, 0, 0, 0))
+        path = tmp_path / f"flashmoe_layer-{flashmoe.__version__}-{of_name}.whl"
+        about = zipfile.ZipInfo("flashmoe_layer-0.dist-info/WHEEL", (year, 1, 1, 0, 0, 0))
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr(about, f"Wheel-Version: 1.0\nTag: {of_metadata}\n")
             archive.writestr(zipfile.ZipInfo("flashmoe/cuda/kernels/"), "")
@@ -108,7 +108,7 @@ def test_a_wheel_as_it_is_to_be(made):
 @pytest.mark.parametrize(
     ("of_name", "of_metadata", "kernels", "fault"),
     [
-        ("cp311-cp311-manylinux_2_28_x86_64", TAG, (KERNEL,), f"name: expected the tag {TAG}, got flashmoe-"),
+        ("cp311-cp311-manylinux_2_28_x86_64", TAG, (KERNEL,), f"name: expected the tag {TAG}, got flashmoe_layer-"),
         (
             TAG,
             "py3-none-linux_x86_64",

@@ -47,6 +47,32 @@ def test_a_process_alone_writes_the_same(one_thread):
     assert text_of(fuse(model), PROMPTS[0]) == expected
 
 
+def test_its_tokenizer_is_complete():
+    """Any text comes back, and what ends and fills texts is in the vocabulary; training pads with it."""
+    from transformers import AutoTokenizer, DataCollatorForLanguageModeling
+
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
+    model = loaded(dtype=torch.float32, experts_implementation="eager")
+    assert len(tokenizer) == model.config.vocab_size == 1024
+    for text in (PROMPTS[0], "naïve – ÿþ 東京 🙂\n\ttabs  and spaces"):
+        ids = tokenizer(text).input_ids
+        assert max(ids) < 1024 and not {tokenizer.eos_token_id, tokenizer.pad_token_id} & set(ids)
+        assert tokenizer.decode(ids) == text
+    for config in (model.config, model.generation_config):
+        assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert tokenizer("It was.<|endoftext|>").input_ids[-1] == tokenizer.eos_token_id < 1024
+
+    batch = tokenizer(list(PROMPTS), return_tensors="pt", padding=True, padding_side="left")
+    written = model.generate(**batch, max_new_tokens=5, do_sample=False)
+    alone = tokenizer(PROMPTS[0], return_tensors="pt")
+    expected = tokenizer.decode(model.generate(**alone, max_new_tokens=5, do_sample=False)[0])
+    assert tokenizer.decode(written[0], skip_special_tokens=True) == expected != PROMPTS[0]
+
+    examples = [tokenizer(text + tokenizer.eos_token) for text in PROMPTS]
+    padded = DataCollatorForLanguageModeling(tokenizer, mlm=False)(examples)
+    assert (padded["labels"] == -100).any() and torch.isfinite(model(**padded).loss)
+
+
 @pytest.fixture(scope="module")
 def eager():
     model = loaded(dtype=torch.bfloat16, experts_implementation="eager")

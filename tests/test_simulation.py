@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,28 @@ def measured(file: str, layer: str) -> float:
 
 def test_task_times_are_those_measured():
     assert inputs.traced() == json.loads((RESULTS / "task_times" / "h100x1.json").read_text())
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_timeline_is_of_the_call_that_is_simulated(gpus):
+    """Its tasks are as long as those of the call, begin and end with them, and a cluster has one at a time."""
+    of = {"tokens": 2048, "gpus": gpus}
+    events = simulation.timeline(models.find("qwen3-30b-a3b"), **of)
+    call = simulation.simulate(models.find("qwen3-30b-a3b"), **of)
+    tasks = [[each for each in of_rank if each.kind in ("gemm0", "gemm1")] for of_rank in events]
+    clusters = {event.actor for event in events[0]}
+    assert len(events) == gpus and len(clusters) == inputs.GPU["blocks"] / 2
+    busy_ns = sum(each.end_ns - each.start_ns for of_rank in tasks for each in of_rank)
+    # Times are cut to nanoseconds: each end by less than one.
+    assert busy_ns / len(clusters) / gpus == pytest.approx(call.busy_us * 1000, abs=max(map(len, tasks)))
+    assert max(min(each.start_ns for each in of_rank) for of_rank in tasks) == int(call.first_task_us * 1000)
+    assert max(each.end_ns for of_rank in tasks for each in of_rank) == int(call.last_task_us * 1000)
+    assert max(each.end_ns for of_rank in events for each in of_rank) <= call.call_us * 1000
+    for of_rank in tasks:
+        for cluster in clusters:
+            own = sorted((each.start_ns, each.end_ns) for each in of_rank if each.actor == cluster)
+            assert all(end <= start for (_, end), (start, _) in pairwise(own))
+    assert {"gate", "combine"} <= {each.kind for of_rank in events for each in of_rank}
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -36,4 +36,10 @@ def test_it_trains_with_these_experts(tmp_path):
     assert [entry["step"] for entry in logged["history"]] == [2, 4]
     guess = math.log(1024)
     assert all(abs(entry["train_loss"] - guess) < 0.5 for entry in logged["history"]), logged["history"]
+    settings = "tokenizer_config.json"
+    assert json.loads((output / settings).read_text()) == json.loads((FOLDER / settings).read_text())
+    trained = Tokenizer.from_file(str(output / "tokenizer.json"))
+    ids = {name: trained.token_to_id(f"<|{text}|>") for name, text in (("eos", "endoftext"), ("pad", "pad"))}
+    config = json.loads((output / "config.json").read_text())
+    assert {name: config[f"{name}_token_id"] for name in ids} == ids and max(ids.values()) < config["vocab_size"]
     assert (output / "model.safetensors").stat().st_size == logged["final"]["bytes"]["model.safetensors"]

@@ -437,14 +437,9 @@ except BaseException as error:
 """
 
 
-@pytest.mark.parametrize(
-    "module", ["numpy._core.multiarray", "numpy.linalg", "flashmoe.contexts.context", "tvm_ffi", "torch"]
-)
+@pytest.mark.parametrize("module", ["numpy._core.multiarray", "numpy.linalg", "flashmoe.contexts.context", "tvm_ffi"])
 def test_an_interrupt_while_modules_are_imported(module):
-    """NumPy and PyTorch cannot be imported again where one has stopped their import half way."""
-    if module == "torch":
-        pytest.importorskip("torch")
-        module = "torch.autograd"
+    """NumPy cannot be imported again where one has stopped its import half way."""
     done = subprocess.run([sys.executable, "-c", _IMPORTED, module], capture_output=True, text=True)
     assert done.stdout == "interrupted, handler True, then used\n", done.stderr
 

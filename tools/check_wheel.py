@@ -3,8 +3,9 @@
     python tools/check_wheel.py [--gpu] [--out FOLDER] [PYTHON ...]     (after tools/build_release.py)
 
 PYTHON: paths of interpreters; without, this one, which needs flashmoe itself to say what it ran on. In each
-environment: `flashmoe run` on two ranks of the CPU engine, whose results it compares with a reference; a call from
-Python; and, of the CUDA engine, that each of the common kernels is found and is whole, with no nvcc to compile it.
+environment, with what the package requires and nothing else: a call from Python; of the CUDA engine, that each of the
+common kernels is found and is whole, with no nvcc to compile it; and that the command says what it needs. Then, with
+the extras cli and plots: `flashmoe run` on two ranks of the CPU engine, whose results it compares with a reference.
 
 `--gpu`: on a machine that has one, with the packages that the Python has, PyTorch among them; then `flashmoe run` uses
 the GPU too, and each of the kernels computes a layer there (tests/release/, which needs pytest and hypothesis).
@@ -78,6 +79,13 @@ else:
 print(f"{len(jit.COMMON)} kernels found")
 """
 
+# The command without its packages.
+REFUSED = """
+import subprocess, sys
+done = subprocess.run(["flashmoe", "--version"], capture_output=True, text=True)
+assert done.returncode == 2 and "pip install 'flashmoe-layer[cli]'" in done.stderr, done
+"""
+
 
 def share_packages(lender: str, borrower: Path) -> None:
     """What one Python has installed, the other finds behind its own packages: also where the first is of a virtual
@@ -95,7 +103,7 @@ def check(wheel: Path, python: str, folder: Path, gpu: bool) -> dict[str, Any]:
     if gpu:
         share_packages(python, programs / "python")
     pip = (sys.executable, "-m", "pip", "--python", programs / "python", "install", "--quiet", "--only-binary=:all:")
-    subprocess.run([*pip, wheel], check=True)
+    subprocess.run([*pip, wheel], check=True)  # without the extras
     environment = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_OF)}
     environment |= {"PATH": str(programs), "FLASHMOE_NVCC": "/none", "FLASHMOE_CACHE": str(folder / "cache")}
     ran = []
@@ -108,10 +116,13 @@ def check(wheel: Path, python: str, folder: Path, gpu: bool) -> dict[str, Any]:
         return done.stdout
 
     version, libc = run(programs / "python", "-c", WHERE, said="import").split()
-    demo = (programs / "flashmoe", "run", "--out", folder / "out", "--engine")
-    run(*demo, "cpu", "--ranks", "2", said="flashmoe run, CPU engine")
     run(programs / "python", "-c", CALL, said="a call from Python")
     run(programs / "python", "-c", FIND_KERNELS, said="kernels found")
+    if not gpu:  # where this environment's packages are lent, typer is among them
+        run(programs / "python", "-c", REFUSED, said="what the command needs")
+    subprocess.run([*pip, f"{wheel}[cli,plots]"], check=True)
+    demo = (programs / "flashmoe", "run", "--out", folder / "out", "--engine")
+    run(*demo, "cpu", "--ranks", "2", said="flashmoe run, CPU engine")
     found: dict[str, Any] = {"python": version, "glibc": libc, "ran": ran}
     if gpu:
         run(*demo, "cuda", said="flashmoe run, CUDA engine")

@@ -13,6 +13,10 @@ Time time_of(Fields& fields, const char* name) {
   return static_cast<Time>(fields.take<double>(name) * static_cast<double>(kMicrosecond));
 }
 
+int64_t nanoseconds(Time time) {
+  return static_cast<int64_t>(time / kNanosecond);
+}
+
 Machine machine_of(Map map, const ffi::Array<ffi::Array<double>>& tasks) {
   Fields f("machine", std::move(map));
   Machine m;
@@ -59,10 +63,18 @@ Map simulated(Map call, Map order, Map machine, ffi::Array<ffi::Array<double>> t
     if (f.if_given("return_mode", mode)) s.return_mode = mode;
     s.alike = f.take<uint32_t>("alike") != 0;
     s.folded = f.take<uint32_t>("folded") != 0;
+    s.spans = f.take<uint32_t>("spans") != 0;
     f.done();
     s.order = order_of(std::move(order));
     s.machine = machine_of(std::move(machine), tasks);
     const Result r = simulate(s);
+    ffi::Array<ffi::Array<int64_t>> spans;
+    for (size_t rank = 0; rank < r.spans.size(); ++rank) {
+      for (const Spans::Span& each : r.spans[rank]) {
+        spans.push_back({static_cast<int64_t>(rank), static_cast<int64_t>(each.cluster),
+                         static_cast<int64_t>(each.phase), nanoseconds(each.begin), nanoseconds(each.end)});
+      }
+    }
     ffi::Array<double> ends;
     for (const double end : r.ends) ends.push_back(end);
     return Map{{"call_us", r.call},
@@ -74,7 +86,8 @@ Map simulated(Map call, Map order, Map machine, ffi::Array<ffi::Array<double>> t
                {"nvlink_bytes", static_cast<int64_t>(r.sent.nvlink)},
                {"nic_bytes", static_cast<int64_t>(r.sent.nic)},
                {"nic_messages", static_cast<int64_t>(r.sent.messages)},
-               {"ends_us", ends}};
+               {"ends_us", ends},
+               {"spans", spans}};
   });
 }
 

@@ -107,6 +107,7 @@ void Cluster<P>::compute() {
     rank_.last_task = std::max(rank_.last_task, world.now());
     ended();
     rank_.busy += world.now() - s.begun;
+    with_product(s.task.kind, [&]<uint32_t n>() { rank_.spans.add(id_, kProgram[n].phase, s.begun, world.now()); });
     count(done_);
   }
   relays_piece_ = machine_.sum_piece;
@@ -182,7 +183,7 @@ void Cluster<P>::load_and_join(uint32_t b) {
     Joining::sync();
     count(block_[b].loaded);
   }
-  JoinEngine adder(rank_.memory, machine_.sum_piece);
+  JoinEngine adder(rank_, id_, machine_.sum_piece);
   Joiner<Joining, JoinEngine>(c_, adder, block_[b].late).close();
   if (World::lane().index == 0) start_helper(b, kFirstLoader);
   help(b, kSecondLoader);
@@ -195,7 +196,7 @@ void Cluster<P>::find_late_rows(uint32_t b, uint64_t n) {
   const Task task = slot(n).task;
   const uint32_t tile = task.tile().whole();
   const cuda::Share share = kArch.share_of(c_.tile(tile)->shape.rows, b);
-  JoinEngine adder(rank_.memory, machine_.sum_piece);
+  JoinEngine adder(rank_, id_, machine_.sum_piece);
   Joiner<Joining, JoinEngine> joiner(c_, adder, block_[b].late);
   while (done_ <= n) {
     if (joiner.step()) continue;
@@ -225,7 +226,7 @@ void Cluster<P>::help(uint32_t b, uint32_t worker) {
   World::warp().worker = worker;
   World::warp().written = 0;
   if (joins()) {
-    JoinEngine adder(rank_.memory, machine_.sum_piece);
+    JoinEngine adder(rank_, id_, machine_.sum_piece);
     Joiner<Joining, JoinEngine>(c_, adder, block_[b].late).run();
     Joining::sync();
   } else if (c_.policy.joined == 0) {

@@ -149,10 +149,15 @@ template <template <uint32_t> class Platform>
 void Rank<Platform>::run_block(uint32_t block) {
   World& world = group_.world();
   const Machine& machine = group_.machine();
+  const uint32_t cluster = block / kArch.cluster_blocks;
   for (uint32_t b = block; b < call_.blocks(); b += blocks()) {
-    world.sleep_until(world.now() + machine.gate);
+    const Time begin = world.now();
+    world.sleep_until(begin + machine.gate);
+    const Time routed = world.now();
     const uint32_t entries = dispatch(b);
     world.sleep_until(world.now() + machine.packets);
+    state_.spans.add(cluster, Phase::kGate, begin, routed);
+    state_.spans.add(cluster, Phase::kDispatch, routed, world.now());
     signal_packet<Thread>(call_, call_.rank, b, entries);
   }
   if (sends(block)) return start_senders(block);
@@ -206,9 +211,11 @@ void Rank<Platform>::start_senders(uint32_t block) {
 template <template <uint32_t> class Platform>
 void Rank<Platform>::send_rows(uint32_t block, uint32_t warp) {
   RowEngine engine(call_, state_.memory);
+  const Time begin = group_.world().now();
   const bool first = warp == 0 && block + call_.policy.order.senders == blocks();
   Sender<Thread, RowEngine>(sending_call_, engine).run(first, block);
   group_.world().sleep_until(World::warp().written);
+  state_.spans.add(block / kArch.cluster_blocks, Phase::kDispatch, begin, group_.world().now());
   if (--sending_[block] == 0) free_block(block);
 }
 

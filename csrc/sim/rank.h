@@ -32,6 +32,8 @@ class Rank {
 
   // Starts all actors.
   void start();
+  // Before start().
+  void keep_spans() { state_.spans.keep(call_.policy.clusters); }
   const RankState& state() const { return state_; }
   const Call& call() const { return call_; }
 

@@ -168,7 +168,10 @@ template <template <uint32_t> class Platform>
 Result run(const Setup& s, const Placed& placed, const Call& call, const Limits& limits, Group& group) {
   std::deque<Rank<Platform>> ranks;
   for (uint32_t r = 0; r < group.simulated(); ++r) ranks.emplace_back(group, call, limits, placed.problem(s, r), r);
-  for (auto& rank : ranks) rank.start();
+  for (auto& rank : ranks) {
+    if (s.spans) rank.keep_spans();
+    rank.start();
+  }
   group.world().run();
   Result result;
   for (const auto& rank : ranks) {
@@ -179,6 +182,7 @@ Result run(const Setup& s, const Placed& placed, const Call& call, const Limits&
     result.last_task = std::max(result.last_task, us(state.last_task));
     result.busy += us(state.busy) / call.policy.clusters / group.simulated();
     result.tasks += state.tasks;
+    result.spans.push_back(state.spans.all());
     result.sent.nvlink += sent.nvlink;
     result.sent.nic += sent.nic;
     result.sent.messages += sent.messages;

@@ -10,6 +10,7 @@
 #include "flashmoe/spec/layer.h"
 #include "sim/links.h"
 #include "sim/machine.h"
+#include "sim/spans.h"
 
 namespace flashmoe::sim {
 
@@ -25,7 +26,8 @@ struct Setup {
   // The tokens of every machine choose as those of the first one, counted from their own machine. If false, all tokens
   // choose for themselves.
   bool alike = false;
-  uint64_t seed = 1;  // seed of the choices, which are even
+  uint64_t seed = 1;   // seed of the choices, which are even
+  bool spans = false;  // keeps when clusters do what
 };
 
 struct Result {
@@ -36,6 +38,8 @@ struct Result {
   uint64_t tasks = 0, events = 0;
   Links::Bytes sent;         // mean over ranks
   std::vector<double> ends;  // end of each simulated rank
+  // What the clusters of each simulated rank do when, if Setup::spans.
+  std::vector<std::vector<Spans::Span>> spans;
 };
 
 // Throws host::Error if this simulation does not cover how the kernel computes the call.

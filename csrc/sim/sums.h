@@ -6,6 +6,7 @@
 #include "sim/machine.h"
 #include "sim/messages.h"
 #include "sim/platform.h"
+#include "sim/spans.h"
 
 namespace flashmoe::sim {
 
@@ -41,6 +42,7 @@ struct RankState {
   Time busy = 0;                       // time of all clusters in tasks
   uint64_t tasks = 0;
   Time end = 0;  // when the last actor has ended
+  Spans spans;
 
  private:
   void count_rows_back() {
@@ -125,8 +127,10 @@ class SumEngine {
     }
     World::of_lane().sleep_until(std::max(read, lane.at + least_));
   }
-  static void begin() {}
-  static void end(Phase, uint32_t, uint32_t) {}
+  void begin() { begun_ = World::lane().at; }
+  void end(Phase phase, uint32_t, uint32_t) {
+    rank_.spans.add(block_ / kArch.cluster_blocks, phase, begun_, World::lane().at);
+  }
 
  private:
   uint32_t blocks() const { return c_.policy.clusters * kArch.cluster_blocks; }
@@ -146,6 +150,7 @@ class SumEngine {
   const SpreadCall& c_;
   const uint32_t block_;
   const Time& least_;
+  Time begun_ = 0;
 };
 
 // The engine of a Joiner.
@@ -154,21 +159,25 @@ class JoinEngine {
   static constexpr uint32_t kJoinedAtOnce = 6;  // roles/join.cuh
 
   // least: the least time that a warp takes for its rows.
-  JoinEngine(MemoryPort& memory, Time least) : memory_(memory), least_(least) {}
+  JoinEngine(RankState& rank, uint32_t cluster, Time least) : rank_(rank), cluster_(cluster), least_(least) {}
 
   // For each late row two rows are read and one is written, with the columns of a task.
   void join(uint32_t, uint32_t count) const {
     Lane& lane = World::lane();
     if (lane.index != 0) return;
-    const Time read = memory_.pass(uint64_t{3} * count * kArch.task_features * 2, lane.at);
+    const Time read = rank_.memory.pass(uint64_t{3} * count * kArch.task_features * 2, lane.at);
     lane.at = std::max(read, lane.at + least_);
   }
-  static void begin() {}
-  static void end(Phase, uint32_t, uint32_t) {}
+  void begin() { begun_ = World::lane().at; }
+  void end(Phase phase, uint32_t, uint32_t) {
+    if (World::lane().index == 0) rank_.spans.add(cluster_, phase, begun_, World::lane().at);
+  }
 
  private:
-  MemoryPort& memory_;
+  RankState& rank_;
+  const uint32_t cluster_;
   const Time least_;
+  Time begun_ = 0;
 };
 static_assert(SumsForMachines<SumEngine> && JoinsRows<JoinEngine>);
 

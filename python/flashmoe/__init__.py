@@ -2,7 +2,11 @@
 
 from typing import Any
 
+from flashmoe_layer import refuse_other_distributions
+
 from .system.interrupts import deferred
+
+refuse_other_distributions()  # before modules of theirs are imported as if they were ours
 
 with deferred():
     from ._version import __version__

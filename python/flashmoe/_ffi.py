@@ -8,19 +8,19 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import scipy_openblas32
-
 from . import errors
+from .system.absent import hidden
 from .system.interrupts import deferred
 
 _LIBRARY = pathlib.Path(__file__).parent / "lib" / "libflashmoe.so"
+_BLAS = _LIBRARY.with_name("libflashmoe_blas.so")
 
 
 @functools.cache
 def library() -> Any:
     """The loaded library. Raises `FlashMoEError` if the library is missing or cannot be loaded."""
-    with deferred():
-        import tvm_ffi  # not at the top: where PyTorch is installed, this imports it, which takes seconds
+    with deferred(), hidden("torch"):  # where PyTorch is installed, TVM FFI imports it, which takes seconds
+        import tvm_ffi
 
     if not _LIBRARY.exists():
         raise errors.FlashMoEError(
@@ -36,11 +36,17 @@ def library() -> Any:
     ):
         tvm_ffi.register_error(f"flashmoe.{kind.__name__}", kind)
     try:
-        # Loaded by its path first: the loader then finds it by name, wherever the two packages are installed.
-        ctypes.CDLL(str(pathlib.Path(scipy_openblas32.get_lib_dir()) / "libscipy_openblas.so"))
         return tvm_ffi.load_module(str(_LIBRARY))
     except (OSError, RuntimeError) as error:
         raise errors.FlashMoEError(f"library: cannot load {_LIBRARY}: {error}") from error
+
+
+def blas_config() -> str:
+    """What the CPU engine's OpenBLAS says of itself: its version, and for which processors its kernels are. Raises
+    `OSError` if it cannot be loaded."""
+    config = ctypes.CDLL(str(_BLAS)).flashmoe_scipy_openblas_get_config
+    config.restype = ctypes.c_char_p
+    return config().decode()
 
 
 def layout_fields(engine: str, limits: dict[str, int], machines: Sequence[int] = ()) -> list[dict[str, Any]]:

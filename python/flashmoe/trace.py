@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import InvalidArgument
+from .system.drawing import new_figure
 
 PHASES = (
     "gate",
@@ -177,21 +178,19 @@ def write_perfetto(
 def write_timeline(path: str | Path, events_by_rank: Sequence[Sequence[Event]], title: str = "") -> None:
     """Draw a PNG: one panel per rank, one row per actor, time to the right, colour by kind of task.
 
-    Readable from a handful of rows to a few hundred: rows shrink, and only as many are labelled as fit.
+    Readable from a handful of rows to a few hundred: rows shrink, and only as many are labelled as fit. Raises
+    `FlashMoEError` if matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and drawing is optional
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     origin, end = _span(events_by_rank)
     unit, unit_ns = _time_unit(end - origin)
     actors = [_actors(events) for events in events_by_rank]
     rows = [max(1, len(names)) for names in actors]
-    row_inches = min(0.22, max(0.035, 18 / sum(rows)))
+    row_inches = min(0.22, max(0.035, 10 / sum(rows)))
     head, foot, gap = 0.95, 0.55, 0.12  # inches: title and legend, time axis, between panels
     height = head + foot + row_inches * sum(rows) + gap * (len(rows) - 1)
-    figure = Figure(figsize=(14, height), dpi=110)
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(14, height), dpi=110)
+    from matplotlib.patches import Patch  # slow to import, and drawing is optional
+
     top = height - head
     for rank, (events, names) in enumerate(zip(events_by_rank, actors, strict=True)):
         panel = row_inches * rows[rank]

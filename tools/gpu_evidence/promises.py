@@ -1374,7 +1374,7 @@ PYTORCH = Topic(
         Promise(
             "The CPU engine runs without PyTorch.",
             INSTALLATION,
-            "PyTorch is not among these packages: the CPU engine runs without PyTorch",
+            "The CPU engine runs without PyTorch, and pip does not change a PyTorch that is already installed",
             ("tests/test_torch.py::test_package_works_without_torch",),
         ),
     ),
@@ -1609,7 +1609,7 @@ COMMANDS = Topic(
         Promise(
             "`flashmoe run` judges a layer by the reference, and leaves a picture and a trace.",
             README,
-            "It checks the result against a float64 reference. It leaves a picture of your run",
+            "In `flashmoe-run/` it leaves a trace of your run for Perfetto, and a picture",
             (
                 "tests/test_cli.py::test_run_passes_and_writes_its_files",
                 "tests/test_cli.py::test_run_fails_on_a_wrong_result",
@@ -1754,7 +1754,7 @@ RELEASES = Topic(
         Promise(
             "The sdist has all that the package is built from.",
             INSTALLATION,
-            "or the sdist: pip install flashmoe-0.2.0.tar.gz",
+            "or the sdist: pip install flashmoe_layer-0.2.0.tar.gz",
             ("tests/test_release.py::test_the_sdist_has_what_the_package_is_built_from",),
         ),
         Promise(

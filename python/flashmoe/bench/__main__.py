@@ -2,7 +2,7 @@
 
 import sys
 
-from ..cli import main
+from flashmoe_layer.command import main
 
 if __name__ == "__main__":
     sys.exit(main(["bench", *sys.argv[1:]]))

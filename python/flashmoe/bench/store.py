@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .._version import __version__
 from ..errors import InvalidArgument
 from .origin import as_typed, cpu_model, digest_of, nvidia_smi, result_path
 from .plan import ENGINES, Machine, Point, Suite
@@ -23,7 +24,7 @@ from .plan import ENGINES, Machine, Point, Suite
 PREFIX = "bench_"
 """The beginning of the folders' names: results of the scripts of ``benchmarks/`` have other names."""
 PACKAGES = (
-    *("flashmoe", "torch", "numpy", "transformers", "triton", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13"),
+    *("torch", "numpy", "transformers", "triton", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13"),
     *("vllm", "sonic-moe", "deep_ep", "tutel", "deepspeed", "megatron-core", "liger-kernel"),
 )
 """Packages whose versions are recorded, if they are installed."""
@@ -58,7 +59,7 @@ def sources_digest() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "flashmoe": __version__}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)

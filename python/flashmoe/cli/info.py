@@ -14,11 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__, jit, nvshmem
+from .._ffi import blas_config, library
 from ..contexts.memory import SHARED_MEMORY, format_bytes
 from ..errors import FlashMoEError
 from ..system import driver, openssl
 from .console import console
 from .device import loads
+
+REINSTALL = "in the source folder: pip install --force-reinstall ."
 
 
 @dataclass(frozen=True)
@@ -61,24 +64,18 @@ def _show(checks: Iterable[Check]) -> None:
 
 def _library() -> Check:
     try:
-        from .. import _ffi
-
-        _ffi.library()
+        library()
     except Exception as error:
-        return Check(
-            "engine library",
-            False,
-            f"cannot be loaded: {error}",
-            "in the source folder: pip install --force-reinstall .",
-        )
+        return Check("engine library", False, f"cannot be loaded: {error}", REINSTALL)
     return Check("engine library", True, "loads")
 
 
 def _blas() -> Check:
-    version = _version("scipy-openblas32")
-    if version is None:
-        return Check("BLAS", False, "the engine's OpenBLAS is missing", "pip install scipy-openblas32")
-    return Check("BLAS", True, f"OpenBLAS {version}")
+    """The package's own copy of OpenBLAS, which says its version and for which processors its kernels are."""
+    try:
+        return Check("BLAS", True, f"{blas_config()}, in the package")
+    except OSError as error:
+        return Check("BLAS", False, f"cannot be loaded: {error}", REINSTALL)
 
 
 def _shared_memory() -> Check:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from flashmoe_layer import install_extra
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -73,7 +74,10 @@ def _chosen(names: list[str] | None) -> list[Suite]:
 def _require(machine: Machine, asked: list[Suite]) -> None:
     """Refuse what can measure nothing of the suites that were asked for."""
     if importlib.util.find_spec("torch") is None:
-        raise FlashMoEError("bench: expected PyTorch, whose process groups ranks join, found none; see flashmoe info")
+        raise FlashMoEError(
+            "bench: expected PyTorch, whose process groups ranks join, found none; to install: "
+            + install_extra("torch")
+        )
     if without := [suite.name for suite in asked if not list(suite.points(machine))]:
         several = "several GPUs, or FLASHMOE_SHARE_GPUS=2"
         lacking = (several, "one") if machine.gpus else ("a GPU", "none")

@@ -9,12 +9,13 @@ import typer
 from .. import models
 from ..contexts import memory
 from ..contexts.limits import engine_return_mode
+from ..contexts.memory import MemoryPlan
 from ..errors import HeapError, InvalidArgument
 from ..placement import roomy
 from ..spec import ACTIVATIONS, bounded
 from . import options
 from .console import console, print_error
-from .render import show_comparisons, show_memory_plan, show_training_costs
+from .render import show_comparisons, show_memory, show_memory_terms, show_training_costs
 
 
 def command(
@@ -68,7 +69,7 @@ def command(
         bool, typer.Option("--table", help="FlashDMoE's table of memory, and the CUDA engine's figures beside it.")
     ] = False,
 ) -> int:
-    """Show every term of a context's memory, and refuse (exit status 1) what does not fit.
+    """Show whether a context's memory fits, then every term of it, and refuse (exit status 1) what does not fit.
 
     Sizes come from --model, or from --hidden, --intermediate, --experts and --top-k; given both, the latter
     replace the model's. With --table, only --ranks.
@@ -101,21 +102,27 @@ def command(
     mode = engine_return_mode(engine, return_, ranks, sizes["top_k"], sizes["intermediate"], transport == "rdma")
     drops = "dropless" if capacity_factor is None else f"capacity factor {capacity_factor:g}"
     types = dtype if weight_dtype in (None, dtype) else f"{dtype}, weights {weight_dtype}"
-    show_memory_plan(plan, f"{described}, {types}, return {mode}, {drops}, {engine} engine")
+    show_memory(plan, f"{described}, {types}, return {mode}, {drops}, {engine} engine")
+    fits = _show_whether_it_fits(plan, engine, limit)
+    show_memory_terms(plan)
     if training:
         show_training_costs(memory.training_costs(**asked))
+    return 0 if fits else 1
+
+
+def _show_whether_it_fits(plan: MemoryPlan, engine: str, limit: int | None) -> bool:
     if engine == "cuda" and limit is None:
         console.print("not compared with what a GPU has: its context does that, or --budget here")
-        return 0
+        return True
     try:
         memory.check_fits(plan, limit)
         if limit is None:
             memory.check_machine(plan)
     except HeapError as error:
         print_error(str(error))
-        return 1
+        return False
     console.print("fits", style="bold green")
-    return 0
+    return True
 
 
 def _machines_of(ranks: int, machines: int) -> list[int]:

@@ -141,12 +141,11 @@ def show_ranks(reports: Sequence[CallReport], group: GroupReport) -> None:
     )
 
 
-def show_files(files: Iterable[Path]) -> None:
-    """The files written, one line each."""
+def show_files(files: Mapping[Path, str]) -> None:
+    """The files written, one line each, with what is in them."""
     console.print()
-    hints = {".png": "who did what when", ".json": "the same, for ui.perfetto.dev"}
-    for file in files:
-        console.print(Text(f"wrote {file}"), Text(f"({hints[file.suffix]})", style="dim"), soft_wrap=True)
+    for file, hint in files.items():
+        console.print(Text(f"wrote {file}"), Text(f"({hint})", style="dim"), soft_wrap=True)
 
 
 def show_accounts(of_call: Sequence[Account]) -> None:
@@ -202,9 +201,23 @@ def show_verdict(verdict: Verdict) -> None:
         )
 
 
-def show_memory_plan(plan: MemoryPlan, described: str) -> None:
+def show_memory(plan: MemoryPlan, described: str) -> None:
+    """What a memory plan takes in all."""
+    console.print(Text(f"{count(plan.ranks, 'rank')} x {plan.max_tokens:,} tokens, {described}", style="bold"))
+    console.print(
+        f"per rank {format_bytes(plan.total_bytes)}; heaps of all ranks "
+        f"{format_bytes(plan.ranks * plan.heap_bytes)}; the caller's weights, input and output not counted"
+    )
+    if plan.kept_bytes:
+        each = plan.kept_bytes / plan.max_tokens
+        console.print(
+            f"for gradients: {format_bytes(each)} per layer and token, {format_bytes(plan.kept_bytes)} per layer"
+            + (f"; {format_bytes(plan.pass_bytes)} in a backward pass" if plan.pass_bytes else "")
+        )
+
+
+def show_memory_terms(plan: MemoryPlan) -> None:
     """Every term of a memory plan, largest first, with its formula and purpose."""
-    console.print(Text(f"{plan.ranks} ranks x {plan.max_tokens:,} tokens, {described}", style="bold"))
     regions = [("heap", "mapped by the other ranks"), ("workspace", "private to the rank")]
     if plan.kept_bytes:
         regions.append(("kept", "by each layer's call until its backward pass; ranks with even loads"))
@@ -228,17 +241,6 @@ def show_memory_plan(plan: MemoryPlan, described: str) -> None:
         table.add_section()
         table.add_row("total", format_bytes(total), style="bold")
         console.print(table)
-    console.print()
-    if plan.kept_bytes:
-        each = plan.kept_bytes / plan.max_tokens
-        console.print(
-            f"for gradients: {format_bytes(each)} per layer and token, {format_bytes(plan.kept_bytes)} per layer"
-            + (f"; {format_bytes(plan.pass_bytes)} in a backward pass" if plan.pass_bytes else "")
-        )
-    console.print(
-        f"per rank {format_bytes(plan.total_bytes)}; heaps of all ranks "
-        f"{format_bytes(plan.ranks * plan.heap_bytes)}; the caller's weights, input and output not counted"
-    )
 
 
 def show_training_costs(costs: Sequence[TrainingCost]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +15,11 @@ from ..groups import launcher
 from ..launch import run_ranks
 from ..placement import local_experts
 from ..report import CallReport, summarize
+from ..system import drawing
 from ..trace import Event, write_perfetto, write_timeline
 from . import device, launched, options, render
-from .console import count, working
+from .console import console, count, working
+from .picture import picture_of
 from .verify import verify
 from .workload import Request, Workload, file_workload, random_workload, shipped_workload
 
@@ -55,7 +56,8 @@ def command(
 
     Started by a launcher (torchrun --no-python, on one machine or several), each process is a rank, and rank 0 reports.
     Without --checkpoint or --model: the small trained layer that the package ships, on 2048 hidden states that
-    really reached it, with the uneven routing they have. Calls to warm up, then one traced call. Exit status
+    really reached it, with the uneven routing they have. Calls to warm up, then one traced call. The picture is of
+    that call, or of a simulated one if the ranks have less than two cores each, and says which. Exit status
     0 if result and routing are within the rounding error of the float64 reference, 1 if not.
     """
     if checkpoint is not None and model is not None:
@@ -93,6 +95,8 @@ def command(
     with working("timeline and trace"):
         files = _write_traces(out, workload, reports)
     render.show_files(files)
+    if why := drawing.missing():
+        console.print(f"no timeline.png: {why}", soft_wrap=True, markup=False)
     with working("float64 reference"):
         verdict = verify(
             workload.layer,
@@ -175,8 +179,10 @@ def from_first_event(events: list[Event]) -> list[Event]:
     return [event._replace(start_ns=event.start_ns - begin, end_ns=event.end_ns - begin) for event in events]
 
 
-def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> list[Path]:
-    """Write timeline.png and trace.json; their paths. Raises `FlashMoEError` that names the one that cannot be."""
+def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> dict[Path, str]:
+    """Write timeline.png, if matplotlib is installed, and trace.json. The result says of each path what is there.
+
+    Raises `FlashMoEError` that names the one that cannot be written."""
     layer, counts = workload.layer, [report.tokens for report in reports]
     ranks = count(len(reports), "rank")
     title = (
@@ -187,9 +193,14 @@ def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -
     if workload.engine == "cuda" or launcher.launched() is not None:
         events = [from_first_event(each) for each in events]
     timeline, trace = folder / "timeline.png", folder / "trace.json"
-    for file, write in ((timeline, partial(write_timeline, title=title)), (trace, write_perfetto)):
-        try:
-            write(file, events)
-        except OSError as error:
-            raise FlashMoEError(f"--out: cannot write {file}: {error.strerror or error}") from error
-    return [timeline, trace]
+    written = {}
+    try:
+        if drawing.missing() is None:
+            drawn = picture_of(workload, events, title)
+            write_timeline(file := timeline, drawn.events_by_rank, drawn.title)
+            written[timeline] = drawn.hint
+        write_perfetto(file := trace, events)
+        written[trace] = "what your run's ranks did when, for ui.perfetto.dev"
+    except OSError as error:
+        raise FlashMoEError(f"--out: cannot write {file}: {error.strerror or error}") from error
+    return written

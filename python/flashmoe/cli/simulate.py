@@ -11,6 +11,8 @@ import typer
 
 from .. import models, simulation
 from ..simulation import Simulated
+from ..simulation.picture import write_png
+from ..system import drawing
 from .console import console
 from .render import show_simulated
 
@@ -35,6 +37,8 @@ def command(
     links as fast as they were measured. No GPU is used. docs/simulation.md says how far to trust it.
     """
     shape = models.find(model)
+    if png is not None:
+        drawing.require()  # before minutes of simulation
 
     def simulated(count: int) -> Simulated:
         return simulation.simulate(shape, tokens=tokens, machines=count, gpus=gpus, nic_gb_s=nic)
@@ -50,8 +54,6 @@ def command(
     show_simulated(shape.name, nic, calls[0])
     write_figures(calls)  # what there is, before what takes minutes
     if png is not None:
-        from ..simulation.picture import write_png
-
         calls = [calls[0] if count == machines else simulated(count) for count in SCALING]
         for call in calls:
             show_simulated(shape.name, nic, call)

@@ -84,10 +84,10 @@ def command(
     for of_call in accounts_of(of_ranks):
         render.show_accounts(of_call)
     render.show_overhead(told["overhead"], told["clock_error_us"])
-    files = out / "trace.json", out / "account.json"
-    write_traces(files[0], [each.traces for each in of_ranks], told)
-    files[1].write_text(json.dumps(told, indent=1) + "\n")
-    render.show_files(files)
+    trace, account = out / "trace.json", out / "account.json"
+    write_traces(trace, [each.traces for each in of_ranks], told)
+    account.write_text(json.dumps(told, indent=1) + "\n")
+    render.show_files({trace: "for ui.perfetto.dev", account: "the figures above"})
     return 0
 
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from .. import _ffi
 from ..errors import InvalidArgument
 from ..models import ModelShape
+from ..trace import PHASES, Event
 from ..tuning.knobs import checked_profile, order_of
 from . import inputs
 
 MOST_RANKS = 1024
 MOST_TOKENS = 65536
+_NIC_GB_S = 50.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def simulate(
     tokens: int,
     machines: int = 1,
     gpus: int = 1,
-    nic_gb_s: float = 50.0,
+    nic_gb_s: float = _NIC_GB_S,
     seed: int = 1,
     folded: bool | None = None,
     return_mode: str = "auto",
@@ -58,38 +60,12 @@ def simulate(
     ``"reduced"`` alone.
     Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
     """
-    for name, value, most in (
-        ("tokens", tokens, MOST_TOKENS),
-        ("machines", machines, MOST_RANKS),
-        ("gpus", gpus, MOST_RANKS),
-        ("machines x gpus", machines * gpus, MOST_RANKS),
-    ):
-        if not 1 <= value <= most:
-            raise InvalidArgument(f"{name}: expected 1 to {most}, got {value}")
-    if not nic_gb_s > 0:
-        raise InvalidArgument(f"nic: expected more than 0 GB/s, got {nic_gb_s}")
-    call = {
-        "hidden": shape.hidden,
-        "intermediate": shape.intermediate,
-        "experts": shape.experts,
-        "top_k": shape.top_k,
-        "activation": shape.activation,
-        "tokens": tokens,
-        "machines": machines,
-        "gpus": gpus,
-        "seed": seed,
-        "alike": int(machines > 1),
-        "folded": int(machines > 1 if folded is None else folded),
-    }
+    call = _call(shape, tokens, machines, gpus, nic_gb_s, seed)
+    call["folded"] = int(machines > 1 if folded is None else folded)
     if return_mode != "auto":
         call["return_mode"] = return_mode
-    machine = inputs.GPU | {
-        "nic_gb_s": nic_gb_s,
-        "network_us": inputs.NETWORK_US,
-        "gate_us": inputs.gate_us(shape, tokens),
-    }
+    machine, times = _machine(shape, tokens, nic_gb_s), inputs.task_times(shape)
     free = {"nvlink_gb_s": 0.0, "nic_gb_s": 0.0, "peer_store_us": inputs.GPU["store_us"], "network_us": 0.0}
-    times = inputs.task_times(shape)
     order = order_of({} if profile is None else checked_profile(profile))
     run = _ffi.library().simulate
     result = {str(key): value for key, value in run(call, order, machine, times).items()}
@@ -107,3 +83,54 @@ def simulate(
         nic_bytes=result["nic_bytes"],
         nic_messages=result["nic_messages"],
     )
+
+
+def timeline(shape: ModelShape, *, tokens: int, gpus: int) -> list[list[Event]]:
+    """What the clusters (of two thread blocks each) of each GPU do when in the simulated call, as
+    `flashmoe.trace.write_timeline` takes it. The arguments are those of `simulate`, for one machine."""
+    call = _call(shape, tokens, 1, gpus, _NIC_GB_S, 1) | {"spans": 1}
+    machine, times = _machine(shape, tokens, _NIC_GB_S), inputs.task_times(shape)
+    result = _ffi.library().simulate(call, order_of({}), machine, times)
+    events: list[list[Event]] = [[] for _ in range(gpus)]
+    for rank, cluster, phase, begin, end in result["spans"]:
+        events[rank].append(Event(f"cluster {cluster}", PHASES[phase], begin, end, 0, 0))
+    return events
+
+
+def _call(
+    shape: ModelShape, tokens: int, machines: int, gpus: int, nic_gb_s: float, seed: int
+) -> dict[str, int | float | str]:
+    """What the library takes of a call, with the engine's own choices. Raises `InvalidArgument`."""
+    for name, value, most in (
+        ("tokens", tokens, MOST_TOKENS),
+        ("machines", machines, MOST_RANKS),
+        ("gpus", gpus, MOST_RANKS),
+        ("machines x gpus", machines * gpus, MOST_RANKS),
+    ):
+        if not 1 <= value <= most:
+            raise InvalidArgument(f"{name}: expected 1 to {most}, got {value}")
+    if not nic_gb_s > 0:
+        raise InvalidArgument(f"nic: expected more than 0 GB/s, got {nic_gb_s}")
+    return {
+        "hidden": shape.hidden,
+        "intermediate": shape.intermediate,
+        "experts": shape.experts,
+        "top_k": shape.top_k,
+        "activation": shape.activation,
+        "tokens": tokens,
+        "machines": machines,
+        "gpus": gpus,
+        "seed": seed,
+        "alike": int(machines > 1),
+        "folded": 0,
+        "spans": 0,
+    }
+
+
+def _machine(shape: ModelShape, tokens: int, nic_gb_s: float) -> dict[str, float]:
+    """What the library takes of the GPUs and their links."""
+    return inputs.GPU | {
+        "nic_gb_s": nic_gb_s,
+        "network_us": inputs.NETWORK_US,
+        "gate_us": inputs.gate_us(shape, tokens),
+    }

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..system.drawing import new_figure
 from . import Simulated
 
 
 def write_png(path: str | Path, title: str, nic_gb_s: float, calls: Sequence[Simulated]) -> None:
-    """Draw a call's time over the number of machines, the exposed part of it, and the bytes that a GPU sends."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and drawing is optional
-    from matplotlib.figure import Figure
+    """Draw a call's time over the number of machines, the exposed part of it, and the bytes that a GPU sends.
 
+    Raises `FlashMoEError` if matplotlib is not installed.
+    """
     machines = [call.machines for call in calls]
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(figsize=(10, 4.6), layout="constrained")
     times, sent = figure.subplots(1, 2)
     times.plot(machines, [call.call_us / 1e3 for call in calls], marker="o", color="#2c6fbb", label="call")
     times.plot(machines, [call.busy_us / 1e3 for call in calls], marker=".", color="#12406f", label="in GEMM tasks")

@@ -1,5 +1,5 @@
-"""Holds Ctrl-C back while modules are imported. An import that Ctrl-C interrupts stays half done: neither NumPy nor
-PyTorch can then be imported again in that process."""
+"""Holds Ctrl-C back while modules are imported. An import that Ctrl-C interrupts stays half done: NumPy cannot then be
+imported again in that process."""
 
 from __future__ import annotations
 
