@@ -300,7 +300,7 @@ def test_a_stored_return_mode_is_the_context_s():
         (4, 8, 768, False),  # the link takes as long as the GEMMs: measured, direct is still faster
         (8, 8, 768, False),
         (8, 8, 512, True),
-        (4, 8, 512, True),
+        (4, 8, 512, False),
         (8, 8, 2048, False),
         (32, 1, 64, False),  # one row a token, either way
     ],
@@ -309,3 +309,23 @@ def test_the_cuda_engine_reduces_what_the_link_would_bound(ranks, top_k, interme
     mode = engine_return_mode("cuda", "auto", ranks, top_k, intermediate)
     assert mode == ("reduced" if reduces else "direct")
     assert engine_return_mode("cpu", "auto", ranks, top_k, intermediate) == "auto"
+
+
+# ---- what comes with the package -------------------------------------------------------------------------
+
+
+def test_shipped_profiles_can_be_used():
+    assert profiles.shipped()
+    for each in profiles.shipped():
+        assert each.setting.ranks > 1 and each.setting == each.setting.in_bucket()
+        assert each.milliseconds <= each.built_in_milliseconds
+        profile, mode = stored_profile(each.setting)
+        assert profile | ({} if mode is None else {"return_mode": mode}) == each.profile
+
+
+def test_a_shipped_profile_counts_where_nothing_is_stored(monkeypatch):
+    monkeypatch.setattr(profiles, "shipped", lambda: (RECORD,))
+    assert profiles.lookup(replace(SETTING, tokens=5000)) == RECORD.profile
+    assert profiles.lookup(replace(SETTING, tokens=2048)) == {}  # it was measured for other calls
+    profiles.store(record(2048, 8))
+    assert profiles.lookup(SETTING) == {"raster": 8}

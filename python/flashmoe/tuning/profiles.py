@@ -2,7 +2,8 @@
 
 The file is ``$FLASHMOE_PROFILES``, else ``profiles.json`` in the folder of compiled kernels. It is replaced as a whole,
 so a reader sees it before a change or after it. It is changed under a lock, so no writer undoes another's change.
-`storage` makes sure that no other user has written it.
+`storage` makes sure that no other user has written it. The package has a file of its own, ``measured.json``, of known
+models on several GPUs, which counts where the user's file says nothing of a layer.
 
 Ranks may differ in the order of their tasks, but not in the return mode. `lookup` depends only on the file and on what
 the ranks have in common, so ranks that read one file agree. If they do not (each has a file of its own, or the file
@@ -12,6 +13,7 @@ changes while they start), the first call fails with a `GroupError` that names t
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -116,15 +118,22 @@ def store(*records: Record) -> Path:
     return file
 
 
+@functools.cache
+def shipped() -> tuple[Record, ...]:
+    """The records that come with the package."""
+    content = parsed(Path(__file__).with_name("measured.json").read_bytes())
+    return tuple(_record(each) for each in content["profiles"])
+
+
 def lookup(setting: Setting) -> dict[str, int | str]:
     """The profile that is stored for `setting`, with its tokens rounded up to a power of two. If there is none, the
-    profile for the nearest number of tokens, of two the larger, with a notice in the log. Empty if there is none at
-    all. A context does not know its activation: if profiles for several are stored, the last one stored is taken.
-    Raises `FlashMoEError` as `read` does."""
+    profile for the nearest number of tokens, of two the larger, with a notice in the log. If there is none at all, the
+    one that comes with the package for just these tokens, else an empty one. A context does not know its activation: if
+    profiles for several are stored, the last one stored is taken. Raises `FlashMoEError` as `read` does."""
     setting = setting.in_bucket()
     alike = [record for record in read() if replace(record.setting, tokens=setting.tokens) == setting]
     if not alike:
-        return {}
+        return next((dict(record.profile) for record in shipped() if record.setting == setting), {})
     nearest = min(reversed(alike), key=lambda record: _distance(record.setting.tokens, setting.tokens))
     if nearest.setting.tokens != setting.tokens:
         taken = f"taking that for {nearest.setting.tokens}"
