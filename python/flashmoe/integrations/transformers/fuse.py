@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from .llama4 import block_forward
 from .recognise import recognise
 from .shared import shared_operands
 from .watched import NAME_IN_MODEL, ROUTER, is_watched, names_of, own_forward
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 Rule = Callable[[torch.nn.Module], dict[str, Any] | None]
 """The arguments of `flashmoe.moe` that a router's attributes give; None: the router itself is to choose."""
@@ -130,7 +132,7 @@ operator does not compute its router, or because the block returns what its rout
 recognise it by, as experts have, so its class must be known."""
 
 
-def fuse(model: torch.nn.Module) -> torch.nn.Module:
+def fuse(model: M) -> M:
     """Makes every Mixture-of-Experts block of `model` one call of `flashmoe.moe`. Returns `model` itself.
 
     Parameters stay where they are, under their names: the model is saved as it was loaded, and the next call sees
