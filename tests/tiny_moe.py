@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flashmoe.integrations.transformers  # noqa: F401
 import torch
 import transformers
 
