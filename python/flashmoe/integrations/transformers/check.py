@@ -34,6 +34,14 @@ def check(model: torch.nn.Module) -> None:
     that are not on Transformers' experts interface, and for a model without experts. The message has a line for each
     class. Experts in blocks that `flashmoe.integrations.transformers.fuse` has patched are on no interface, but are
     computed.
+
+    Examples
+    --------
+    >>> import torch, transformers
+    >>> import flashmoe.integrations.transformers
+    >>> with torch.device("meta"):
+    ...     model = transformers.AutoModelForCausalLM.from_config(transformers.OlmoeConfig(num_hidden_layers=1))
+    >>> flashmoe.integrations.transformers.check(model)
     """
     _check_experts(model)
     if not experts_modules(model):

@@ -151,6 +151,15 @@ def fuse(model: M) -> M:
     InvalidArgument
         The class of a block, of its router or of its experts is not among those that are known (`BLOCKS`, `recognise`),
         or has another forward than Transformers gives it. Nothing is changed then.
+
+    Examples
+    --------
+    >>> import torch, transformers
+    >>> import flashmoe.integrations.transformers
+    >>> with torch.device("meta"):
+    ...     model = transformers.AutoModelForCausalLM.from_config(transformers.OlmoeConfig(num_hidden_layers=1))
+    >>> flashmoe.integrations.transformers.fuse(model) is model
+    True
     """
     owners = [block for block in model.modules() if isinstance(getattr(block, "experts", None), torch.nn.Module)]
     known = {id(experts) for experts in experts_modules(model)}
