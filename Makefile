@@ -83,7 +83,7 @@ $(VENV)/.vllm: tools/vllm_requirements.py pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.training: pyproject.toml | $(BIN)/python
-	@echo "==> installing Megatron-Core, torchtitan, PyTorch and what the tests need"
+	@echo "==> installing Megatron-Core, torchtitan, TRL, PyTorch and what the tests need"
 	@$(call pip-install,$(call extra,training))
 	@touch $@
 

@@ -15,8 +15,9 @@ import gzip
 import warnings
 import zlib
 from pathlib import Path
+from typing import Any
 
-import rdata
+import rdata  # type: ignore[import-not-found]
 
 # Persuasion comes last: `train_tiny_moe.py` holds out the end of the file, so the model is measured on a
 # novel of which it has seen only the opening pages.
@@ -30,7 +31,7 @@ NOVELS = (
 )
 
 
-def unserialize(serialized: bytes):
+def unserialize(serialized: bytes) -> Any:
     """Convert one serialized R object, already decompressed, to Python."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rdata warns that it guesses the file type; the guess is right

@@ -5,6 +5,7 @@
 Needs Transformers. With --gpu a rank is a GPU. The process group only brings the ranks together.
 """
 
+import os
 import sys
 
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 
 *gpu, path, prompt = sys.argv[1:]
 dist.init_process_group("gloo")
-device = f"cuda:{dist.get_node_local_rank()}" if gpu else "cpu"
+device = f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu"
 if gpu:
     torch.cuda.set_device(device)
 model = load_parallel(path, max_tokens=4096, device=device)

@@ -39,13 +39,14 @@ elif args.experts == "flashmoe":
     rank = dist.get_rank()
     model = load_parallel(args.checkpoint, max_tokens=args.batch // ranks * args.window, dtype=torch.float32).train()
     spread = {name: each for name, each in model.named_parameters() if ".experts." in name}
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(spread))
+    leave_out = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    leave_out(model, list(spread))  # type: ignore[no-untyped-call]
     trained = DistributedDataParallel(model)
 else:
     parser.error(f"--experts eager: expected one process, got {ranks}")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95))
 
-tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(args.checkpoint / "tokenizer.json"))
+tokenizer = PreTrainedTokenizerFast.from_pretrained(args.checkpoint, local_files_only=True)
 ids = torch.tensor(tokenizer(args.text.read_text(encoding="utf-8")).input_ids)
 generator = torch.Generator().manual_seed(1)
 for step in range(args.steps):
@@ -55,7 +56,8 @@ for step in range(args.steps):
     optimizer.zero_grad()
     loss.backward()
     for each in spread.values():
-        each.grad /= ranks  # of the sum of all ranks' losses
+        if each.grad is not None:
+            each.grad /= ranks  # of the sum of all ranks' losses
     optimizer.step()
     mean = loss.detach() / ranks
     if ranks > 1:

@@ -23,6 +23,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import flashmoe.integrations.transformers  # noqa: F401
 import tokenizers
@@ -32,6 +33,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 VOCABULARY = 1024
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -112,27 +114,28 @@ def load_corpus(path: Path) -> tuple[Tokenizer, Corpus]:
 
 def build_model(context: int, router_aux_loss: float, experts: str) -> Qwen3MoeForCausalLM:
     """Two Qwen3-MoE layers, both sparse: 16 experts, 4 per token, hidden 256, intermediate 128."""
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,  # of a dense layer: the model has none
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=16,
-        num_experts_per_tok=4,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        hidden_act="silu",
-        tie_word_embeddings=True,
-        max_position_embeddings=max(context, PASSAGE_TOKENS),
-        router_aux_loss_coef=router_aux_loss,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 512,  # of a dense layer: the model has none
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "max_position_embeddings": max(context, PASSAGE_TOKENS),
+        "router_aux_loss_coef": router_aux_loss,
+        "attn_implementation": "sdpa",
+    }
     # Eager ones, the plain loop, are differentiable in float32 on every device; those that Transformers fuses are not.
-    model = Qwen3MoeForCausalLM._from_config(config, attn_implementation="sdpa")
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     model.set_experts_implementation(experts)
     return model
 
@@ -147,9 +150,9 @@ def random_windows(ids: torch.Tensor, batch: int, context: int, generator: torch
 def mean_loss(model: Qwen3MoeForCausalLM, ids: torch.Tensor, context: int) -> float:
     """Mean next-token loss, in nats, over `ids` [N] read in consecutive windows of `context` tokens."""
     device, was_training = model.device, model.training
-    model.eval()
+    model.train(False)
     total, count = 0.0, 0
-    for window in ids.split(context):
+    for window in torch.split(ids, context):
         if len(window) < 2:
             continue
         window = window.to(device)
@@ -173,12 +176,12 @@ def learning_rate_factor(step: int, steps: int, warmup: int = 100) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def train(model: Qwen3MoeForCausalLM, corpus: Corpus, arguments: argparse.Namespace) -> list[dict]:
+def train(model: Qwen3MoeForCausalLM, corpus: Corpus, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Train in place, leave the model at its best validation step, and return the history."""
     generator = torch.Generator().manual_seed(arguments.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, arguments.steps))
-    history, best_loss, best_state = [], math.inf, None
+    history, best_loss, best_state = [], math.inf, model.state_dict()
     began = time.monotonic()
     model.train()
     for step in range(1, arguments.steps + 1):
@@ -211,13 +214,18 @@ def train(model: Qwen3MoeForCausalLM, corpus: Corpus, arguments: argparse.Namesp
     return history
 
 
+def blocks_of(model: Qwen3MoeForCausalLM) -> list[Qwen3MoeSparseMoeBlock]:
+    """Each layer's MoE block."""
+    return [block for block in model.modules() if isinstance(block, Qwen3MoeSparseMoeBlock)]
+
+
 @torch.no_grad()
 def moe_inputs(model: Qwen3MoeForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
     """What reaches each layer's MoE block while the model reads `ids` [T]: one [T, hidden] per layer."""
-    captured = []
+    captured: list[torch.Tensor] = []
     hooks = [
-        layer.mlp.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0][0].clone()))
-        for layer in model.model.layers
+        block.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0][0].clone()))
+        for block in blocks_of(model)
     ]
     model(ids[None].to(model.device), use_cache=False)
     for hook in hooks:
@@ -227,12 +235,12 @@ def moe_inputs(model: Qwen3MoeForCausalLM, ids: torch.Tensor) -> list[torch.Tens
 
 def expert_load(model: Qwen3MoeForCausalLM, layer: int, hidden_states: torch.Tensor) -> list[int]:
     """How many of the tokens `hidden_states` [T, hidden] each expert of the layer gets."""
-    logits = hidden_states.float() @ model.model.layers[layer].mlp.gate.weight.float().T
+    logits = hidden_states.float() @ blocks_of(model)[layer].gate.weight.float().T
     chosen = logits.topk(model.config.num_experts_per_tok, dim=-1).indices
     return torch.bincount(chosen.flatten(), minlength=model.config.num_experts).tolist()
 
 
-def export(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, passage: torch.Tensor, output: Path) -> dict:
+def export(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, passage: torch.Tensor, output: Path) -> dict[str, Any]:
     """Write the model in bfloat16, the tokenizer, and beside them layer `PASSAGE_LAYER`'s input for the passage.
 
     `passage` is int64 [PASSAGE_TOKENS]. Returns the model as read back, each layer's `expert_load` for the
@@ -241,7 +249,7 @@ def export(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, passage: torch.Tens
     output.mkdir(parents=True, exist_ok=True)
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
-    model.to(torch.bfloat16).save_pretrained(output)
+    model.bfloat16().save_pretrained(output)
     tokenizer.save(str(output / "tokenizer.json"))
     settings = {
         "clean_up_tokenization_spaces": False,
@@ -252,7 +260,8 @@ def export(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, passage: torch.Tens
     }
     (output / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
-    shipped = Qwen3MoeForCausalLM.from_pretrained(output, dtype=torch.bfloat16).to(model.device).eval()
+    shipped = Qwen3MoeForCausalLM.from_pretrained(output, dtype=torch.bfloat16)
+    shipped.to(model.device)  # type: ignore[arg-type]  # Transformers' wrapper hides what it takes
     inputs = moe_inputs(shipped, passage)
     hidden_states = output.with_name(f"{output.name}-hidden-states.safetensors")  # loaders take all in `output`
     save_file(
@@ -294,7 +303,8 @@ def main() -> None:
     tokens = {part: len(getattr(corpus, part)) for part in ("train", "validation", "test")}
     print("tokens:", tokens, flush=True)
 
-    model = build_model(arguments.context, arguments.router_aux_loss, arguments.experts).to(device)
+    model = build_model(arguments.context, arguments.router_aux_loss, arguments.experts)
+    model.to(device)  # type: ignore[arg-type]  # Transformers' wrapper hides what it takes
     parameters = sum(parameter.numel() for parameter in model.parameters())
     began = time.monotonic()
     history = train(model, corpus, arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from safetensors.numpy import load_file, save_file
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from flashmoe.integrations.transformers import load_mxfp4, load_parallel, parallelize  # noqa: E402
+from flashmoe.integrations.transformers import check, load_mxfp4, load_parallel, parallelize  # noqa: E402
 from flashmoe.nn import MoE  # noqa: E402  (needs torch)
 from test_transformers import greedy, logits_of, model_of  # noqa: E402
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer  # noqa: E402
 
 EXPERTS, HIDDEN, INNER = 4, 64, 96
 SIZES = {"hidden": HIDDEN, "intermediate": INNER, "experts": EXPERTS, "top_k": 2, "processors": 2}
@@ -326,6 +328,36 @@ def test_a_checkpoint_that_lacks_tensors_of_experts_is_refused(folders: tuple[Pa
     for name in ("experts.down_proj_scales", "experts.gate_up_proj_bias"):
         with pytest.raises(CheckpointError, match=rf"^path: expected all tensors of experts in .*{BLOCK}.{name}"):
             load_mxfp4(changed(tmp_path, folders[1], {name: None}))
+
+
+@pytest.fixture
+def of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers believes that there is a GPU, and the Hub's kernels."""
+    from transformers.integrations import hub_kernels
+    from transformers.quantizers import quantizer_mxfp4
+
+    monkeypatch.setattr(quantizer_mxfp4, "get_current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(quantizer_mxfp4.Mxfp4HfQuantizer, "validate_environment", lambda *_, **__: None)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("of_the_hub")
+def test_blocks_that_transformers_replaces_are_refused_by_name(folders: tuple[Path, Path], tmp_path: Path):
+    """Transformers' own blocks for MXFP4 would ignore the implementation in silence."""
+    refused = r"^Mxfp4GptOssExperts: expected experts on .*flashmoe.integrations.transformers.load_mxfp4 leaves these"
+    shutil.copy(folders[1] / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")  # refused before weights are read
+    with pytest.raises(flashmoe.InvalidArgument, match=refused):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="flashmoe")
+
+    quantiser = Mxfp4HfQuantizer(transformers.Mxfp4Config(), pre_quantized=True)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folders[0]))
+    quantiser.preprocess_model(model)
+    assert type(model.model.layers[0].mlp.experts).__name__ == "Mxfp4GptOssExperts"
+    for takes_the_name in (check, lambda model: model.set_experts_implementation("flashmoe")):
+        with pytest.raises(flashmoe.InvalidArgument, match=refused):
+            takes_the_name(model)
 
 
 def test_what_is_not_in_mxfp4_is_refused(folders: tuple[Path, Path], models: tuple[Any, Any], tmp_path: Path):

@@ -5,6 +5,7 @@ from typing import Any, assert_type
 import flashmoe
 import numpy as np
 import torch
+from flashmoe.launch import run_ranks
 from flashmoe.nn import MoE
 from numpy.typing import NDArray
 
@@ -25,6 +26,15 @@ assert_type(
 layer = MoE(8, 4, 4, 2, activation="swiglu", dtype=torch.float32)
 for each in (layer, MoE(ctx, 8, 4, 4, 2), MoE(ctx, hidden=8, intermediate=4, experts=4, top_k=2, score="sigmoid")):
     assert_type(each.forward(tensors[0]), torch.Tensor)
+
+
+def on_rank(rank: int, ranks: int, name: str) -> float:
+    return 0.5 * rank
+
+
+if __name__ == "__main__":
+    assert_type(run_ranks(2, on_rank, [(), ()]), list[float])
+
 report = ctx.last_call
 tasks: int = 0 if report is None else sum(report.tasks.values())
 

@@ -6,12 +6,10 @@ python tools/options_page.py [PAGE]
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from flashmoe.spec.options import OPTIONS, TYPES, CallOptions, LayerOptions, Placement
+from flashmoe.spec.options import OPTIONS, TYPES, CallOptions, LayerOptions, type_name
 from flashmoe.spec.tensors import OPTIONAL
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,14 +23,6 @@ options. Shapes: T tokens of this rank, H hidden and I intermediate size, E expe
 `python tools/options_page.py` makes this page from `flashmoe.spec.options` and `flashmoe.spec.tensors`, where the
 options are declared.
 """
-
-
-def type_name(kind: Any) -> str:
-    if kind == Placement:
-        return "placement"
-    if isinstance(kind, types.UnionType):
-        return " or ".join(type_name(each) for each in kind.__args__)
-    return {"NoneType": "None"}.get(getattr(kind, "__name__", ""), getattr(kind, "__name__", "placement"))
 
 
 def in_markdown(text: str) -> str:

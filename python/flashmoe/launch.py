@@ -26,11 +26,13 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import FlashMoEError, InvalidArgument
 from .groups import link
 from .spec import MAX_RANKS, bounded
+
+R = TypeVar("R")
 
 GRACE_SECONDS = 60.0
 """How long the other ranks may take to end once one has failed. This is more than the engine's default time limit of 30
@@ -88,8 +90,8 @@ def group_name() -> str:
 
 
 def run_ranks(
-    ranks: int, fn: Callable[..., Any], per_rank_args: Sequence[tuple], *, timeout: float | None = None
-) -> list[Any]:
+    ranks: int, fn: Callable[..., R], per_rank_args: Sequence[tuple[Any, ...]], *, timeout: float | None = None
+) -> list[R]:
     """Call ``fn(rank, ranks, name, *per_rank_args[rank])`` in `ranks` new processes; results in rank order.
 
     `fn` must be importable (defined at the top level of a module). `name` is a fresh group name, the same for
@@ -121,12 +123,12 @@ class RankPool:
 
     def call(
         self,
-        fn: Callable[..., Any],
-        per_rank_args: Sequence[tuple],
+        fn: Callable[..., R],
+        per_rank_args: Sequence[tuple[Any, ...]],
         ranks: int | None = None,
         *,
         timeout: float | None = None,
-    ) -> list[Any]:
+    ) -> list[R]:
         """Call ``fn(rank, ranks, name, *per_rank_args[rank])`` in the first `ranks` processes (default: all).
 
         Waits for every rank, at most `timeout` seconds in all, and at most `GRACE_SECONDS` after the first failure;

@@ -295,31 +295,34 @@ class MoE(torch.nn.Module):
 
     Parameters
     ----------
-    ctx:
+    ctx: Context
         The context; it must outlive the calls. Any number of layers may share one. Parameters are made on PyTorch's
         default device: with a context of the CUDA engine, move the module to its GPU. A rank that is alone may leave it
         out; layers with quantised weights need it.
-    hidden, intermediate, experts, top_k:
+    hidden, intermediate, experts, top_k: int
         H, I, E and K of this layer, within the context's limits. With the option `slices`, I is a whole expert's.
-    router_bias, choice_bias:
+    router_bias, choice_bias: bool, default False
         Whether the router has a bias, and whether it has one for the choice of experts alone.
-    expert_bias:
+    expert_bias: bool, default False
         Whether both projections of every expert have a bias.
-    shared_intermediate, shared_gate:
-        Is of a shared expert, a multiple of I, or 0 for none; whether a sigmoid of a projection of x weighs its result.
-    dtype:
+    shared_intermediate: int, default 0
+        Is of a shared expert, a multiple of I; 0: none.
+    shared_gate: bool, default False
+        Whether a sigmoid of a projection of x weighs the shared expert's result.
+    dtype: torch.dtype, str or None, default None
         ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``, or such a type's name; default: the context's, or
         without one PyTorch's default.
         Weights of experts are quantised if the context's are (its `weight_dtype`).
-    weight_scales:
+    weight_scales: str, default 'block'
         With weights in FP8: there is a scale for each ``"block"``, ``"row"`` or ``"tensor"``.
-    count_load:
+    count_load: bool, default False
         Whether the layer has a buffer `load`; otherwise `load` is None.
-    tokens, token_group:
-        ``"own"``: each rank has tokens of its own. ``"replicated"``: the ranks of `token_group`, a process group of
-        ``torch.distributed`` (default: all), have the same tokens, as between layers that are cut by tensor
-        parallelism. Each of the n ranks brings its share of the tokens, T / n, to the call, and all ranks get all
-        results, by an all-gather of the group.
+    tokens: str, default 'own'
+        ``"own"``: each rank has tokens of its own. ``"replicated"``: the ranks of `token_group` have the same tokens,
+        as between layers that are cut by tensor parallelism. Each of the n ranks brings its share of the tokens, T / n,
+        to the call, and all ranks get all results, by an all-gather of the group.
+    token_group: process group or None, default None
+        With `tokens` ``"replicated"``: a process group of ``torch.distributed``; None: all ranks.
     {options}
 
     Raises
@@ -328,6 +331,15 @@ class MoE(torch.nn.Module):
         A parameter is outside its domain.
     LimitExceeded
         The layer exceeds the context's limits; an `InvalidArgument` and a `HeapError`.
+
+    Examples
+    --------
+    >>> import flashmoe.nn, torch
+    >>> layer = flashmoe.nn.MoE(hidden=16, intermediate=8, experts=4, top_k=2)
+    >>> y = layer(torch.randn(5, 16))
+    >>> y.sum().backward()
+    >>> y.shape, layer.experts.down_proj.grad.shape
+    (torch.Size([5, 16]), torch.Size([4, 16, 8]))
     """
 
     main_grad: bool = False

@@ -1575,6 +1575,23 @@ FRAMEWORKS = Topic(
             ),
         ),
         Promise(
+            "Trainers in 16-bit types, with their defaults, train as with eager experts, but for roundings.",
+            TRAINING,
+            "as near to eager experts in float32 as eager experts in the 16-bit type are, to a factor of 3",
+            (
+                "tests/test_trainers.py::test_a_trainer_in_bfloat16",
+                "tests/test_trainers.py::test_accelerate",
+                "tests/test_fsdp_precision.py::test_float32_weights_train_in_bfloat16",
+                "tests/integrations/training/test_trl.py::test_a_trainer_with_its_defaults",
+            ),
+        ),
+        Promise(
+            "A gpt-oss in MXFP4 whose blocks Transformers would replace is refused by name.",
+            MXFP4,
+            "loading such a model is an `InvalidArgument` before its weights are read",
+            ("tests/test_mxfp4_models.py::test_blocks_that_transformers_replaces_are_refused_by_name",),
+        ),
+        Promise(
             "Routed experts of torchtitan have the outputs and gradients of PyTorch's in float64.",
             TORCHTITAN,
             "compares outputs and all gradients with PyTorch's in float64, on one rank and on two",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 from ..errors import UnknownOption
-from ..spec.options import OPTIONS, TYPES
+from ..spec.options import OPTIONS, TYPES, type_name
 from ..spec.tensors import OPTIONAL
 
 D = TypeVar("D")
@@ -91,7 +91,10 @@ def _texts(names: Iterable[str], indent: str) -> str:
     """What the tables say of these options and tensors, in the form of a docstring's parameters."""
     lines = []
     for name in names:
-        default = f", default {OPTIONS[name].default!r}" if name in OPTIONS else ""
-        text = (OPTIONS.get(name) or OPTIONAL[name]).text
-        lines += [f"{indent}{name}{default}:", textwrap.indent(textwrap.fill(text, 108 - len(indent)), indent + "    ")]
+        if name in OPTIONS:
+            kind, default, text = type_name(TYPES[name]), OPTIONS[name].default, OPTIONS[name].text
+        else:
+            kind, default, text = "tensor or None", None, OPTIONAL[name].text
+        text = textwrap.fill(text, 108 - len(indent))
+        lines += [f"{indent}{name}: {kind}, default {default!r}", textwrap.indent(text, indent + "    ")]
     return "\n".join(lines)

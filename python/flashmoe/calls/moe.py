@@ -58,7 +58,7 @@ def moe(
 
     Parameters
     ----------
-    ctx:
+    ctx: Context
         The context. It may be left out by a rank that is alone.
     x: [T, H], or [.., H]
         This rank's tokens. With several leading dimensions, the tensors that have a row for each token may have these
@@ -66,7 +66,7 @@ def moe(
     gate_up_proj: [El, 2I, H] with a gate (gate rows, then up rows), else [El, I, H]
     down_proj: [El, H, I]
         Weights of this rank's El experts, by ascending expert id.
-    trace:
+    trace: bool, default False
         Whether to record what actors do when (``ctx.last_call.events``). It needs `ctx`. On a GPU a traced call waits.
     {options}
 
@@ -96,6 +96,14 @@ def moe(
     FlashMoEError
         The context is closed, another process's, or in a call that this thread's signal handler has interrupted; a
         kernel cannot be compiled or launched, or not be captured yet; a thread of the CPU engine could not go on.
+
+    Examples
+    --------
+    >>> import flashmoe, numpy as np
+    >>> x, router = np.ones((5, 16), np.float32), np.ones((4, 16), np.float32)
+    >>> gate_up_proj, down_proj = np.ones((4, 16, 16), np.float32), np.ones((4, 16, 8), np.float32)
+    >>> flashmoe.moe(x, gate_up_proj, down_proj, router=router, top_k=2).shape
+    (5, 16)
     """
     try:
         refuse_unknown("moe", given, _KNOWN)

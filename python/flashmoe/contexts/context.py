@@ -186,56 +186,58 @@ class Context:
 
     Parameters
     ----------
-    rank, ranks:
-        This process's rank and the number of ranks R, at most 1024; CUDA engine: 32.
-    name:
+    rank: int, default 0
+        This process's rank.
+    ranks: int, default 1
+        The number of ranks R, at most 1024; CUDA engine: 32.
+    name: str or None, default None
         The group's name. It is the same on every rank, and no other group of the machine (or of the place where the
         ranks meet) uses it at that time. Required if ``ranks > 1``. All ranks are processes of one user: a process of
         another user is not taken for a rank (docs/security.md).
-    max_tokens:
+    max_tokens: int
         Most tokens T of a rank in a call, at most 2**20 - 1; CUDA engine: 65536.
-    hidden, intermediate, experts, top_k:
+    hidden, intermediate, experts, top_k: int
         Largest H, I, E and K: H and I at most 2**20, E at most 8192; CUDA engine: E at most 1024, K at most 32.
-    shared_intermediate:
+    shared_intermediate: int, default 0
         Largest Is of a shared expert; 0: none. The shared expert is computed as Is / I experts that every token
         chooses, so with the CUDA engine K + Is / I is at most 32.
-    slices:
+    slices: int, default 1
         The number of slices into which calls may cut each expert (see `flashmoe.slices`). I is then the width of a
         slice, and a placement has an entry for each slice. CUDA engine: E times `slices` is at most 1024, K times
         `slices` at most 32.
-    dtype:
+    dtype: str or type, default 'bfloat16'
         Widest element type of calls: ``"float32"``, ``"bfloat16"`` or ``"float16"``, or this type as PyTorch or NumPy
         have it.
-    weight_dtype:
+    weight_dtype: str, type or None, default None
         Element type of the experts' weights in calls: `dtype`, the default; ``"float8_e4m3fn"``: rows go to other ranks
         in this type too (docs/fp8.md); or ``"mxfp4"``: rows do not (docs/mxfp4.md; CUDA engine: one rank and calls of
         few tokens). Memory is made for one of these types.
-    placement:
+    placement: placement or None, default None
         Who holds expert 0, 1, ...: E entries, each of them a rank, or several ranks that have a copy (see
         `flashmoe.placement`). Default: contiguous shares, as even as possible.
-    return_mode:
+    return_mode: str, default 'auto'
         ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
         travel (COMET, section 3.1). ``"auto"``: CPU engine: for each call, the mode that sends fewer rows. CUDA engine:
         the stored mode (see `profile`), else ``"reduced"`` if direct rows would take more than 1.5 times as long as the
         GEMMs and fewer than 0.8 times as many rows would come back, decided once for all calls. The mode bounds what
         calls may use.
-    processors:
+    processors: int or None, default None
         What executes tasks. CPU engine: threads; default: this rank's share of the cores. CUDA engine: thread blocks,
         an even number, each of which takes a whole multiprocessor; default: all of them.
-    capacity_factor:
+    capacity_factor: float or None, default None
         None: calls may be dropless. Otherwise each call must have a capacity factor, at most this one, and the memory
         for experts' rows has room only for the rows that such a call keeps: with 1.0, for one rank's number of pairs
         (token, k) instead of all ranks'. A call with fewer than `experts` experts may have more rows for each of them.
         It must still keep no more rows of one rank on another than a call with all `experts` may.
-    timeout:
+    timeout: float, default 30.0
         Seconds without progress anywhere in the group after which a wait gives up, also while joining; 0: never. CPU
         engine: a rank that is alone waits for nobody, and never gives up. CUDA engine with `transport` ``"rdma"``: a
         kernel's wait until its own puts have arrived is NVSHMEM's, and has no limit.
-    engine:
+    engine: str or None, default None
         ``"cpu"`` or ``"cuda"``. Default: ``"cuda"`` if a device is given, else ``"cpu"``.
-    device:
+    device: int or None, default None
         Ordinal of the CUDA device. Default with ``engine="cuda"``: PyTorch's current one.
-    profile:
+    profile: dict or None, default None
         CUDA engine: the order of tasks, where it is to differ from the built-in order. ``gemm1_lag``: GEMM1 tasks are
         held back until this number of GEMM0 tasks are ahead of them, while there are GEMM0 tasks. ``raster``: the
         number of tiles in a band of tasks. ``window``: the number of tasks published ahead. ``gemm1_lists``: 2: GEMM1
@@ -248,9 +250,9 @@ class Context:
         and may differ from rank to rank. Default: what ``flashmoe tune`` has stored for this GPU, number of ranks,
         dtype, H, I, E and K, with the number of tokens nearest to `max_tokens` (see ``flashmoe.tuning.profiles``);
         ``{}``: the built-in order, whatever is stored.
-    count_load:
+    count_load: bool, default False
         Whether calls count for `load` which experts are chosen.
-    transport:
+    transport: str, default 'auto'
         CUDA engine, several ranks: how rows get to other GPUs. ``"auto"``: they are stored to mapped memory; if some
         rank cannot map another's memory, all ranks use ``"rdma"``. ``"rdma"``: NVSHMEM's puts carry them, whether
         memory is mapped or not. Returns are then ``"reduced"``. `timeout` must be longer than ranks wait for one
@@ -258,11 +260,11 @@ class Context:
         network that ``NVSHMEM_REMOTE_TRANSPORT`` names (``"none"`` unless it is set). No network has carried this path
         yet: tests force it over NVLink. It needs NVSHMEM's headers, which its package has, of a release from 3.4 to
         3.8.
-    redispatch:
+    redispatch: bool, default False
         Several ranks: whether a call that keeps what its gradients need leaves out the rows of other ranks' tokens, so
         that its backward pass sends x once more (docs/training.md). The heap is larger by the size of the dispatched
         rows. A call may choose otherwise (`flashmoe.moe`). Without effect for a rank that is alone.
-    rendezvous:
+    rendezvous: str, function or None, default None
         CPU engine, several ranks: where they meet, if they may be on several machines: ``"host:port"``, an address of
         rank 0's host, at which rank 0 listens while the ranks join. Every rank needs the same secret, `FLASHMOE_SECRET`
         in its environment. The ranks find out which of them share a machine: these have each other's memory mapped, and
@@ -283,6 +285,13 @@ class Context:
         its memory.
     PeerTimeout
         A rank did not join in time.
+
+    Examples
+    --------
+    >>> import flashmoe
+    >>> with flashmoe.Context(max_tokens=8, hidden=16, intermediate=8, experts=4, top_k=2, dtype="float32") as ctx:
+    ...     ctx.local_experts()
+    [0, 1, 2, 3]
     """
 
     @with_known_options()

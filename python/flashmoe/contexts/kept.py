@@ -54,6 +54,11 @@ def release() -> None:
 
     A context in which another thread computes is closed when that call is over. A context in whose memory a captured
     CUDA graph works is not closed.
+
+    Examples
+    --------
+    >>> import flashmoe
+    >>> flashmoe.release()
     """
     with _lock:
         for each in _recent:

@@ -14,6 +14,12 @@ _CAST = (torch.float32, torch.bfloat16, torch.float16)
 """The types that autocast changes."""
 
 
+def type_of_products(x: Tensor) -> torch.dtype:
+    """The type in which `torch.nn.Linear` computes with x: that of the innermost ``torch.autocast``; outside of one,
+    and for types that autocast leaves alone, x's own."""
+    return torch.get_autocast_dtype(x.device.type) if in_autocast(x) and x.dtype in _CAST else x.dtype
+
+
 def as_autocast(tensors: Tensors, options: Options, main_grad: bool = False) -> tuple[Tensors, Options]:
     """The call as the innermost ``torch.autocast`` has it; outside of one, the call as it is.
 
@@ -26,7 +32,7 @@ def as_autocast(tensors: Tensors, options: Options, main_grad: bool = False) -> 
     """
     if not in_autocast(tensors.x) or tensors.x.dtype not in _CAST or tensors.gate_up_scale is not None:
         return tensors, options
-    to = torch.get_autocast_dtype(tensors.x.device.type)
+    to = type_of_products(tensors.x)
     cast = {}
     for name in ("x", *PARAMETERS):
         each = getattr(tensors, name)

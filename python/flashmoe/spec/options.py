@@ -7,6 +7,7 @@ and their tolerances take; and docs/options.md. An option that the engines compu
 """
 
 # No `from __future__ import annotations`: the tables below read their annotations as objects.
+import types
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypedDict, get_args
@@ -269,6 +270,16 @@ TYPES: Mapping[str, Any] = {
     name: _NAMES.get(get_args(each)[0], get_args(each)[0]) for name, each in OperatorOptions.__annotations__.items()
 }
 """The type of each; str of one that has names, which its text or its check lists."""
+
+
+def type_name(kind: Any) -> str:
+    """What help and pages call a type of `TYPES`."""
+    if kind == Placement:
+        return "placement"
+    if isinstance(kind, types.UnionType):
+        return " or ".join(type_name(each) for each in kind.__args__)
+    return {"NoneType": "None"}.get(getattr(kind, "__name__", ""), getattr(kind, "__name__", "placement"))
+
 
 OF_ROUTER = tuple(name for name, option in OPTIONS.items() if option.of == ROUTER)
 """The options that only a router has."""

@@ -16,7 +16,7 @@ from flashmoe.launch import RankPool
 from gloo import Gloo
 
 HERE = Path(__file__).resolve().parent
-FRAMEWORKS = ("megatron-core", "torchtitan")
+FRAMEWORKS = ("megatron-core", "torchtitan", "trl", "transformers", "accelerate")
 
 
 @pytest.fixture(scope="module")

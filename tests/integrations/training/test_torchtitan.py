@@ -112,6 +112,35 @@ def test_weights_of_another_type_are_used_in_that_of_x():
     assert_alike(got, results_of_reference(layer, *inputs), 2.0**-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
+def test_autocast_casts_as_a_linear_layer_does(dtype, of_x):
+    """Behind a layer that autocast has rounded, and behind one that it has not."""
+    x, scores, ids, count, grad = routed(dtype=of_x)
+    inputs, within = (x, scores, ids, count, grad.to(dtype)), torch.autocast("cpu", dtype)
+
+    def in_autocast(layer):
+        def through(*given):
+            with within:
+                return layer(*given)
+
+        return through
+
+    layer, by_hand = layer_of(), layer_of()
+    got = results(layer, *inputs, through=in_autocast(layer))
+    wanted = results(by_hand, *inputs, through=lambda x, *rest: by_hand(x.to(dtype), *rest))
+    again = layer_of()
+    recomputed = results(
+        again, *inputs, through=in_autocast(lambda *given: checkpoint(again, *given, use_reentrant=False))
+    )
+    assert got["y"].dtype == dtype and got["x"].dtype == of_x and got["inner_experts.w1_EFD"].dtype == torch.float32
+    for name, each in wanted.items():
+        assert torch.equal(got[name], each) and torch.equal(recomputed[name], each), name
+    with torch.no_grad(), within:
+        assert torch.equal(layer(*inputs[:4]), got["y"])
+        assert F.linear(inputs[0], layer.inner_experts.w1_EFD[0]).dtype == dtype
+
+
 @pytest.mark.parametrize("frozen", [NAMES, NAMES[:1], NAMES[1:2]])
 def test_frozen_weights(frozen):
     layer, inputs = layer_of(), routed()

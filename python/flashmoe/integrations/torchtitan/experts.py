@@ -12,6 +12,7 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from ...contexts.context import context_id
 from ...contexts.growing import GrowingContext, Shape, growing_context, rounded_tokens
 from ...errors import InvalidArgument
+from ...pytorch.autocast import type_of_products
 from ...pytorch.operator import call, moe_backward, moe_kept
 from ...spec import Options
 from ...spec.tensors import Tensors
@@ -76,7 +77,8 @@ class FlashMoERoutedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
         """The results [B, L, D] for this rank's tokens. Every rank of ``ep`` must call, with the same number of tokens.
-        The numbers of tokens by expert are not read.
+        The numbers of tokens by expert are not read. Within ``torch.autocast``, x and the weights are cast as those of
+        `torch.nn.Linear` are; scores in float32 stay so.
 
         Raises
         ------
@@ -88,7 +90,7 @@ class FlashMoERoutedExperts(RoutedExperts):
                 "compile: expected blocks with FlashMoE's experts to run in eager mode, got torch.compile; "
                 "leave 'model' out of compile.components"
             )
-        x = x_BLD.reshape(-1, x_BLD.shape[-1]).contiguous()
+        x = x_BLD.reshape(-1, x_BLD.shape[-1]).to(type_of_products(x_BLD)).contiguous()
         ids, scores = (each.reshape(len(x), each.shape[-1]) for each in (topk_expert_ids_BLK, topk_scores_BLK))
         number = self._context_number(x, ids.shape[1])
         y = self.inner_experts(number, x, ids.contiguous(), as_taken(scores, x.dtype).contiguous())

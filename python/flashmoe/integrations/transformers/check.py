@@ -2,7 +2,8 @@
 
 Transformers hands a name of an implementation to experts on its interface alone. For a model with other experts it
 accepts the name and ignores it. So the two methods by which a model takes the name are wrapped here: `post_init`, at
-the end of every model's ``__init__``, and `set_experts_implementation`.
+the end of every model's ``__init__``, and `set_experts_implementation`. A third method is that of quantisers which puts
+other modules in a model's place afterwards, before weights are loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
 
 from ...errors import InvalidArgument
 from .experts import NAME, experts_modules, is_share
@@ -32,6 +34,14 @@ def check(model: torch.nn.Module) -> None:
     that are not on Transformers' experts interface, and for a model without experts. The message has a line for each
     class. Experts in blocks that `flashmoe.integrations.transformers.fuse` has patched are on no interface, but are
     computed.
+
+    Examples
+    --------
+    >>> import torch, transformers
+    >>> import flashmoe.integrations.transformers
+    >>> with torch.device("meta"):
+    ...     model = transformers.AutoModelForCausalLM.from_config(transformers.OlmoeConfig(num_hidden_layers=1))
+    >>> flashmoe.integrations.transformers.check(model)
     """
     _check_experts(model)
     if not experts_modules(model):
@@ -73,8 +83,14 @@ def _holds_experts(name: str, module: torch.nn.Module) -> bool:
 
 
 def _not_computed(module: torch.nn.Module) -> str:
-    fuses = names_of(type(module)) in BLOCKS
-    advice = "flashmoe.integrations.transformers.fuse patches these blocks; else " if fuses else ""
+    advice = ""
+    if names_of(type(module)) in BLOCKS:
+        advice = "flashmoe.integrations.transformers.fuse patches these blocks; else "
+    elif type(module).__name__ == "Mxfp4GptOssExperts":
+        advice = (
+            "flashmoe.integrations.transformers.load_mxfp4 leaves these experts in MXFP4, and "
+            "quantization_config=Mxfp4Config(dequantize=True) makes them bfloat16; else "
+        )
     return (
         f"{type(module).__name__}: expected experts on Transformers' experts interface, got a class that computes its "
         f"experts itself, whatever the name; {advice}choose another experts_implementation"
@@ -82,22 +98,24 @@ def _not_computed(module: torch.nn.Module) -> str:
 
 
 def register_check() -> None:
-    """Makes Transformers' models check themselves when they take the name ``"flashmoe"``. Idempotent."""
-    _wrap("post_init", _checked_when_made)
-    _wrap("set_experts_implementation", _checked_when_set)
+    """Makes Transformers' models check themselves when they take the name ``"flashmoe"``, and again when a quantiser
+    has replaced modules. Idempotent."""
+    _wrap(PreTrainedModel, "post_init", _checked_when_made)
+    _wrap(PreTrainedModel, "set_experts_implementation", _checked_when_set)
+    _wrap(HfQuantizer, "preprocess_model", _checked_when_quantised)
 
 
-def _wrap(name: str, wrapper: Callable[..., Any]) -> None:
-    method = getattr(PreTrainedModel, name)
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    method = getattr(owner, name)
     if getattr(method, "_flashmoe_checks", False):
         return
 
     @functools.wraps(method)
-    def checked(self: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
+    def checked(self: Any, *arguments: Any, **options: Any) -> Any:
         return wrapper(method, self, *arguments, **options)
 
     checked._flashmoe_checks = True
-    setattr(PreTrainedModel, name, checked)
+    setattr(owner, name, checked)
 
 
 def _checked_when_made(method: Callable[..., Any], model: PreTrainedModel) -> None:
@@ -112,3 +130,12 @@ def _checked_when_set(method: Callable[..., Any], model: PreTrainedModel, expert
     if NAME in chosen:
         check(model)
     method(model, experts_implementation)
+
+
+def _checked_when_quantised(
+    method: Callable[..., Any], quantiser: HfQuantizer, model: PreTrainedModel, *arguments: Any, **options: Any
+) -> None:
+    """A quantiser may replace experts that would be computed by modules that take no implementation."""
+    method(quantiser, model, *arguments, **options)
+    if model.config._experts_implementation == NAME:
+        _check_experts(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from .llama4 import block_forward
 from .recognise import recognise
 from .shared import shared_operands
 from .watched import NAME_IN_MODEL, ROUTER, is_watched, names_of, own_forward
+
+M = TypeVar("M", bound=torch.nn.Module)
 
 Rule = Callable[[torch.nn.Module], dict[str, Any] | None]
 """The arguments of `flashmoe.moe` that a router's attributes give; None: the router itself is to choose."""
@@ -130,7 +132,7 @@ operator does not compute its router, or because the block returns what its rout
 recognise it by, as experts have, so its class must be known."""
 
 
-def fuse(model: torch.nn.Module) -> torch.nn.Module:
+def fuse(model: M) -> M:
     """Makes every Mixture-of-Experts block of `model` one call of `flashmoe.moe`. Returns `model` itself.
 
     Parameters stay where they are, under their names: the model is saved as it was loaded, and the next call sees
@@ -149,6 +151,15 @@ def fuse(model: torch.nn.Module) -> torch.nn.Module:
     InvalidArgument
         The class of a block, of its router or of its experts is not among those that are known (`BLOCKS`, `recognise`),
         or has another forward than Transformers gives it. Nothing is changed then.
+
+    Examples
+    --------
+    >>> import torch, transformers
+    >>> import flashmoe.integrations.transformers
+    >>> with torch.device("meta"):
+    ...     model = transformers.AutoModelForCausalLM.from_config(transformers.OlmoeConfig(num_hidden_layers=1))
+    >>> flashmoe.integrations.transformers.fuse(model) is model
+    True
     """
     owners = [block for block in model.modules() if isinstance(getattr(block, "experts", None), torch.nn.Module)]
     known = {id(experts) for experts in experts_modules(model)}

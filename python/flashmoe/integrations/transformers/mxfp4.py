@@ -9,7 +9,7 @@ uint8.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import transformers
@@ -21,14 +21,21 @@ from ...errors import CheckpointError, InvalidArgument
 from ...spec import ENCODINGS, MXFP4
 from ...weights.scales import scale_shape
 from .experts import NAME, always_here, experts_modules
-from .parallel import class_of
+from .parallel import M, class_of
 from .recognise import recognise
+
+if TYPE_CHECKING:
+    from .parallel import NamedModel
 
 METHOD = "flashmoe_mxfp4"
 PUBLISHED = "mxfp4"
 """The method's name in checkpoints."""
 
 
+@overload
+def load_mxfp4(path: str | Path, *, model_class: None = None, **options: Any) -> NamedModel: ...
+@overload
+def load_mxfp4(path: str | Path, *, model_class: type[M], **options: Any) -> M: ...
 def load_mxfp4(
     path: str | Path, *, model_class: type[transformers.PreTrainedModel] | None = None, **options: Any
 ) -> transformers.PreTrainedModel:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import torch
 import transformers
@@ -27,6 +27,16 @@ from ...weights.shares import Cut, Share
 from .experts import experts_modules, of_group
 from .llama4 import patch_blocks
 from .recognise import ExpertsOptions, recognise
+
+if TYPE_CHECKING:
+
+    class NamedModel(transformers.PreTrainedModel):
+        """For type checkers: of the class that a configuration names, which in nearly every checkpoint generates."""
+
+        generate: Callable[..., Any]
+
+
+M = TypeVar("M", bound=transformers.PreTrainedModel)
 
 _ONE_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
 """Matches names in checkpoints with a tensor for each expert; group 1 is the expert's id."""
@@ -91,6 +101,32 @@ def parallelize(
     return context
 
 
+@overload
+def load_parallel(
+    path: str | Path,
+    group: Any = None,
+    *,
+    max_tokens: int,
+    top_k: int | None = None,
+    return_mode: str | None = None,
+    device: torch.device | str = "cpu",
+    model_class: None = None,
+    context_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> NamedModel: ...
+@overload
+def load_parallel(
+    path: str | Path,
+    group: Any = None,
+    *,
+    max_tokens: int,
+    top_k: int | None = None,
+    return_mode: str | None = None,
+    device: torch.device | str = "cpu",
+    model_class: type[M],
+    context_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> M: ...
 def load_parallel(
     path: str | Path,
     group: Any = None,
