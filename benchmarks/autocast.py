@@ -36,8 +36,9 @@ TIMERS = {True: "busy_", False: "plain_"}
 def made(shape: str, layers: int, dtype: torch.dtype) -> list[nn.MoE]:
     """Layers of random weights, without a context of their own."""
     hidden, inner, experts, top_k, activation, _ = SHAPES[shape]
+    options = {"activation": activation, "round_logits": True}  # logits are rounded within autocast, so here too
     with torch.device("cuda"):
-        stack = [nn.MoE(hidden, inner, experts, top_k, activation=activation, dtype=dtype) for _ in range(layers)]
+        stack = [nn.MoE(hidden, inner, experts, top_k, dtype=dtype, **options) for _ in range(layers)]
     for layer in stack:
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
