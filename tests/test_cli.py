@@ -13,6 +13,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import flashmoe
 import numpy as np
@@ -52,6 +53,12 @@ def run_failing(capsys, *arguments: str) -> str:
     return error
 
 
+@pytest.fixture
+def kept_ranks(monkeypatch, pool) -> None:
+    """`flashmoe run` with processes that there are already, for tests that look at something else than these."""
+    monkeypatch.setattr(run, "run_ranks", lambda ranks, fn, arguments: pool.call(fn, arguments, ranks))
+
+
 def corrupt(monkeypatch, change) -> None:
     """Make `flashmoe run` see results that went through `change(y, report)`."""
     run_ranks = run.run_ranks
@@ -88,6 +95,7 @@ def test_run_of_the_shipped_layer(tmp_path, capsys):
     assert "PASS" in printed
 
 
+@pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
 def test_run_of_every_dtype_and_return_mode(tmp_path, capsys, dtype, mode):
@@ -97,6 +105,7 @@ def test_run_of_every_dtype_and_return_mode(tmp_path, capsys, dtype, mode):
     assert dtype in printed and f"{mode} return" in printed
 
 
+@pytest.mark.usefixtures("kept_ranks")
 def test_run_of_a_checkpoint_folder(tmp_path, shipped, capsys):
     options = ["--engine", "cpu", "--checkpoint", str(shipped), "--tokens", "5"]
     for layer in (0, 1):
@@ -106,12 +115,14 @@ def test_run_of_a_checkpoint_folder(tmp_path, shipped, capsys):
     assert "layer: expected one of the MoE layers" in run_failing(capsys, "run", *options, "--layer", "99")
 
 
+@pytest.mark.usefixtures("kept_ranks")
 def test_run_on_one_rank_and_one_token(tmp_path, capsys):
     assert main(["run", *TINY, "--ranks", "1", "--tokens", "1", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "1 token in " in printed and "all-to-all" not in printed
 
 
+@pytest.mark.usefixtures("kept_ranks")
 def test_run_says_what_is_not_emulated(tmp_path, capsys):
     options = ["--engine", "cpu", "--model", "deepseek-v3", "--scale", "0.001", "--tokens", "4", "--ranks", "2"]
     assert main(["run", *options, "--out", str(tmp_path)]) == 0
@@ -139,6 +150,7 @@ def test_what_no_rank_counts_is_not_shown(capsys):
     assert "padded" not in first and "a padded all-to-all would send" in second and "1.4x" in second
 
 
+@pytest.mark.usefixtures("kept_ranks")
 def test_run_fails_on_a_wrong_result(tmp_path, capsys, monkeypatch):
     def scale_one_element(y, report):
         y[0, 0] = y[0, 0] * 2 + 1
@@ -149,6 +161,7 @@ def test_run_fails_on_a_wrong_result(tmp_path, capsys, monkeypatch):
     assert "FAIL" in printed and "PASS" not in printed
 
 
+@pytest.mark.usefixtures("kept_ranks")
 def test_run_fails_on_nan(tmp_path, capsys, monkeypatch):
     def spoil(y, report):
         y[3, 2] = np.nan
@@ -158,6 +171,7 @@ def test_run_fails_on_nan(tmp_path, capsys, monkeypatch):
     assert "FAIL error nan" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize("expert", ["other", -1, 99])
 def test_run_fails_on_wrong_routing(tmp_path, capsys, monkeypatch, expert):
     def reroute(y, report):
@@ -312,10 +326,11 @@ def make_on_cpu(weights: device.SeededWeights) -> object:
 
 def call_without_gpu(rank, ranks, name, settings, layer, x):
     """`run.call_on_rank` with the CPU engine, of a layer whose experts this rank makes."""
-    device.to_device = make_on_cpu
-    return run.call_on_rank(rank, ranks, name, {**settings, "engine": "cpu"}, device.layer_on_host(layer), x)
+    with mock.patch.object(device, "to_device", make_on_cpu):
+        return run.call_on_rank(rank, ranks, name, {**settings, "engine": "cpu"}, device.layer_on_host(layer), x)
 
 
+@pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_run_of_experts_that_the_ranks_make(tmp_path, capsys, monkeypatch, gpus, ranks):
     monkeypatch.setattr(run, "call_on_rank", call_without_gpu)
@@ -404,6 +419,7 @@ def test_a_picture_is_of_the_run_where_each_rank_has_two_cores(monkeypatch, core
     assert len(drawn.events_by_rank) == 4
 
 
+@pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize("file", ["timeline.png", "trace.json"])
 @pytest.mark.parametrize(
     ("make", "reason"),

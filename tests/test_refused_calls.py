@@ -7,6 +7,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import flashmoe
@@ -359,17 +360,21 @@ def test_a_rank_refuses_a_call_and_makes_no_more():
     assert later == "PeerTimeout"
 
 
-def _refuses_twice(rank: int, ranks: int, name: str) -> list[Outcome]:
+def _refuses_twice(rank: int, ranks: int, name: str, over: Path) -> list[Outcome]:
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, timeout=2.0, processors=1, **SIZES) as ctx:
         if rank == 0:
-            time.sleep(8.0)
+            end = time.monotonic() + TIMEOUT
+            while not over.exists() and time.monotonic() < end:
+                time.sleep(0.01)
             return []
-        return [outcome_of(lambda: forward(ctx, rank, 0, "shape")) for _ in range(3)]
+        found = [outcome_of(lambda: forward(ctx, rank, 0, "shape")) for _ in range(3)]
+        over.touch()
+        return found
 
 
-def test_a_wait_for_ranks_that_do_not_come_to_a_refused_call_is_bounded():
+def test_a_wait_for_ranks_that_do_not_come_to_a_refused_call_is_bounded(tmp_path: Path):
     _pools.setdefault(2, RankPool(2))
-    (first, _), (second, said), (third, _) = _pools[2].call(_refuses_twice, [()] * 2)[1]
+    (first, _), (second, said), (third, _) = _pools[2].call(_refuses_twice, [(tmp_path / "over",)] * 2)[1]
     assert first == "InvalidArgument"
     assert second == "PeerTimeout"
     assert "rank 0 holds up call 1: it has not begun call 1 (it is at 0); rank 1 waited 2 s for rank 0 to leave" in said

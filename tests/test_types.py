@@ -2,67 +2,104 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from page_snippets import ROOT, SNIPPETS
 
 TYPED = Path(__file__).with_name("typed_calls.py")
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SNIPPET_FILES = {name: f"snippet_{number}.py" for number, name in enumerate(SNIPPETS)}
+
+Found = dict[str, list[tuple[int, str]]]
+"""The errors by the file's name: line and text."""
 
 
-def mypy(cache: Path, *files: Path) -> list[tuple[int, str]]:
-    """The errors, by line."""
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(cache)]
-    ran = subprocess.run([*command, "--output", "json", *map(str, files)], capture_output=True, text=True)
-    assert ran.returncode in (0, 1), ran.stderr
-    found = [json.loads(line) for line in ran.stdout.splitlines()]
-    return [(each["line"], each["message"]) for each in found if each["severity"] == "error"]
+def mypy_finds(output: str) -> Iterator[tuple[str, int, str]]:
+    for each in map(json.loads, output.splitlines()):
+        if each["severity"] == "error":
+            yield each["file"], each["line"], each["message"]
 
 
-def pyright(_: Path, *files: Path) -> list[tuple[int, str]]:
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", *map(str, files)]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode in (0, 1), ran.stderr
-    found = json.loads(ran.stdout)["generalDiagnostics"]
-    return [(each["range"]["start"]["line"] + 1, each["message"]) for each in found if each["severity"] == "error"]
+def pyright_finds(output: str) -> Iterator[tuple[str, int, str]]:
+    for each in json.loads(output)["generalDiagnostics"]:
+        if each["severity"] == "error":
+            yield each["file"], each["range"]["start"]["line"] + 1, each["message"]
 
 
-@pytest.fixture(params=[mypy, pyright], ids=lambda checker: checker.__name__)
-def checker(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., list[tuple[int, str]]]:
-    """Called with files. What mypy finds out of PyTorch serves all tests."""
-    name = request.param.__name__
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed: make lint-types installs it")
-    return partial(request.param, tmp_path_factory.getbasetemp() / "mypy")
+CHECKERS: dict[str, tuple[list[str], Callable[[str], Iterator[tuple[str, int, str]]]]] = {
+    "mypy": (["--strict", "--no-error-summary", "--output", "json"], mypy_finds),
+    "pyright": (["--pythonpath", sys.executable, "--outputjson"], pyright_finds),
+}
 
 
-def test_each_wrong_call_is_found_and_no_other(checker, tmp_path):
-    pytest.importorskip("torch")
-    file = tmp_path / TYPED.name
-    file.write_text(TYPED.read_text())
+@pytest.fixture(scope="module")
+def checkers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Found]]:
+    """What the checker of that name finds. Each has one process, which reads all files: to read what they import takes
+    most of its time."""
+    for imported in ("torch", "transformers"):
+        pytest.importorskip(imported)
+    folder = tmp_path_factory.mktemp("typed")
+    files = [Path(shutil.copy(each, folder)) for each in [TYPED, *EXAMPLES]]
+    for name, file in SNIPPET_FILES.items():
+        files.append(folder / file)
+        files[-1].write_text(SNIPPETS[name].code())
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", name, *options, *map(str, files)],
+            env={**os.environ, "MYPY_CACHE_DIR": str(folder / "cache")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, (options, _) in CHECKERS.items()
+        if importlib.util.find_spec(name) is not None
+    }
+
+    @functools.cache
+    def found_by(name: str) -> Found:
+        if name not in running:
+            pytest.skip(f"{name} is not installed: make lint-types installs it")
+        output, errors = running[name].communicate()
+        assert running[name].returncode in (0, 1), errors
+        found: Found = {file.name: [] for file in files}
+        for file, *where in CHECKERS[name][1](output):
+            found.setdefault(Path(file).name, []).append(tuple(where))
+        return found
+
+    yield found_by
+    for process in running.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(params=CHECKERS)
+def found(request: pytest.FixtureRequest, checkers: Callable[[str], Found]) -> Found:
+    return checkers(request.param)
+
+
+def test_each_wrong_call_is_found_and_no_other(found: Found):
     wrong = [number for number, line in enumerate(TYPED.read_text().splitlines(), 1) if line.endswith("# WRONG")]
-    found = checker(file)
-    assert wrong and sorted({line for line, _ in found}) == wrong, found
+    assert wrong and sorted({line for line, _ in found[TYPED.name]}) == wrong, found[TYPED.name]
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
-def test_snippets_of_pages(checker, tmp_path, name):
-    pytest.importorskip("torch")
-    file = tmp_path / "example.py"
-    file.write_text(SNIPPETS[name].code())
-    assert checker(file) == []
+def test_snippets_of_pages(found: Found, name: str):
+    assert found[SNIPPET_FILES[name]] == []
 
 
-def test_examples(checker, tmp_path):
-    pytest.importorskip("transformers")
-    copies = [Path(shutil.copy(each, tmp_path)) for each in sorted((ROOT / "examples").glob("*.py"))]
-    assert copies and checker(*copies) == []
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
+def test_examples(found: Found, file: Path):
+    assert found[file.name] == []
+
+
+def test_no_other_file_has_errors(found: Found):
+    assert set(found) == {TYPED.name, *SNIPPET_FILES.values(), *(file.name for file in EXAMPLES)}
