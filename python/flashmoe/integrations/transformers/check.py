@@ -120,7 +120,7 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 def _checked_when_made(method: Callable[..., Any], model: PreTrainedModel) -> None:
     """A part of a larger model may have no experts, such as its vision encoder, so only experts are looked at."""
-    if model.config._experts_implementation == NAME:
+    if getattr(model.config, "_experts_implementation", None) == NAME:
         _check_experts(model)
     method(model)
 
@@ -137,5 +137,5 @@ def _checked_when_quantised(
 ) -> None:
     """A quantiser may replace experts that would be computed by modules that take no implementation."""
     method(quantiser, model, *arguments, **options)
-    if model.config._experts_implementation == NAME:
+    if getattr(model.config, "_experts_implementation", None) == NAME:
         _check_experts(model)
