@@ -27,7 +27,7 @@ inline float exponential(float x) {
 // x[i] = x[i] / (1 + e^-y(x[i])), for a y that grows with x and is 0 where x is 0. The exponent is clamped where the
 // result no longer depends on it. The clamp has a loop of its own: in one loop the compiler computes both sides of each
 // comparison, divisions too, and takes three times as long. With a clamped exponent the result far below zero is about
-// x / 2^127. For the largest x that is no longer nearly 0, so there x is replaced by -0.
+// x / 2^127. If x is so far below zero that even this is not nearly 0 (y below -2^30), x is replaced by -0.
 template <class Function>
 void times_sigmoid(float* x, uint64_t n, Function y) {
   constexpr uint64_t kChunk = 64;

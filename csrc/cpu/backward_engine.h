@@ -1,6 +1,7 @@
 // A processor's part in a backward pass: executes the tasks of a call whose tokens are rows of dY
 // (protocol/gradients.h). With Combine it also finishes the gradients of router logits and of combine weights. It keeps
-// the rows of dY, and of x, that come from other ranks, since the gradients of weights need them behind the call.
+// the rows of dY that come from other ranks, and with redispatch those of x, because the gradients of weights need them
+// after the call.
 #pragma once
 
 #include "cpu/engine.h"
@@ -36,7 +37,7 @@ class BackwardEngine : public Engine {
     const void* data;
     uint64_t pitch;  // elements from one row to the next
     Rows of;
-    const void* up = nullptr;  // of the contracted rows: the second half, if in another matrix
+    const void* up = nullptr;  // if the contracted rows lie in two matrices: the second half's
   };
   // out[rows, n] = a[rows, k] * matrix^T or * matrix. Computes some columns of `out` at a time.
   void multiply_rows(float* out, const float* a, uint32_t rows, const Right& matrix, uint32_t n, uint32_t k);

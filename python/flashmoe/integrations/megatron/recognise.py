@@ -29,8 +29,8 @@ FLAGS: dict[str, Any] = {
     "expert_tensor_parallel_size": 1,
 }
 """Attributes of a `TransformerConfig` for which the operator supports only this value. Not every release of
-Megatron-Core has each of them; a missing attribute counts as this value. The attribute may also be None where the value
-is not."""
+Megatron-Core has each of them; a missing attribute counts as this value. An attribute that is None is accepted, too,
+whatever the value here."""
 
 _OFFLOADED = ("expert_fc1", "moe_act")
 """Parts of experts that Megatron can offload, and that do not exist here."""

@@ -1,9 +1,9 @@
-"""What of a model the operator does not compute, said before its weights are loaded.
+"""Refuses models with experts that the operator does not compute, before the weights are loaded.
 
-Transformers hands a name of an implementation to experts on its interface alone. For a model with other experts it
-accepts the name and ignores it. So the two methods by which a model takes the name are wrapped here: `post_init`, at
-the end of every model's ``__init__``, and `set_experts_implementation`. A third method is that of quantisers which puts
-other modules in a model's place afterwards, before weights are loaded.
+Transformers gives the name of an implementation only to experts that are on its experts interface. For a model with
+other experts it accepts the name and ignores it. So the two methods by which a model takes the name are wrapped here:
+`post_init`, at the end of every model's ``__init__``, and `set_experts_implementation`. A third method is wrapped, too:
+`HfQuantizer.preprocess_model`, which may replace modules of a model after ``__init__`` and before weights are loaded.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def _checked_when_set(method: Callable[..., Any], model: PreTrainedModel, expert
 def _checked_when_quantised(
     method: Callable[..., Any], quantiser: HfQuantizer, model: PreTrainedModel, *arguments: Any, **options: Any
 ) -> None:
-    """A quantiser may replace experts that would be computed by modules that take no implementation."""
+    """FlashMoE would compute the model's experts, but a quantiser may put modules in their place that take no
+    implementation."""
     method(quantiser, model, *arguments, **options)
     if getattr(model.config, "_experts_implementation", None) == NAME:
         _check_experts(model)
