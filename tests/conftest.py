@@ -11,6 +11,9 @@ from typing import Any
 
 # Before numpy loads its BLAS: the ranks need the cores, and its threads would spin on them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Before PyTorch loads its OpenMP: its threads sleep between parallel regions. By default they spin, on cores that the
+# ranks and the other process of tests need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # As wide as each test says: consoles keep what they find first, and a process of pytest-xdist finds 80.
 os.environ.update(COLUMNS="", LINES="")
 

@@ -129,7 +129,6 @@ class Meeting(ABC):
     def address(self) -> str | None:
         """An IP address at which ranks of other machines reach this rank, if the meeting has shown one."""
         return None
-        return None
 
     def missing(self, rank: int) -> PeerTimeout:
         """The error for a rank that did not join in time."""
