@@ -366,7 +366,8 @@ COMMUNICATION = Topic(
         Promise(
             "A GPU's kernel forwards rows among ranks that share memory and are told to be of several machines.",
             PROTOCOL,
-            "it has run with 2, 3 and 4 ranks that share one H100, and therefore its memory (`tests/gpu/test_network_shape.py`).",
+            "it has run with 2, 3 and 4 ranks that share one H100, and therefore its memory "
+            "(`tests/gpu/test_network_shape.py`).",
             (
                 "tests/gpu/test_network_shape.py::test_bits",
                 "tests/gpu/test_network_shape.py::test_uneven_tokens",
