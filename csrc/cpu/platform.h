@@ -48,7 +48,8 @@ class Perturbation {
 inline constinit thread_local host::Bell* peers_bell = nullptr;
 
 // Memory operations of any CPU platform. A CPU is coherent, so scopes make no difference to the order of loads and
-// stores. But a release at system scope is a signal to a peer, and rings the bell for the courier.
+// stores. But a release at system scope is one that peers read, mostly a signal. So it rings the courier's bell, if the
+// rank has peers on other machines.
 struct CpuMemory {
   template <class T>
   static T load_relaxed(const T* p) {

@@ -80,7 +80,8 @@ bool choose_experts(const LayerSpec& layer, const float* choice_bias, const floa
   buffers.may.assign(experts, 1);
   if (layer.groups > 1) leave_best_groups(layer, buffers);
 
-  float sum = layer.routing == Routing::kSigmoid ? kLeastSum : 0.0f;  // scores of a softmax are never all 0
+  // Of a softmax without choice_bias, a score near the largest is among the chosen, so their sum is not 0.
+  float sum = layer.routing == Routing::kSigmoid ? kLeastSum : 0.0f;
   for (uint32_t k = 0; k < layer.top_k; ++k) {
     ids[k] = static_cast<int32_t>(take_largest(choice, buffers.may));
     weights[k] = scores[static_cast<size_t>(ids[k])];

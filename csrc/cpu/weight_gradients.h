@@ -12,7 +12,8 @@ struct WeightBuffers {
   std::vector<double> bias;
 };
 
-// Takes parts (some columns of one expert's matrix each) until none is left. One processor computes each part. Only
+// Takes parts until none is left. A part is up to 256 features of one matrix: rows of an expert's gate_up_proj, columns of
+// its down_proj, or experts of the router. (The shared expert's gate is one part.) One processor computes each part. Only
 // sizes and rows decide on its calls of the BLAS. So the bits of a part do not depend on who takes it, or when.
 void weight_gradients(Backward& pass, WeightBuffers& buffers);
 

@@ -35,8 +35,8 @@ class Device {
   // Throws Error while the stream is being captured: "capture: <what> cannot be done ...".
   void refuse_capture(DriverStream stream, const char* what) const;
 
-  // Makes the device's context current while the object lives. Reports no error: without a current context the driver
-  // refuses whatever is asked next, and that result is checked.
+  // Makes the device's context current while the object lives. Reports no error: if no context is current, the driver
+  // refuses the next call, and all callers but destructors check that call's result.
   class Use {
    public:
     explicit Use(const Device& device) : pushed_(driver().cuCtxPushCurrent_v2(device.context_) == kCudaSuccess) {}

@@ -74,11 +74,12 @@ class Engine(ABC):
 
     @abstractmethod
     def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
-        """As `call`, but also returns what the gradients need, and how many rows that covers.
+        """As `call`, but also returns what the gradients need, and numbers of rows.
 
         What the gradients need is a tensor of PyTorch. On the CPU engine it is two int64, whose memory owns the rest;
-        on the CUDA engine it is all of it, bytes on the device. The numbers of rows are int64 on the host, where the
-        call does not show them: among several ranks on the CUDA engine. Otherwise this tensor is empty.
+        on the CUDA engine it is all of it, bytes on the device. The third result is a tensor of int64 on the host.
+        Among several ranks on the CUDA engine, it has the numbers of rows, because these do not follow from the call's
+        tensors. In all other cases it is empty.
         """
 
     @abstractmethod
