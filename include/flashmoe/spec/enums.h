@@ -54,7 +54,7 @@ namespace flashmoe {
 //   kForm       a former, until all packets have become tiles
 //   kSend       a block's sending of rows to other ranks, shares of which are kDispatch
 //   kRehearse   a task without rows (sm90/roles/look_up.cuh)
-//   kGradients  a backward pass's products over rows of experts
+//   kGradients  gradients of the experts' matrices and, on GPUs, of the router's: products that are sums over rows
 //   kReturn     what follows a warp's role: sums, and waits for what they need
 #define FLASHMOE_PHASES(ROW)   \
   ROW(kGate, "gate")           \

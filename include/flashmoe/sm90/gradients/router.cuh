@@ -4,13 +4,16 @@
 //   dX      [T, H]  dlogits router    a task has 256 tokens by 256 columns of H; added to what Combine has stored
 //
 // Clusters take these tasks by tickets, like those over an expert's rows (gradients/weights.cuh). The same code
-// multiplies and stores them. TMA loads both operands. Those of dX are loaded like those of the program's last product,
-// whose rows lie token by token.
+// multiplies and stores them. TMA loads both operands. For a task of dX, loaders load both operands as they do for the
+// last product of the backward pass. The rows are the gradients of logits, and they lie in memory in the order of tokens.
 //
 // The last warp of each block computes the gradients of logits beside the experts' tasks, since it has no other role
-// left. It begins when all of dX's rows are here, and with them all parts of dS. Then it combines its block's pieces.
-// Combining takes longer than these tasks, so each cluster's consumers help after their tasks. Tasks that need logits
-// or combined rows wait until all blocks have done them. So in this kernel no other warps combine.
+// left. This warp begins when all returned rows of dX are here. All parts of the gradients of combine weights (dS) are
+// then here, too. Then it combines its block's pieces. Combining takes longer than the experts' tasks. So the consumers of
+// each cluster help to combine, after the cluster's last task of experts or of the router's own gradient, and before its
+// first task of dX. Tasks that need logits or combined rows wait until all blocks have done them. These waits count a
+// fixed number of warps in each block (kCombiners): the consumers and the last warp. So with a router no other warps
+// combine. Without a router, all warps do.
 #pragma once
 
 #include "flashmoe/gpu/router_backward.cuh"
