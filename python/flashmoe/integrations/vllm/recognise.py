@@ -27,8 +27,8 @@ FP8_FLAGS = {
     "store_dtype": None,
     "is_checkpoint_fp8_serialized": True,
 }
-"""Attributes of vLLM's `Fp8Config` for which the operator supports only this value. (Checkpoints with one scale for each
-matrix are refused, too. In these, gate and up have a scale each. vLLM makes one matrix of the two and quantises it
+"""Attributes of vLLM's `Fp8Config` for which the operator supports only this value. (Checkpoints with one scale for
+each matrix are refused, too. In these, gate and up have a scale each. vLLM makes one matrix of the two and quantises it
 again, so that it has one scale.)"""
 
 ACTIVATIONS = (*BY_GATE, "swigluoai", "swigluoai_uninterleave")
