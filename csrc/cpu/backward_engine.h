@@ -1,7 +1,7 @@
 // A processor's part in a backward pass: executes the tasks of a call whose tokens are rows of dY
-// (protocol/gradients.h). With Combine it also finishes the gradients of router logits and of combine weights. It keeps
-// the rows of dY that come from other ranks, and with redispatch those of x, because the gradients of weights need them
-// after the call.
+// (protocol/gradients.h). When it does a piece of Combine, it also finishes the gradients of router logits and of combine
+// weights for the tokens of the piece. It keeps the rows of dY that come from other ranks, and with redispatch those of x,
+// because the gradients of weights need them after the call.
 #pragma once
 
 #include "cpu/engine.h"

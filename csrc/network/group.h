@@ -20,7 +20,7 @@ struct Spread {
 };
 
 // Begins to listen to the ranks of other machines. `here`: the group of this machine's ranks, which have joined. Every
-// rank must listen before one calls. Throws Error.
+// rank must have returned from this function before any rank begins a call of the layer. Throws Error.
 std::unique_ptr<host::Group> join_network_group(std::unique_ptr<host::Group> here, uint32_t rank, const Limits& limits,
                                                 std::shared_ptr<Courier> courier, const Spread& spread);
 

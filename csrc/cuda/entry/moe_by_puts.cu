@@ -1,4 +1,5 @@
-// The fused kernel of groups whose peers are not mapped: with NVSHMEM's functions, which Platform is made of.
+// The fused kernel of groups whose peers are not mapped. Here Platform reaches peers by NVSHMEM's functions
+// (gpu/network.cuh).
 #include "flashmoe/gpu/network.cuh"
 
 #include "moe.cu"
