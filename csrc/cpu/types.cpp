@@ -9,8 +9,9 @@
 
 namespace flashmoe::cpu {
 
-// Uses integer arithmetic. For _Float16 the compiler would call a library routine per element on machines without F16C,
-// and use other instructions on machines with it. These loops vectorise everywhere.
+// Uses integer operations and one multiplication in float. For _Float16 the compiler would call a library routine per
+// element on machines without F16C, and use other instructions on machines with it. The loops that call this function
+// vectorise on every machine.
 float half_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
   const uint32_t magnitude = h & 0x7fffu;
