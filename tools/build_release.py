@@ -6,7 +6,7 @@ The wheel carries the kernels of `flashmoe.jit.COMMON`, compiled here by nvcc, s
 library runs with glibc 2.28 and newer (manylinux_2_28), whatever this machine has: it is built by Zig's C++ compiler,
 which comes from PyPI with what links against any glibc, and which puts its own C++ library into what it builds. Nothing
 in it links to Python, whose versions the wheel's tag (py3-none) does not name. Of the
-libraries that it needs, OpenBLAS is in the wheel, and TVM FFI is a package that the wheel requires and stays outside.
+libraries that it needs, OpenBLAS is in the wheel. TVM FFI is a package that the wheel requires, and stays outside.
 
 The same sources give the same two files, byte by byte: what is packed has one time, and no program the name of a folder
 that it was built in. What was built, with what, and what auditwheel says of it is left in build-release/built.json.

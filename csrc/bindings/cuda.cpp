@@ -35,10 +35,10 @@ FieldRows layout_fields(Map map, ffi::Array<int64_t> machines) {
   });
 }
 
-// order: fields that are 0 are left to the context. name and nvshmem: see Membership. machines: the machine of each
-// rank; empty: all ranks are on one machine, as they really are. Tests name several machines. Calls then behave as if
-// the ranks were on them, although all memory is mapped. Returns None if some rank cannot map another's memory. Then
-// all ranks must try again with limits for puts.
+// order: fields that are OrderPolicy::kBuiltIn are left to the context. name and nvshmem: see Membership. machines: the
+// machine of each rank; empty: all ranks are on one machine, as they really are. Tests name several machines. Calls
+// then behave as if the ranks were on them, although all memory is mapped. Returns None if some rank cannot map
+// another's memory. Then all ranks must try again with limits for puts.
 ffi::Optional<ffi::Function> create(Map limits, Map order, int64_t rank, ffi::String name, ffi::String nvshmem,
                                     int64_t device, int64_t timeout_ns, ffi::Array<int64_t> machines) {
   return guarded([&]() -> ffi::Optional<ffi::Function> {

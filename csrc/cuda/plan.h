@@ -15,7 +15,7 @@ struct Common {
   const Arch& arch;
   Limits limits;
   Call call;          // has the fields set that are the same for all layers
-  OrderPolicy asked;  // by the user; 0: the engine's choice
+  OrderPolicy asked;  // by the user; a field that is kBuiltIn is the engine's choice
   HostFault* fault = nullptr;
   const char* reasons = nullptr;  // see KernelArgs
 };

@@ -141,7 +141,7 @@ uint32_t lag_of(const Arch& arch, const Shape& s, double link, uint32_t clusters
   if (part >= 1) return kAlwaysHeld;
   const double rows = 1.0 * s.ranks * s.tokens * s.top_k / max_of(s.experts, 1u);  // of an expert
   const double tasks = s.local_experts * (rows / arch.tile_rows + 0.5) * s.first_columns;
-  return max_of(2 * clusters, static_cast<uint32_t>(std::clamp(part, 0.0, 1.0) * tasks));
+  return max_of(2 * clusters, static_cast<uint32_t>(std::max(part, 0.0) * tasks));
 }
 
 // How many stages the shorter of GEMM0's and GEMM1's tasks has.
