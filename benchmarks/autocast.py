@@ -2,17 +2,18 @@
 
     python benchmarks/autocast.py [--shape NAME] [--tokens T] [--layers 12] [--float32-layers 4] [--out FILE.json]
 
-In one run, in turn, by two timers ("busy": the GPU is kept busy before each, so that no launch gap is in the figure;
-"plain": with the launches in it):
+The calls below are timed in turn, in one run, by two timers ("busy": the GPU is kept busy before each call, so that the
+figure has no gap before a launch in it; "plain": the figure includes the launches):
 
   without     layers in bfloat16, outside of autocast
   within      the same layers within autocast to bfloat16, which has nothing to cast
   master      fewer layers in float32 within autocast, which casts their weights in each forward pass
-  few         as many layers in bfloat16, outside of autocast
-  casts       PyTorch's own casts alone: x and the weights of these layers to bfloat16, their gradients to float32
+  few         as many layers as `master` has, in bfloat16, outside of autocast
+  casts       PyTorch's casts alone, for the layers of `master`: x and weights to bfloat16, their gradients to float32
 
-Layers are residual: each adds its result to its input. The results of `within` must have the bits of `without`, and
-those of `master` the bits of a bfloat16 layer of the rounded weights, or no time is taken.
+Layers are residual: each adds its result to its input. Before the timing, the results of `within` must have the same
+bits as those of `without`, and the results of `master` the same bits as those of `few`, whose weights are the rounded
+ones; otherwise the program ends.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ TIMERS = {True: "busy_", False: "plain_"}
 
 
 def made(shape: str, layers: int, dtype: torch.dtype) -> list[nn.MoE]:
-    """Layers of random weights, without a context of their own."""
+    """Layers of random weights. They are given no context."""
     hidden, inner, experts, top_k, activation, _ = SHAPES[shape]
-    options = {"activation": activation, "round_logits": True}  # logits are rounded within autocast, so here too
+    options = {"activation": activation, "round_logits": True}  # as autocast does: else outside of it bits would differ
     with torch.device("cuda"):
         stack = [nn.MoE(hidden, inner, experts, top_k, dtype=dtype, **options) for _ in range(layers)]
     for layer in stack:
@@ -46,7 +47,7 @@ def made(shape: str, layers: int, dtype: torch.dtype) -> list[nn.MoE]:
 
 
 def passes(stack: list[nn.MoE], x: torch.Tensor, dy: torch.Tensor, autocast: bool) -> Callable[[int], torch.Tensor]:
-    """A call's forward and backward pass; it returns the result of the forward pass."""
+    """A function that runs the forward and backward pass of all layers, and returns the forward pass's result."""
     parameters = [parameter for layer in stack for parameter in layer.parameters()]
 
     def call(_: int) -> torch.Tensor:
@@ -61,7 +62,7 @@ def passes(stack: list[nn.MoE], x: torch.Tensor, dy: torch.Tensor, autocast: boo
 
 
 def casts(stack: list[nn.MoE], x: torch.Tensor) -> Callable[[int], None]:
-    """The casts that a pass of float32 layers needs, there and back."""
+    """A function that makes the casts of one pass of float32 layers: tensors to bfloat16, gradients to float32."""
     tensors = [*(parameter.detach() for layer in stack for parameter in layer.parameters()), *[x.detach()] * len(stack)]
     gradients = [each.bfloat16() for each in tensors]
 

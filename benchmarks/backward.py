@@ -1,19 +1,21 @@
-"""A backward pass on one GPU beside the bare GEMMs of the same layer, and what it costs a forward pass to keep for it.
+"""A backward pass on one GPU beside the bare GEMMs of the same layer, and what keeping for it costs a forward pass.
 
     python benchmarks/backward.py [--shapes NAME ...] [--dtype float32 [--exact]] [--out FILE.json]
 
-Per shape, in one run, in turn, by three timers ("busy": with the GPU kept busy before each, so that no launch gap is in
-the figure; "plain": with the launches in it; "sustained": each behind others of its kind, at the clocks that the GPU's
-power allows for long, which for layers of many milliseconds are not those of a single call):
+For each shape, the calls below are timed in turn, in one run, by three timers. "busy": the GPU is kept busy before each
+call, so that the figure has no gap before a launch in it. "plain": the figure includes the launches. "sustained": each
+call follows others of its kind without a pause, so the GPU has the clocks that its power allows for long; with layers
+of many milliseconds, these are not the clocks of a single call.
 
-  backward    of the whole layer under autograd: gradients of x, the router and both of the experts' matrices
-  given       the same with the routing given: of x, the weights of the choices and both matrices
+  backward    the backward pass of the whole layer, under autograd: gradients of x, of the router and of both matrices
+              of the experts
+  given       the same with the routing given: gradients of x, of the combine weights and of both matrices
   floor       PyTorch's four grouped GEMMs of a backward pass alone, on ready inputs; in float32, which they
               do not take, cuBLAS's products for each expert, in TF32 or, with --exact, in fp32
   keeps       the forward pass that keeps what gradients need
   inference   the forward pass that keeps nothing
 
-Medians and spread of --repeats. Prints ratios, writes JSON.
+Figures are medians and spread of --repeats calls. Prints ratios, writes JSON.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ from harness import described, medians_and_spread, sustained
 from lone_layer import LoneLayer
 
 TIMERS = {True: "", False: "plain_", None: "sustained_"}
-"""How keys of a row begin, by whether the GPU was kept busy with something else; None: with calls of the same kind."""
+"""How keys of a row begin. True: the GPU was kept busy with other work (busy); False: it was idle (plain); None: it was
+kept busy with calls of the same kind (sustained)."""
 
 
 def measure(name: str, tokens: int, repeats: int, dtype: str, exact: bool) -> dict[str, Any]:
     hidden, inner, experts, top_k, _, _ = SHAPES[name]
-    torch.backends.cuda.matmul.allow_tf32 = not exact  # of the floor's products
+    torch.backends.cuda.matmul.allow_tf32 = not exact  # for the products of the floor
     with closing(LoneLayer(SHAPES[name], tokens, dtype, exact)) as layer:
         calls = passes(layer, exact)
         bare = backward_floor_call(tokens * top_k, hidden, inner, experts, layer.w1.detach(), layer.w2.detach())

@@ -1,16 +1,19 @@
-"""A backward pass on a group of GPUs, beside one GPU's for as many rows and beside the bare GEMMs, in one run.
+"""A backward pass on a group of GPUs, beside one GPU's for the same number of rows and beside the bare GEMMs.
 
     torchrun --nproc-per-node N benchmarks/backward_group.py [--shapes NAME ...] [--out FILE.json]
 
-Per shape, in turn, by two timers (fused_group.py), of each iteration the slowest rank:
+For each shape, the calls below are timed in turn, in one run, by the two timers of fused_group.py. Each time is that of
+the slowest rank.
 
-  backward    of the whole layer under autograd: gradients of x, the router and this rank's experts' matrices
-  alone       the same of a layer whose experts each GPU has all itself, of as many tokens, and so rows
-  floor       PyTorch's four grouped GEMMs alone, as many rows, over this rank's experts
+  backward    the backward pass of the whole layer, under autograd: gradients of x, of the router and of the matrices of
+              this rank's experts
+  alone       the same of a layer on one GPU that has all experts itself, with as many tokens, and so as many rows
+  floor       PyTorch's four grouped GEMMs of a backward pass alone, on as many rows, over this rank's experts
   keeps       the group's forward pass that keeps what gradients need
   inference   the group's forward pass that keeps nothing
 
-Gradients are those of three calls before, bit by bit, or no time is taken.
+Before the timing, four backward passes of the group must give the same gradients bit by bit; otherwise the program
+ends.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ DEFAULT = ("qwen3-30b", "mixtral", "paper-E64")
 
 
 def calls_of(layer: Any, x: torch.Tensor, router: torch.Tensor) -> dict[str, Any]:
-    """The passes of a layer, of this rank alone or of all, by name."""
+    """The passes of a layer, by name. The layer is this rank's alone, or the group's."""
     leaves = [each.requires_grad_() for each in (x, router, layer.w1, layer.w2)]
     moe = functools.partial(flashmoe.moe, layer.context, top_k=layer.top_k, activation=layer.activation)
 

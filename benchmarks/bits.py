@@ -1,10 +1,10 @@
-"""Layers of many kinds, and hashes of what the installed flashmoe makes of them: the worker of same_bits.py.
+"""Computes layers of many kinds with the installed flashmoe, and hashes the results: the worker of same_bits.py.
 
     python benchmarks/bits.py cpu|gpu|group|rdma-bfloat16|rdma-float32 OUT.json
 
-Only what the package's users call is used here, so that this runs unchanged with versions that are built otherwise.
-Inputs are drawn by PyTorch from a seed that is the layer's name. Each layer is called twice, to tell a version that
-differs from another from one that differs from itself.
+Of the package, only its public functions are used here, so that this file runs unchanged with versions whose insides
+differ. PyTorch draws the inputs from a seed that is made from the layer's name. Each layer is called twice: a version
+that differs between its own two calls can thus be told from one that differs from the other version.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from bits_layers import PUT, SHARING, WAYS, Layer, cpu_layers, gpu_layers, group
 from flashmoe.launch import run_ranks
 
 PATIENCE = {"cpu": 300.0, "cuda": 60.0}
-"""Seconds without progress after which a rank gives up: processors may be busy with other things, a GPU is not."""
+"""The contexts' timeout in seconds, by engine. It is longer on the CPU, which other programs may keep busy."""
 LONGEST = {"cpu": 1500.0, "cuda": 500.0}
-"""Seconds for all layers of a group of ranks."""
+"""The most seconds that all layers of a group of ranks may take together, by engine."""
 FEW_CORES = 2
-"""Processors of a rank of the CPU engine alone, so that it does not depend on the machine."""
+"""The processors of a rank of the CPU engine that is alone. The number is fixed, so that it does not depend on the
+machine."""
 
 
 Tensors = dict[str, torch.Tensor]
 
 
 def draw(layer: Layer, device: str) -> Tensors:
-    """What all ranks of the layer have together, with results about as large as 1."""
+    """The inputs and weights of all ranks together. Their sizes are chosen so that results are about as large as 1."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(layer.name.encode()))
     tokens, experts = sum(layer.tokens), layer.experts
 
     def normal(*shape: int, size: float = 1.0) -> torch.Tensor:
         made = torch.empty(shape, dtype=getattr(torch, layer.dtype), device=device)
-        for part in made if len(shape) == 3 else [made]:  # one expert at a time: float32 copies of all are large
+        for part in made if len(shape) == 3 else [made]:  # one expert at a time: float32 copies of all would be large
             part.copy_(torch.randn(part.shape, generator=generator, device=device).mul_(size))
         return made
 
@@ -69,7 +70,7 @@ def draw(layer: Layer, device: str) -> Tensors:
 
 
 def share(layer: Layer, whole: Tensors, rank: int, local: list[int]) -> dict[str, Any]:
-    """The rank's arguments of `flashmoe.moe`: its tokens, and the weights of these experts."""
+    """The rank's arguments of `flashmoe.moe`: its tokens, and the weights of the experts `local`."""
     rows = slice(sum(layer.tokens[:rank]), sum(layer.tokens[: rank + 1]))
     own: dict[str, Any] = {}
     for name, tensor in whole.items():
@@ -84,14 +85,14 @@ def share(layer: Layer, whole: Tensors, rank: int, local: list[int]) -> dict[str
         apart[:, : layer.hidden] = own["x"]
         own["x"] = apart[:, : layer.hidden]
     if layer.given:
-        own["placement"] = layer.owners()  # it says how many experts there are
+        own["placement"] = layer.owners()  # without a router, only the placement says how many experts there are
     else:
         own["top_k"] = layer.top_k
     return own | {"activation": layer.activation} | layer.options
 
 
 def as_numpy(tensor: torch.Tensor) -> Any:
-    """The same memory as NumPy's array."""
+    """A NumPy array of the tensor's memory."""
     import ml_dtypes
 
     if tensor.dtype == torch.bfloat16:
@@ -100,7 +101,7 @@ def as_numpy(tensor: torch.Tensor) -> Any:
 
 
 def digest(*arrays: Any) -> str:
-    """Of their bytes."""
+    """A hash of the arrays' bytes."""
     sha = hashlib.sha256()
     for array in arrays:
         if isinstance(array, torch.Tensor):
@@ -110,16 +111,18 @@ def digest(*arrays: Any) -> str:
 
 
 def sampled(tensors: Tensors) -> str:
-    """Of the inputs: up to 4096 elements of each, which would all be others had one drawing gone otherwise."""
+    """A hash of some of the elements of each input. It shows if two processes have drawn other random numbers, because
+    then all numbers that are drawn later are others too."""
     flat = [tensor.flatten() for _, tensor in sorted(tensors.items())]
     return digest(*(each[:: max(1, len(each) // 4096)] for each in flat))
 
 
 def in_context(ctx: flashmoe.Context, layer: Layer, rank: int, device: str) -> dict[str, Any]:
-    """Hashes of one layer's call on this rank."""
+    """Hashes of one layer's inputs, output and routing on this rank, and whether all its calls had the same hashes
+    ("steady")."""
     whole = draw(layer, device)
     own = share(layer, whole, rank, ctx.local_experts(layer.owners()))
-    if device == "cpu" and layer.dtype != "float16":  # those stay PyTorch's
+    if device == "cpu" and layer.dtype != "float16":  # float16 layers are called with PyTorch's tensors
         own = {name: as_numpy(each) if isinstance(each, torch.Tensor) else each for name, each in own.items()}
     seen = []
     for _ in range(2):
@@ -145,7 +148,7 @@ def replayed(ctx: flashmoe.Context, own: dict[str, Any]) -> torch.Tensor:
 
 
 def limits(layers: list[Layer]) -> dict[str, int]:
-    """Sizes of a context for all of these."""
+    """The sizes of a context that has room for all of these layers."""
     return {
         "max_tokens": max(1, *(count for layer in layers for count in layer.tokens)),
         "hidden": max(layer.hidden for layer in layers),
@@ -170,7 +173,7 @@ def on_rank(rank: int, ranks: int, name: str, engine: str, layers: list[Layer]) 
     if engine == "cuda":
         torch.cuda.set_device(0)
         device, settings = "cuda", {"device": 0, "profile": {}}
-        if ranks > 1:  # they leave each other room
+        if ranks > 1:  # the ranks share the GPU: each gets an equal, even number of thread blocks
             blocks = torch.cuda.get_device_properties(0).multi_processor_count // SHARING // 2 * 2
             settings["processors"] = blocks
     with ExitStack() as stack:
@@ -185,7 +188,7 @@ def on_rank(rank: int, ranks: int, name: str, engine: str, layers: list[Layer]) 
             made = {"rank": rank, "ranks": ranks, "name": f"{name}-{number}"} if ranks > 1 else {}
             context = flashmoe.Context(engine=engine, **made, **sizes)
             if ranks > 1:
-                stack.enter_context(context)  # until all are through: others may still be in a call with this rank
+                stack.enter_context(context)  # stays open to the end: others may still be in a call with this rank
             for layer in group:
                 results[layer.name] = in_context(context, layer, rank, device)
             if ranks == 1:
@@ -199,7 +202,7 @@ def on_rank(rank: int, ranks: int, name: str, engine: str, layers: list[Layer]) 
 
 
 def on_group(ranks: int, engine: str, layers: list[Layer]) -> dict[str, dict[str, Any]]:
-    """Of all ranks together: each of a layer's hashes is one over the ranks'."""
+    """The results of all ranks together, by layer. Each hash is a hash over the ranks' hashes."""
     by_rank = run_ranks(ranks, on_rank, [(engine, layers)] * ranks, timeout=LONGEST[engine])
     joined: dict[str, dict[str, Any]] = {}
     for layer in layers:
@@ -226,7 +229,8 @@ def group() -> dict[str, dict[str, Any]]:
 
 
 def compile_rdma(dtype: str) -> dict[str, dict[str, Any]]:
-    """One small call of two ranks: `flashmoe compile` has no option for these kernels, a call compiles them."""
+    """Makes one small call of two ranks, to have its kernel compiled: `flashmoe compile` has no option for the kernels
+    with NVSHMEM's puts."""
     layer = Layer(f"{dtype} by puts", (16, 16), 64, 64, 4, 2, dtype, context=WAYS["rdma"])
     return on_group(2, "cuda", [layer])
 

@@ -1,4 +1,4 @@
-"""The layers whose bits same_bits.py compares: descriptions alone, whatever computes them."""
+"""The layers whose bits same_bits.py compares. This file only describes them; bits.py computes them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SHARING = 4
-"""Ranks that share the GPU."""
+"""The number of ranks that share the GPU."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of a group of ranks, but for the values."""
+    """Describes one call of a group of ranks: everything except the values of its tensors."""
 
     name: str
     tokens: tuple[int, ...]
-    """Of each rank."""
+    """How many tokens each rank has."""
     hidden: int
     inner: int
     experts: int
@@ -24,21 +24,23 @@ class Layer:
     dtype: str = "bfloat16"
     activation: str = "swiglu"
     given: str = ""
-    """Type of the ids; empty: the layer has a router."""
+    """The type of the ids, if the caller gives the routing; empty: the layer has a router."""
     biases: bool = False
     skew: float = 0.0
-    """From 0, experts equally likely, to 50, nearly all tokens to the same ones."""
+    """How unevenly tokens choose experts: from 0 (all experts equally likely) to 50 (nearly all tokens choose the same
+    experts)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the call."""
+    """Further arguments of the call."""
     context: dict[str, Any] = field(default_factory=dict)
-    """Of its context, besides sizes: layers of one type for which it is the same share one."""
+    """The options of its context, besides sizes. Layers with the same `dtype` and `context` share one context."""
     strided: bool = False
-    """Whether rows of x lie apart."""
+    """Whether there is unused memory between the rows of x."""
     graph: bool = False
-    """Whether the call is captured, and what is hashed is a replay's."""
+    """Whether the call is also captured as a CUDA graph, and the output of a replay is hashed too."""
 
     def owners(self) -> list[int]:
-        """The rank of each expert: where the layer does not say, contiguous shares, the first ones larger by one."""
+        """The rank of each expert. If the layer names no placement, ranks have contiguous shares of the experts; if the
+        shares cannot be equal, those of the first ranks are larger by one."""
         ranks = len(self.tokens)
         size, rest = divmod(self.experts, ranks)
         contiguous = [rank for rank in range(ranks) for _ in range(size + (rank < rest))]
@@ -54,7 +56,8 @@ def scattered(experts: int, ranks: int) -> list[int]:
 
 
 def cpu_layers(ranks: int) -> list[Layer]:
-    """For each type and way home: every activation, router and given routing, drops, odd sizes, ranks without."""
+    """Layers of groups on the CPU engine, in each type and return mode. They have every activation, a router or a given
+    routing, dropped choices, odd sizes, and ranks without tokens or experts."""
     usual = {"hidden": 64, "inner": 48, "experts": 16, "top_k": 4}
     even = (64,) * ranks
     kept = {"capacity_factor": 1.0}
@@ -78,7 +81,7 @@ def cpu_layers(ranks: int) -> list[Layer]:
     made = []
     for (case, spec), dtype, mode in itertools.product(cases.items(), ("float32", "bfloat16", "float16"), MODES):
         named = {"tokens": even, **spec, "options": {**spec.get("options", {}), "return_mode": mode}}
-        if "placement" in named["options"]:  # the context has room for it
+        if "placement" in named["options"]:  # the context must have room for as many experts as one rank gets
             named["context"] = {"placement": named["options"]["placement"]}
         made.append(Layer(name=f"cpu, {ranks} ranks, {dtype}, {mode}: {case}", dtype=dtype, **named))
     return made
@@ -99,11 +102,12 @@ GPU_VARIANTS = [
     ["--dtype", "float32"],
     ["--dtype", "float32", "--exact"],
 ]
-"""What `flashmoe compile` is told for the arithmetic above."""
+"""The arguments of `flashmoe compile` for the kernels of `ARITHMETIC`."""
 
 
 def gpu_layers() -> list[Layer]:
-    """One GPU: a few tokens, rows that are joined and rows that are combined, in each arithmetic; and large ones."""
+    """Layers of one GPU. In each arithmetic: a few tokens, calls that are joined, and calls with Combine. Besides, some
+    large layers."""
     usual = {"hidden": 512, "inner": 256, "experts": 16, "top_k": 4}
     few = {"hidden": 320, "inner": 192, "experts": 24, "top_k": 5}
     drops = {"capacity_factor": 0.7}
@@ -156,11 +160,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "rdma": {"transport": "rdma"},
 }
 PUT = ("bfloat16", "float32")
-"""Types, with swiglu, of what is compiled for NVSHMEM's puts: each takes a kernel of its own."""
+"""The types, only with swiglu, that are computed by NVSHMEM's puts too. They are few because each takes a kernel of its
+own."""
 
 
 def group_layers() -> list[Layer]:
-    """Four ranks on one GPU, each way home."""
+    """Layers of four ranks that share a GPU, in each of the `WAYS`."""
     usual = {"hidden": 512, "inner": 256, "experts": 16, "top_k": 4}
     even = (512,) * SHARING
     cases: dict[str, dict[str, Any]] = {

@@ -1,10 +1,12 @@
-// How fast thread blocks that do nothing else sum rows, on one GPU: what a cluster that stops early does in a call with the
-// reduced return (OrderPolicy::link_clusters).
+// How fast thread blocks that do nothing else sum rows, on one GPU. A cluster that stops early in a call with the
+// reduced return does this work (OrderPolicy::link_clusters).
 //
-// Rows lie as a call leaves them in its staging: [T, K] rows of a source's tokens, of which a token has as many as its
-// choices have fallen on this rank. Blocks have as many warps as the fused kernel's. Warps take pieces by tickets of one
-// counter, return group by return group, and sum them with the kernel's own code (sm90/roles/ring_sums.cuh). Sums are stored on the same
-// GPU: what a link adds is not measured. "registers": the same by ItemSums, which has no memory but registers. Before each run the L2 is filled with other data.
+// Rows lie as in the staging area of a call: memory for [T, K] rows of one source's tokens. A token has one row for
+// each of its choices that fall on this rank. Blocks have as many warps as those of the fused kernel. Warps take pieces
+// by tickets of one counter, return group by return group, and sum them with the kernel's own code
+// (sm90/roles/ring_sums.cuh). Sums are stored on the same GPU, so the time that a link between GPUs adds is not
+// measured. "registers_gb_s": the same with ItemSums, which holds the rows in registers and uses no shared memory.
+// Before each run the L2 is filled with other data.
 //
 // Prints one JSON object. Rates count the bytes of the rows that are read.
 #include <cuda_runtime.h>
@@ -31,10 +33,10 @@ constexpr size_t kFlushBytes = size_t{256} << 20;
 struct Rows {
   const uint8_t* staged;  // [T, K, row_bytes]
   uint8_t* sums;          // [T, row_bytes]
-  const uint32_t* used;   // [T] bit k: the token's k-th row holds something
+  const uint32_t* used;   // [T] bit k: the token has a row k
   uint32_t tokens, top_k, row_bytes;
-  uint32_t* tickets;  // zero before a run
-  // A return group's columns begin after so many eighths (cuda::return_groups, reduced).
+  uint32_t* tickets;  // the counter; zero before a run
+  // Group g has the columns from eighths[g] / 8 to eighths[g + 1] / 8 of a row (cuda::return_groups, reduced).
   uint32_t eighths[kGroups + 1] = {0, 2, 4, 6, 7, 8};
 };
 
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1) sum_rows(const __grid_constant__ 
   }
 }
 
-// Numbers in [1, 2) with random signs, in bfloat16.
+// Writes bfloat16 numbers with magnitudes in [1, 2). Digits and signs come from a hash of the index.
 __global__ void fill(uint16_t* to, size_t count) {
   for (size_t i = size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {
     const uint32_t bits = static_cast<uint32_t>(i * 2654435761u);
@@ -108,7 +110,8 @@ struct Layer {
   uint32_t hidden, top_k, ranks;
 };
 
-// How many of each token's choices fall on one of `ranks` ranks.
+// Draws how many of each token's choices fall on this rank, one of l.ranks. Returns Rows::used, with as many low bits
+// set for each token; `rows` becomes the number of all these choices.
 std::vector<uint32_t> used_rows(const Layer& l, uint32_t tokens, uint64_t& rows) {
   std::mt19937_64 random(7);
   std::vector<uint32_t> used(tokens);
@@ -122,7 +125,7 @@ std::vector<uint32_t> used_rows(const Layer& l, uint32_t tokens, uint64_t& rows)
   return used;
 }
 
-// GB/s of `blocks` blocks, the median of some runs.
+// The GB/s at which `blocks` blocks sum, as the median of kRepeats runs. `bytes` are read in a run.
 template <bool kRing>
 double rate(Rows r, uint32_t blocks, uint64_t bytes, uint8_t* flush) {
   constexpr uint32_t kBytes = kThreads / 32 * RingSums::kBytes;

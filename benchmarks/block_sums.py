@@ -1,4 +1,4 @@
-"""How fast thread blocks that do nothing else sum rows that are to return (benchmarks/block_sums.cu), on one GPU.
+"""How fast thread blocks that do nothing else sum a call's staged rows (benchmarks/block_sums.cu), on one GPU.
 
     python benchmarks/block_sums.py [--out benchmarks/results/block_sums/h200x1.json]
 

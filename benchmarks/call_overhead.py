@@ -1,15 +1,15 @@
-"""What a call costs on the host: one token of a tiny layer, at R = 1.
+"""How much time a call takes on the host: one token of a tiny layer, at R = 1.
 
     python benchmarks/call_overhead.py [--trees TREE ...] [--rounds 12] [--out FILE.json]
 
-The call is `flashmoe.moe`'s, of NumPy's and PyTorch's tensors, or where Transformers is, that of an experts module with
-``experts_implementation="flashmoe"`` or of a fused block, without and with a shared expert. `call_us` is how long it
-takes, with the CPU engine until the layer is computed, and with the CUDA engine, whose GPU is idle before, until it is
-launched. `host_us` is the processor time of the calling thread alone: what other
-threads, the layer's and other programs', take of the machine is not in it. A tree is a folder that holds an importable
-`flashmoe`, see same_bits.py; default: the installed one. Each round a process of each tree's measures every case, in
-turn; figures are the medians of the rounds' medians, and the smallest and largest of these. An engine or library that
-is not there is left out.
+The cases are calls of `flashmoe.moe` with NumPy arrays and with PyTorch tensors. If Transformers is installed, they
+are also calls of an experts module with ``experts_implementation="flashmoe"``, and of fused blocks without and with a
+shared expert. `call_us` is how long the call takes: with the CPU engine until the layer is computed; with the CUDA
+engine, whose GPU is idle before the call, until the kernel is launched. `host_us` is the processor time of the calling
+thread alone; it does not include the time of the engine's other threads or of other programs. A tree is a folder that
+holds an importable `flashmoe`, see same_bits.py; default: the folder of the installed one. In each round, one process
+for each tree measures all cases; the trees take turns. Figures are the medians of the rounds' medians, and the smallest
+and largest of the rounds' medians. Cases whose engine or library is missing are left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from host_calls import CALLS
 
 
 def measure(tree: Tree) -> list[dict[str, Any]]:
-    """A round of one tree's."""
+    """One tree's results of one round: a row for each case."""
     command = [sys.executable, str(pathlib.Path(__file__).with_name("host_calls.py"))]
     said = subprocess.run(command, env=tree.environment(), check=True, stdout=subprocess.PIPE, text=True).stdout
     told = json.loads(said.splitlines()[-1])
@@ -40,7 +40,7 @@ def measure(tree: Tree) -> list[dict[str, Any]]:
 
 
 def over_rounds(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of each case, the median of the rounds and their smallest and largest."""
+    """A row for each case: the median, the smallest and the largest of the rounds' figures."""
     rows = []
     for case in zip(*rounds, strict=True):
         row = {name: case[0][name] for name in ("engine", "tensors")}

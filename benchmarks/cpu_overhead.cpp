@@ -52,8 +52,8 @@ double median(std::vector<double> v) {
   return *middle;
 }
 
-// The layer's GEMMs on ready inputs and nothing else, as the yardstick has them: all experts' rows gathered beforehand,
-// chunks of a tile taken in turn by the threads, BLAS calls of `call_rows` rows, results left as the BLAS writes them.
+// The layer's GEMMs alone, on ready inputs: all experts' rows are gathered before the clock starts. Threads take jobs
+// of up to kTile rows in turn. Each BLAS call has up to `call_rows` rows, and its results stay as the BLAS writes them.
 class PlainLoop {
  public:
   // ids: [T, K], the experts that the router chose.
@@ -85,8 +85,8 @@ class PlainLoop {
  private:
   static constexpr uint32_t kTile = 128;
   struct Job {
-    uint32_t expert;  // == experts: the router
-    size_t first;     // row
+    uint32_t expert;  // the number of experts stands for the router
+    size_t first;     // the job's first row
     uint32_t rows;
   };
 
@@ -149,13 +149,13 @@ int run(const char* path, uint32_t processors, int repeats) {
   for (uint32_t e = 0; e < p.experts; ++e) options.placement.expert(0);
   options.order = {.raster = 4, .window = 16 * processors};  // as python/flashmoe/engines/cpu.py has it
 
-  // The plain loops need its routing.
+  // This call is not timed: the plain loops need the expert ids that it reports.
   std::vector<int32_t> ids(size_t{p.tokens} * p.top_k);
   std::vector<float> weights(ids.size());
   context.call(layer, options, {ids.data(), weights.data()});
   const uint32_t unit = padded_rows(1, p.intermediate, p.hidden);
   PlainLoop same(p, ids, processors, unit), free(p, ids, processors, 128);
-  // In turn, so that whatever else the machine does falls on all three alike.
+  // The engine and both loops are timed in turn, so that other work of the machine slows all three alike.
   std::vector<double> engine_ms, same_ms, free_ms, over_same, over_free;
   for (int i = 0; i < repeats; ++i) {
     engine_ms.push_back(milliseconds([&] { context.call(layer, options); }));

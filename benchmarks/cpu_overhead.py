@@ -2,9 +2,11 @@
 
     python benchmarks/cpu_overhead.py [--processors 2] [--repeats 101] [--out FILE.json]
 
-`same_gemms_ms` is the floor with BLAS calls of the sizes the engine uses, `gemms_of_128_rows_ms` with free ones: the
-difference between the two is what row-independent bits cost (csrc/cpu/gemm.h), not the protocol. The three run in turn;
-overheads are medians of the ratios of neighbouring runs.
+`same_gemms_ms` is the time of the loop with BLAS calls of as many rows as the engine's calls have;
+`gemms_of_128_rows_ms` is its time with BLAS calls of 128 rows. The engine makes smaller calls so that a row's bits do
+not depend on its place in a tile (csrc/cpu/gemm.h): the difference between the two loops is the cost of that, and no
+cost of the protocol. The layer and the two loops run in turn. An overhead is the median of the ratios of neighbouring
+runs, less 1.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""How fast one GPU decodes: calls of 1 to 256 tokens, beside the speed at which its memory is read.
+"""How fast one GPU decodes: calls of 1 to 256 tokens, compared with the speed at which its memory can be read.
 
     python benchmarks/decode.py [--layers NAME ...] [--types bf16 fp8 mxfp4] [--tokens T ...]
                                 [--out benchmarks/results/decode/h200x1.json]
 
-Random layers, in bf16, or beside bf16 with experts in e4m3 and a scale for each 128 x 128, or in MXFP4, of which there
-is no kernel of more than 16 rows an expert; those of gpt-oss with its clamped SwiGLU, interleaved rows and biases. The
-weights of eight layers take turns, so that none stays in the L2; the calls of all eight are one CUDA graph, and a
-figure is an eighth of its time. The tokens of a call are the first T of one batch, each layer has a router of its own.
-"weights": the bytes of the experts that the tokens choose, with their scales, and nothing else, over the time, router
-included; "of read": over the speed at which a sum reads 2 GiB of fp32, in the same run. Medians; smallest and largest.
+Layers have random weights and x in bf16. The experts' matrices are in bf16, in e4m3 with a scale for each block of
+128 x 128, or in MXFP4. For MXFP4 there is no kernel of more than 16 rows for each expert on average, so calls with more
+are left out. Layers of gpt-oss have its clamped SwiGLU, interleaved rows and biases. One CUDA graph calls eight layers
+one after the other, so that no layer's weights stay in the L2; a time is an eighth of the graph's. The tokens of a call
+are the first T of one batch, and each layer has a router of its own. "weights_tb_s" is the bytes of the chosen experts'
+matrices and scales, divided by the time of the whole layer, router included. "of_read" is this speed divided by the
+speed at which a sum reads 2 GiB of fp32 in the same run. Times are medians, with the smallest and largest.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main() -> None:
     print(f"{result['device']}, read at {read / 1e12:.2f} TB/s\n{'layer':>17} {'tokens':>6}       us  TB/s of read")
     for name, weight_type in itertools.product(args.layers, args.types):
         layers = Layers(name, max(args.tokens), weight_type)
-        few = 16 * layers.experts // layers.top_k  # of MXFP4 there is no kernel of more
+        few = 16 * layers.experts // layers.top_k  # the most tokens for which there is a kernel for MXFP4
         for tokens in (each for each in args.tokens if weight_type != "mxfp4" or each <= few):
             row = {"layer": name, "type": weight_type} | layers.measure(tokens, args.repeats, read)
             result["layers"].append(row)

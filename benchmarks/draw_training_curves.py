@@ -1,9 +1,10 @@
-"""Draw what training_curves.py has measured.
+"""Draw the curves that training_curves.py has measured.
 
     python benchmarks/draw_training_curves.py benchmarks/results/training_curves/amd-epycx0.json \\
         docs/images/training_curves.png
 
-Above the losses, one curve upon the other; below how far each is from that with eager experts.
+The upper picture shows the losses, whose curves lie upon one another. The lower picture shows how far each curve is
+from that with eager experts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STYLES = (
     {"color": "#1f5fa8", "linestyle": (0, (2, 2)), "linewidth": 1.4},
 )
 NO_DIFFERENCE = 1e-8
-"""Where a difference of 0 is drawn; losses are written to as many digits."""
+"""At this value, in nats a token, a difference of 0 is drawn: the axis is logarithmic, and losses have 8 decimals."""
 
 
 def draw(result: dict[str, Any], path: pathlib.Path) -> None:
@@ -44,7 +45,7 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
         )
     above.set_ylabel("loss (nats per token)")
     above.set_ylim(bottom=0.0)
-    # They lie upon each other: so there are no ends of their own to write the names at.
+    # A legend, and no names at the curves' ends: the curves lie upon one another, so their ends cannot be told apart.
     above.legend(
         loc=(0.4, 0.62), frameon=False, labelcolor=["0.45", *(style["color"] for style in STYLES)], handlelength=4
     )

@@ -1,4 +1,4 @@
-"""GEMM tasks of a trace, each with its epilogue."""
+"""Pairs the GEMM tasks of a trace with their epilogues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashmoe.trace import Event
 
 
 def with_epilogues(events: Iterable[Event]) -> list[tuple[Event, Event]]:
-    """Each GEMM task that a processor's first warp has traced with its epilogue, and that."""
+    """Pairs of a GEMM task and its epilogue, as the first warp of each processor has traced them."""
     by_actor = defaultdict(list)
     for event in sorted(events, key=lambda event: (event.end_ns, -event.start_ns)):
         if event.warp == 0:

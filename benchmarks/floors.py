@@ -1,13 +1,14 @@
-"""The floors: what a layer cannot be faster than, the bare GEMMs and, on several GPUs, the bare exchange of rows.
+"""The floors, which a layer cannot be faster than: the bare GEMMs and, on several GPUs, the bare exchange of rows.
 
     python benchmarks/floors.py [--shapes NAME ...] [--tokens T ...] [--out FILE.json]
     torchrun --nproc-per-node N benchmarks/floors.py ...
 
-The GEMMs are PyTorch's two grouped ones on ready inputs, without activation, as many rows as the rank's tokens have,
-spread at random over the experts that it holds. The exchange is NCCL's all_to_all_single of a row for each of the
-rank's (token, k) pairs, one way. "busy": behind work that hides the launches; "plain": a clock is started, both GEMMs
-are launched and waited for. Medians of --repeats, of each the slowest rank. What puts a layer beside its floor
-takes it from `flashmoe.bench.floors`, too, and times it in turn with the layer.
+The GEMMs are PyTorch's two grouped GEMMs on ready inputs, without the activation. They have a row for each (token, k)
+of the rank, spread at random over the experts that the rank holds. The exchange is NCCL's all_to_all_single of a row
+for each (token, k) of the rank, one way. "busy": the GPU is kept busy before the call, so that the launches are not in
+the figure; "plain": the figure is from before the launches until the results are there. Figures are medians of
+--repeats calls, each with the slowest rank's time. Scripts that compare a layer with its floor take the floor from
+`flashmoe.bench.floors` too, and time both in turn.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from harness import WHOLE, described
 
 
 def ceilings() -> tuple[float, float]:
-    """Milliseconds of cuBLAS's 8192^3 product and of a copy of 2 GiB: what this card does today."""
+    """Milliseconds of cuBLAS's 8192^3 product and of a copy of 2 GiB, as measures of this card's speed."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     big = torch.empty(2**31, device="cuda", dtype=torch.uint8)
     other = torch.empty_like(big)

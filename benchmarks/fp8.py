@@ -1,12 +1,13 @@
-"""A layer with experts in FP8 beside the bare GEMMs in FP8, and beside the same layer in bfloat16, in one run.
+"""A layer with experts in FP8, timed beside the bare GEMMs in FP8 and beside a layer of its sizes in bfloat16.
 
     python benchmarks/fp8.py [--layers NAME ...] [--out benchmarks/results/fp8/h200x1.json]
 
-"fused": the whole layer (router, quantising x, dispatch to combine, one launch), its weights with scales of 128 x 128
-as checkpoints have them. "floor": PyTorch's two grouped GEMMs in FP8 with a scale for each row, on ready quantised
-rows, as many as the layer has, spread over the experts at random; quantising is not in it. "bf16": the layer in
-bfloat16, where both fit. All in turn, by two timers: "busy", behind work that hides the launches, and "plain", which
-has them in it. Medians of --repeats.
+"fused": the whole layer in one launch (router, quantising x, dispatch to combine). Its weights have a scale for each
+block of 128 x 128, as in checkpoints. "floor": PyTorch's two grouped GEMMs in FP8 with a scale for each row. Its rows
+are quantised beforehand, as many as the layer has, and spread over the experts at random. "bf16": the layer in
+bfloat16, if the memory holds both layers. All are timed in turn, in one run, by two timers: "busy" (the GPU is kept
+busy before the call, so that the launches are not in the figure) and "plain" (they are). Figures are medians of
+--repeats calls.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from flashmoe.bench.origin import QUERY, commit_option, nvidia_smi, write
 from flashmoe.bench.quantised import by_block, floor_call, weights
 from harness import described
 
-LAYERS = {  # H, I, E, K, T, the most that fused / floor may be
+LAYERS = {  # H, I, E, K, T, and the largest allowed ratio of the times fused / floor
     "qwen3-30b": (2048, 768, 128, 8, 8192, 1.15),
     "mixtral": (4096, 14336, 8, 2, 8192, 1.12),
     "deepseek-v3": (7168, 2048, 256, 8, 4096, 1.10),
 }
 BF16_BYTES = 40 << 30
-"""The most that weights in bfloat16 may take beside those in FP8."""
+"""The most bytes that a layer's weights in bfloat16 may have. A layer with more is timed only in FP8, because its
+weights in FP8 need memory too."""
 
 
 def context_of(layer: str, **types: str) -> flashmoe.Context:

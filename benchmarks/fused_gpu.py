@@ -2,11 +2,11 @@
 
     python benchmarks/fused_gpu.py [--shapes NAME ...] [--out benchmarks/results/fused_gpu/h200x1.json]
 
-Per shape and token count: the whole layer (router to combine, one launch), and the floor: PyTorch's two grouped GEMMs
-alone, on ready inputs, the same number of rows spread over the experts at random. Both are timed by events,
-in turn, by two timers: "busy", with the GPU kept busy before each so that no launch gap is in the figure, and "plain",
-which has the launches in it, one of the layer and two of the floor; medians and spread of --repeats. Prints ratios,
-writes JSON.
+For each shape and number of tokens, two calls are timed in turn, by CUDA events: the whole layer (router to combine,
+one launch), and the floor. The floor is PyTorch's two grouped GEMMs alone, on ready inputs, with the same number of
+rows, spread over the experts at random. There are two timers. "busy": the GPU is kept busy before each call, so that
+no gap before a launch is in the figure. "plain": the launches are in the figure (one of the layer, two of the floor).
+Figures are medians and spread of --repeats calls. Prints ratios, writes JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness import WHOLE, beside_floor, described
 from lone_layer import LoneLayer
 
 DEFAULT = tuple(name for name in WHOLE if name not in ("paper-E16", "paper-E32"))
-"""On one GPU: the line over E is a matter of groups."""
+"""Only some of the paper's numbers of experts: fused_group.py compares all of them, on groups of GPUs."""
 
 
 def measure(name: str, tokens: int, repeats: int) -> dict:

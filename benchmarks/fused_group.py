@@ -3,12 +3,13 @@
     torchrun --nproc-per-node N benchmarks/fused_group.py [--shapes NAME ...] [--tokens T ...]
         [--return direct reduced ...] [--profile gemm1_lag=400 ...] [--out benchmarks/results/fused_group/h200xN.json]
 
-Per shape and tokens a GPU: the whole layer (router to combine, one launch a rank), and the floor: PyTorch's two grouped
-GEMMs alone, on ready inputs, as many rows as this rank's tokens have, spread over its experts at random. Both are timed
-in turn, by two timers. "busy": each GPU is kept busy, then all meet in an all-reduce, on which the measured span
-follows without a gap. "plain": the yardstick's, a barrier, then events around the launch. Of each iteration the slowest
-rank counts; medians of --repeats. Rank 0 prints ratios and writes JSON. Where several numbers of experts of the paper's
-layer ran (paper-E8 to paper-E128, 16384 tokens), it also says how many times the fastest one's time the slowest took.
+For each shape and number of tokens a GPU, two calls are timed in turn: the whole layer (router to combine, one launch a
+rank), and the floor. The floor is PyTorch's two grouped GEMMs alone, on ready inputs, with a row for each (token, k) of
+this rank, spread over its experts at random. There are two timers. "busy": each GPU is kept busy, then all GPUs meet in
+an all-reduce, which the timed call follows without a gap. "plain": all hosts meet at a barrier, and the launch is in
+the figure. Each time is that of the slowest rank; figures are medians of --repeats calls. Rank 0 prints ratios and
+writes JSON. If the paper's layer ran with several numbers of experts (paper-E8 to paper-E128, 16384 tokens), rank 0
+also prints the slowest one's time divided by the fastest one's.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from flashmoe.placement import contiguous, local_experts
 from harness import WHOLE, beside_floor, described, profile_of
 
 PAPER_TOKENS = 16384
-"""A GPU's, where the paper varies the number of experts."""
+"""The tokens of each GPU in the paper's figure that varies the number of experts."""
 
 
 def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], return_mode: str) -> dict:
@@ -65,7 +66,7 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], retur
         dist.barrier()
         operations = gpu_operations(layer) / 10
         returned = ctx.last_call.return_mode
-        dist.barrier()  # a rank that closes its context must not be awaited in another's call
+        dist.barrier()  # no rank may close its context while another rank's call still waits for this rank
     row = {"shape": name, "tokens": tokens, "ranks": ranks, "return_mode": returned, "profile": profile}
     row |= beside_floor(timed)
     return {
@@ -78,7 +79,7 @@ def measure(name: str, tokens: int, repeats: int, profile: dict[str, int], retur
 
 
 def paper_line(rows: list[dict]) -> dict | None:
-    """How far the paper's layer is from taking equally long whatever its number of experts; None of fewer than two."""
+    """How much the time of the paper's layer depends on its number of experts; None if fewer than two of them ran."""
     times = {
         row["shape"]: row["fused_ms"]
         for row in rows

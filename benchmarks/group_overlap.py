@@ -1,25 +1,26 @@
-"""What travelling, uneven experts and late ranks cost a group of GPUs.
+"""How much longer a group of GPUs takes because of rows that travel, of uneven experts and of late ranks.
 
     torchrun --nproc-per-node N benchmarks/group_overlap.py [--out benchmarks/results/group_overlap/h200xN.json]
 
-Three parts, all with given routing, medians of --repeats calls ("hidden": sixteen times as many), of each the slowest
-rank. What is compared is called in turn, forwards and backwards, so that all of it meets the same clocks and power.
+There are three parts, all with given routing. Figures are medians of --repeats calls ("hidden": sixteen times as many).
+Calls that are compared take turns, so that all of them have the same clocks and power.
 
-- "hidden": a call whose tokens choose among all experts less one in which they choose among their own rank's, so that
-  nothing travels; the median of the differences of neighbouring calls, and their quartiles. Each expert has exactly as
-  many rows in both, so that both compute the same tiles: drawn freely, the fullest rank's rows vary by as much as is to
-  be measured.
-  "exposed" is that over what communication takes alone, as COMET has it, whose communication is that of collectives:
-  twice NCCL's all_to_all_single of the layer's T K rows of H, the yardstick's "a2a each way", there and back, in turn
-  with the calls and by the same timer. It moves a row for each expert, even two of one rank, and the rank's own rows.
-  "exposed_of_link" is over the time that what really travels takes on the link, at 350 GB/s: the rows that a rank
-  sends, each once to a rank, and those that it returns.
-- "uneven": 8 experts, K = 2, their shares with the standard deviations of COMET's figure 14, growing from the first
-  expert to the last, so that the last rank has most; over the bare GEMMs of that rank's rows. The figure's setting is
-  Mixtral's experts and 8192 tokens of all ranks together; besides 8192 tokens a GPU, of Mixtral and of the paper's
-  sizes.
-- "late": the last rank begins a millisecond late. How much later the others end, and what share of their GEMM tasks
-  they had done by then.
+- "hidden": the time of a call whose tokens choose among all experts, less that of a call whose tokens choose among
+  their own rank's experts, so that no row travels. Of the differences of neighbouring calls, it gives the median and
+  the quartiles. Each time is that of the slowest rank. Each expert has exactly as many rows in both calls, so that both
+  compute the same tiles. If experts were drawn freely, the fullest rank's rows would vary by as much as is to be
+  measured.
+  "exposed" is the difference over the time that communication takes alone, in COMET's sense, which means collectives:
+  twice (there and back) NCCL's all_to_all_single of the layer's T K rows of H, timed in turn with the calls by the same
+  timer. This exchange moves a row for each expert, even if two of them are on one rank, and also the rank's own rows.
+  "exposed_of_link" is the difference over the time on the link, at 350 GB/s, of the rows that really travel: the rows
+  that a rank sends, each once to a rank, and those that it returns.
+- "uneven": 8 experts and K = 2. The experts' shares of the choices have the standard deviations of COMET's figure 14.
+  They grow from the first expert to the last, so that the last rank has the most rows. "ratio" is the call's time over
+  that of the bare GEMMs of the fullest rank's rows. The figure's own setting is Mixtral's experts with 8192 tokens of
+  all ranks together. Further settings have 8192 tokens a GPU, with Mixtral's and with the paper's sizes.
+- "late": the last rank begins a millisecond late. Figures say how much later the other ranks end, and what share of
+  their GEMM tasks they have done by the time at which the last rank begins.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from harness import described
 
 DEVIATIONS = (0.0, 0.01, 0.032, 0.05)
 FIGURE_TOKENS = 8192
-"""Of all ranks together, in COMET's figure 14."""
+"""The tokens of all ranks together in COMET's figure 14."""
 
 
 def uneven(name: str, tokens: int, repeats: int) -> list[dict]:

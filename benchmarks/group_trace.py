@@ -1,14 +1,14 @@
-"""Where the time of a call goes on each of a group of GPUs, from a trace of it.
+"""How each GPU of a group spends the time of a call, from a trace of the call.
 
     torchrun --nproc-per-node N benchmarks/group_trace.py [--shape NAME] [--tokens T] [--return reduced]
         [--profile name=value ...] [--histogram 40] [--perfetto FILE]
 
-The traced call follows 40 others that begin like it: each GPU is kept busy, then all meet in an all-reduce. A call
-after a pause is another matter: its first stores to a peer take 0.1 ms. Of each rank, in microseconds since its first
-event: when gate and packets end, when blocks send, when each block's first task begins and its last one ends, how long
-tasks, epilogues, waits and combines take, and with --histogram how GEMM tasks that begin within so many microseconds of
-one another fare; and last where the multiprocessors' time goes (flashmoe.account). --perfetto writes all ranks' spans,
-by the clock of this machine.
+The traced call follows 40 other calls. All of them begin in the same way: each GPU is kept busy, then all GPUs meet in
+an all-reduce. A call after a pause would not be typical, because its first stores to a peer take 0.1 ms. Prints for
+each rank, in microseconds since its first event: when gate and packets end, when blocks send, when the first task of
+each block begins and its last task ends, and how long tasks, epilogues, waits and combines take. --histogram adds a
+table of GEMM tasks by the time at which they begin, in bins of so many microseconds. The last line says how the
+processors spent their time (flashmoe.account). --perfetto writes all ranks' spans, by the clock of this machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GEMMS = ("gemm0", "gemm1")
 
 
 def summary(events: Sequence[Event], histogram: int = 0) -> list[str]:
-    """Lines of text about one rank's call; `histogram`: microseconds of a bin, 0: none."""
+    """Lines of text about one rank's call. `histogram`: the microseconds of a bin; 0: no histogram."""
     begin = min(event.start_ns for event in events)
 
     def at(ns: float) -> float:
@@ -48,7 +48,8 @@ def summary(events: Sequence[Event], histogram: int = 0) -> list[str]:
     lines = [f"ends {at(max(event.end_ns for event in events)):.0f}"]
     if gates := by_kind["gate"]:
         lines.append("gate ends " + spread(at(event.end_ns) for event in gates))
-    # A block dispatches its own tokens once or a few times; one that sends has as many spans as its warps have shares.
+    # Spans of the kind "dispatch": a block has a few for the token blocks that it dispatches. A block that also sends
+    # has one more for each share of the rows that one of its warps sends, so it has many.
     sending = {actor for actor, own in by_block.items() if sum(event.kind == "dispatch" for event in own) > 8}
     sent = [event for event in by_kind["dispatch"] if event.actor in sending]
     if own := [event for event in by_kind["dispatch"] if event.actor not in sending]:
@@ -79,7 +80,7 @@ def summary(events: Sequence[Event], histogram: int = 0) -> list[str]:
 
 
 def binned(pairs: Iterable[tuple[Event, Event]], begin: int, width: int) -> list[str]:
-    """A line for each bin: of either GEMM the tasks that begin in it, their time, and that of their epilogues."""
+    """A line for each bin: how many tasks of each GEMM begin in it, their mean time, and that of their epilogues."""
     bins = defaultdict(lambda: {kind: [] for kind in GEMMS})
     for task, epilogue in pairs:
         bins[(task.start_ns - begin) // (1000 * width)][task.kind].append((microseconds(task), microseconds(epilogue)))
@@ -95,7 +96,7 @@ def binned(pairs: Iterable[tuple[Event, Event]], begin: int, width: int) -> list
 
 
 def described(found: Account) -> str:
-    """An account in a line."""
+    """An account as one line of text."""
     shares = found.shares()
     return "; ".join(f"{part} {shares[part] * 100:.1f} %" for part in (*PARTS, "uncovered") if part in shares)
 
@@ -130,7 +131,7 @@ def main() -> None:
         routing = {"router": router, "top_k": layer.top_k, "activation": layer.activation}
         return flashmoe.moe(layer.context, layer.x, layer.w1, layer.w2, **routing)
 
-    layer.context.trace(lambda: call(0))  # has the kernel loaded, each rank in its own time
+    layer.context.trace(lambda: call(0))  # loads the kernel that traces, so that no later call includes this
     for i in range(CALLS_BEFORE):
         own_span(call, i, True)
     (own,) = layer.context.trace(lambda: own_span(call, CALLS_BEFORE, True))

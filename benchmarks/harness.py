@@ -1,8 +1,9 @@
-"""What the scripts share beside `flashmoe.bench`: whole results, their rows, and versions of the package.
+"""What scripts of this folder share in addition to `flashmoe.bench`: results, their rows, and versions of the package.
 
-PyTorch is imported where it is used: what measures the CPU engine needs none. A worker that measures another version of
-the package may not import this, which imports `flashmoe.bench`. What a run measured goes to `result_path`: a folder for
-each kind of run, in it a file for each machine; an earlier run that docs/ cite has its commit behind the name.
+PyTorch is imported only inside functions, because scripts that measure the CPU engine need no PyTorch. A worker that
+measures another version of the package may not import this file, because it imports `flashmoe.bench`. Results are
+written to `result_path`: there is a folder for each kind of run, and in it a file for each machine. Files of earlier
+runs that pages of docs/ cite have their commit behind the name.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from flashmoe.bench.origin import (
 from flashmoe.bench.shapes import SHAPES
 
 WHOLE = tuple(name for name in SHAPES if not name.endswith("-slice") and not name.startswith("deepseek"))
-"""Those that one GPU has room for beside what is compared with them, in bf16: DeepSeek's experts are in FP8."""
+"""The shapes of whole layers that fit on one GPU in bf16, together with what they are compared with. DeepSeek's are not
+among them: their experts are in FP8."""
 NVCC = ["nvcc", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", f"-I{ROOT / 'include'}"]
 
 
@@ -41,7 +43,7 @@ NVCC = ["nvcc", "-gencode", "arch=compute_90a,code=sm_90a", "-std=c++20", "-O3",
 
 
 def described(commit: str, ranks: int | None = None) -> dict[str, str]:
-    """Where a result comes from; `ranks`: of the group that torchrun has started, None where there is none."""
+    """Where a result comes from. `ranks`: how many ranks torchrun has started; None if there is no group."""
     import torch
 
     group, launcher = "", "python"
@@ -56,7 +58,7 @@ def described(commit: str, ranks: int | None = None) -> dict[str, str]:
 
 
 def described_on_cpu(commit: str) -> dict[str, str]:
-    """The same of a result of the CPU engine."""
+    """Where a result of the CPU engine comes from."""
     import torch
 
     return {
@@ -73,8 +75,9 @@ def described_on_cpu(commit: str) -> dict[str, str]:
 def sustained(
     calls: dict[str, Callable[[int], Any]], repeats: int, behind_each_other: int = 8
 ) -> dict[tuple[str, bool | None], list[float]]:
-    """Milliseconds of each call where so many of the same are queued behind each other, by its name and None: at the
-    clocks that the GPU keeps under such work, in turn. The first of a queue is not counted."""
+    """Milliseconds of each call if so many calls of its kind are queued behind each other, so that the GPU has the
+    clocks that it keeps under such work. The keys are the call's name and None. The kinds take turns. One more call
+    goes first, and is not counted."""
     import torch
 
     timed: dict[tuple[str, bool | None], list[float]] = {(name, None): [] for name in calls}
@@ -94,8 +97,9 @@ def sustained(
 def medians_and_spread(
     timed: Mapping[tuple[str, bool | None], list[float]], prefixes: Mapping[bool | None, str]
 ) -> dict[str, Any]:
-    """Of each call its median and, but by the plain timer, its least and most, in milliseconds. `prefixes`: how keys
-    begin, by whether the GPU was kept busy; None: with calls of the same kind."""
+    """Each call's median time and, except by the plain timer, its smallest and largest time, in milliseconds.
+    `prefixes`: how the keys begin. True: the GPU was kept busy with other work; False: it was not (the plain timer);
+    None: it was kept busy with calls of the same kind."""
     row: dict[str, Any] = {}
     for (call, busy), times in timed.items():
         row[f"{prefixes[busy]}{call}_ms"] = statistics.median(times)
@@ -105,7 +109,8 @@ def medians_and_spread(
 
 
 def beside_floor(timed: dict[tuple[str, bool], list[float]]) -> dict[str, Any]:
-    """The part of a row that says how long a layer, "fused", and its "floor" took `in_turn`."""
+    """The part of a row that says how long a layer ("fused") and its "floor" took, and their ratio. `timed` is what
+    `in_turn` returns."""
     median = {key: statistics.median(times) for key, times in timed.items()}
     row: dict[str, Any] = {}
     for name in ("fused", "floor"):
@@ -118,16 +123,17 @@ def beside_floor(timed: dict[tuple[str, bool], list[float]]) -> dict[str, Any]:
 
 
 def profile_of(settings: list[str]) -> dict[str, int]:
-    """What --profile says: name=value each, see flashmoe.Context."""
+    """The profile that the option --profile gives as a list of name=value, see flashmoe.Context."""
     return {name: int(value) for name, value in (each.split("=") for each in settings)}
 
 
-# ---- programs of their own -------------------------------------------------------------------------------------------
+# ---- CUDA programs of this folder ------------------------------------------------------------------------------------
 
 
 def result_of_program(source: str, suite: str, described: str | None) -> dict[str, Any]:
-    """What the program `source` of this folder prints on one GPU, with what is needed to reproduce it. It is built with
-    nvcc, and the result is written to --out, else to the suite's folder. `described`: the script's docstring."""
+    """Builds the program `source` of this folder with nvcc and runs it on one GPU. Returns the result that it prints,
+    with what is needed to reproduce it, and writes this to --out, by default to the suite's folder. `described`: the
+    script's docstring."""
     parser = argparse.ArgumentParser(description=described)
     parser.add_argument("--out", type=pathlib.Path)
     commit_option(parser)
@@ -155,9 +161,9 @@ class Tree:
 
     folder: pathlib.Path
     commit: str
-    """Empty where nobody knows."""
+    """The commit of the sources from which the tree was made; empty if it is not known."""
     digest: str
-    """Of the package's files: tells trees apart whatever is said of their commits."""
+    """A digest of the package's files. It tells trees apart even if the given commits are wrong."""
 
     @classmethod
     def at(cls, folder: pathlib.Path, commit: str = "") -> Tree:
@@ -168,7 +174,8 @@ class Tree:
         return cls(folder, commit, digest_of(package, "."))
 
     def environment(self) -> dict[str, str]:
-        """For processes that are to import this tree's package, and keep its kernels apart from any other's."""
+        """The environment of processes that import this tree's package. Its compiled kernels have a folder of their
+        own, apart from those of other versions."""
         caches = pathlib.Path(tempfile.gettempdir()) / f"flashmoe-kernels-{os.getuid()}" / self.digest
         path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
         return {
@@ -176,7 +183,7 @@ class Tree:
             "PYTHONPATH": path,
             "PYTHONDONTWRITEBYTECODE": "1",
             "FLASHMOE_CACHE": str(caches),
-            "FLASHMOE_PROFILES": str(caches / "none.json"),  # the built-in order, whatever this machine has stored
+            "FLASHMOE_PROFILES": str(caches / "none.json"),  # no such file: the built-in order of tasks
             "OPENBLAS_NUM_THREADS": "1",
         }
 
@@ -185,7 +192,8 @@ class Tree:
 
 
 def compile_kernels(trees: Sequence[Tree], variants: Sequence[Sequence[str]]) -> None:
-    """Runs `flashmoe compile` with each of these arguments for each tree, all at once up to the cores there are."""
+    """Runs `flashmoe compile` with each of these lists of arguments for each tree, as many at once as there are
+    cores."""
     from concurrent.futures import ThreadPoolExecutor
 
     script = "import sys; from flashmoe.cli import main; sys.exit(main(sys.argv[1:]))"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 SIZES = {"max_tokens": 8, "hidden": 64, "intermediate": 64, "experts": 8, "top_k": 2}
 WARM_UP, CALLS = 300, 2000
-"""Calls of a case in a round."""
+"""Calls of a case in a round: first those that are not counted, then those that are."""
 
 
 def tensors() -> dict[str, Any]:
@@ -34,14 +34,14 @@ def tensors() -> dict[str, Any]:
 class Case(NamedTuple):
     engine: str
     tensors: str
-    """Of which library, and what is called with them."""
+    """The tensors' library, and what is called if it is not `flashmoe.moe`; the case's name in results."""
     call: Callable[[], Any]
     wait: Callable[[], None]
     """Waits until the call is over."""
 
 
 def function_case(engine: str, library: str, given: dict[str, Any]) -> Case:
-    """`flashmoe.moe`. The context lives as long as the case."""
+    """A call of `flashmoe.moe`. Its context lives as long as the case."""
     import flashmoe
 
     ctx = flashmoe.Context(engine=engine, dtype="float32", processors=1 if engine == "cpu" else None, **SIZES)
@@ -49,7 +49,7 @@ def function_case(engine: str, library: str, given: dict[str, Any]) -> Case:
 
 
 def block_cases(engine: str) -> Iterator[Case]:
-    """Of blocks of Transformers."""
+    """Calls of the experts and blocks of Transformers' models."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     import transformers
@@ -78,7 +78,7 @@ def block_cases(engine: str) -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """Those that there can be here."""
+    """The cases whose engine and libraries this machine has."""
     arrays = tensors()
     yield function_case("cpu", "numpy", arrays)
     if importlib.util.find_spec("torch") is None:
@@ -109,7 +109,7 @@ def timed(case: Case) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints an object with a row for each case."""
+    """Prints a JSON object with a row for each case."""
     import flashmoe
 
     rows = [{"engine": case.engine, "tensors": case.tensors, **timed(case)} for case in cases()]

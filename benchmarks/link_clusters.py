@@ -1,11 +1,12 @@
-"""How many clusters should stop early to reduce (link_clusters, see flashmoe.Context): COMET's figure 8 of this layer.
+"""How many clusters should stop early to reduce (link_clusters, see flashmoe.Context), as in COMET's figure 8.
 
     torchrun --nproc-per-node N benchmarks/link_clusters.py [--shapes NAME ...] [--tokens T] [--numbers 0 4 8 ...]
         [--out benchmarks/results/link_clusters/h200xN.json]
 
-Per shape, in one run and in turn: the layer with the direct return, the same with the reduced return and each number of
-clusters, and the floor (fused_group.py says what it is, and what the two timers are). Of each iteration the slowest
-rank counts. Calls with the reduced return must have the same bits whatever the number, or no time is taken.
+For each shape, these are timed in turn, in one run: the layer with the direct return, the layer with the reduced return
+and each number of clusters, and the floor. fused_group.py describes the floor and the two timers. Each time is that of
+the slowest rank. Before the timing, calls with the reduced return must have the same bits with every number of
+clusters; otherwise the program ends.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def measure(name: str, tokens: int, numbers: list[int], repeats: int) -> dict[st
     timed = in_turn(group_milliseconds, calls, repeats)
     for context in list(contexts.values())[1:]:
         context.synchronize()
-        dist.barrier()  # a rank that closes its context must not be awaited in another's call
+        dist.barrier()  # no rank may close its context while another rank's call still waits for this rank
         context.close()
     layer.close()
     row: dict[str, Any] = {"shape": name, "tokens": tokens, "ranks": layer.ranks, "error": error}

@@ -1,5 +1,5 @@
-"""A layer on one GPU. A worker imports this beside any version of the package, so it imports nothing of
-`flashmoe.bench`."""
+"""A layer on one GPU. A worker imports this file together with any version of the package, so this file imports nothing
+of `flashmoe.bench`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 
 class LoneLayer:
-    """A layer of random weights on one GPU, its context, of the built-in order, and its calls by number. `sizes`: as
-    `flashmoe.bench.shapes` has them."""
+    """A layer of random weights on one GPU, with a context that has the built-in order of tasks. Calling the object
+    with a number i makes a call with batch i % 4. `sizes`: an entry of `flashmoe.bench.shapes.SHAPES`."""
 
     def __init__(self, sizes: Sequence[Any], tokens: int, dtype: str = "bfloat16", exact: bool = False) -> None:
         hidden, inner, self.experts, self.top_k, self.activation, _ = sizes

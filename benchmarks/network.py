@@ -1,14 +1,15 @@
-"""What crosses between two hosts in a second, by one or several versions of the package in turn.
+"""How many bytes cross between two hosts in a second, with one version of the package, or with several in turn.
 
     python benchmarks/network.py --pythons OLD=PATH NEW=.venv/bin/python [--out FILE.json]
     python benchmarks/network.py --wires OLD=PROGRAM:LIBRARY NEW=PROGRAM:LIBRARY [--out FILE.json]
 
-The hosts are network namespaces of this machine, joined by a veth pair, so root is needed. Each has one rank of a group
-on the CPU engine, and all tokens of a rank go to the other's expert: T rows of 8 KiB there, and T rows back. The expert
-is tiny, so that a call is little but what crosses. "one": rank 0 alone has tokens, so that one direction is used at a
-time; "both": both ranks have T. Rounds take the versions in turn; each is a new group. Prints the median of a version's
-rounds in MB/s of what both have sent, and its ratio to the first version's. With `--wires` no calls are made: one
-side of a wire alone (wire.cpp) sends messages of 512, 64 and 8 KiB to the other.
+The hosts are network namespaces of this machine, joined by a veth pair, so root is needed. Each host has one rank of a
+group on the CPU engine. All tokens of a rank choose the other rank's expert, so that T rows of 8 KiB go there and T
+rows come back. The expert is tiny, so that a call takes little longer than its rows need on the network. "one": only
+rank 0 has tokens, so that one direction is used at a time; "both": both ranks have T tokens. Each round measures the
+versions in turn, each with a new group. Prints the median of each version's rounds, in MB/s of what both ranks have
+sent together, and its ratio to the first version's. With `--wires`, no calls are made: one side of a wire (wire.cpp)
+sends messages of 512, 64 and 8 KiB to the other side.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import time
 from pathlib import Path
 
 TOKENS = {1: 400, 8: 400, 64: 200, 4096: 8}
-"""Calls of a round, by T."""
+"""How many calls a round measures, by T."""
 H, ADDRESSES, PORT = 2048, ("10.77.1.1", "10.77.1.2"), 7799
 
 
 def rank_of_a_round(rank: int) -> None:
-    """Prints, as JSON, what this rank has measured, by directions and T."""
+    """Makes the calls of one rank in a round. Prints as JSON the mean seconds and bytes of a call, by directions ("one"
+    or "both") and T."""
     import flashmoe
     import numpy as np
 
@@ -65,7 +67,7 @@ def rank_of_a_round(rank: int) -> None:
 
 
 class Hosts:
-    """Two, each a process that keeps its namespaces open."""
+    """Two hosts: network namespaces, each kept open by a process."""
 
     def __init__(self) -> None:
         keep = "mount -t tmpfs none /dev/shm && hostname host$0 && echo && exec sleep infinity"
@@ -83,7 +85,7 @@ class Hosts:
             for command in (["link", "set", "lo", "up"], ["address", "add", f"{address}/24", "dev", "eth0"]):
                 self._run(number, "ip", *command)
             self._run(number, "ip", "link", "set", "eth0", "up")
-        time.sleep(2)  # until the kernel takes the link to be there
+        time.sleep(2)  # until the kernel counts the link as up
 
     def inside(self, number: int, *command: str) -> list[str]:
         return ["nsenter", "--target", str(self._keepers[number].pid), "--net", "--mount", "--uts", *command]
@@ -98,7 +100,7 @@ class Hosts:
 
 
 def round_of(hosts: Hosts, python: str) -> dict[str, float]:
-    """MB/s, by directions and T."""
+    """The MB/s of one round of calls, by directions and T."""
     environment = {**os.environ, "FLASHMOE_SECRET": "a secret of this benchmark", "OPENBLAS_NUM_THREADS": "1"}
     commands = [hosts.inside(rank, python, __file__, "--rank", str(rank)) for rank in (0, 1)]
     ranks = [subprocess.Popen(each, env=environment, stdout=subprocess.PIPE, text=True) for each in commands]
@@ -110,7 +112,7 @@ def round_of(hosts: Hosts, python: str) -> dict[str, float]:
 
 
 def round_of_wires(hosts: Hosts, program: str) -> dict[str, float]:
-    """MB/s, by KiB of a message."""
+    """The MB/s of one round of messages over the wire alone, by the size of a message in KiB."""
     path, _, library = program.partition(":")
     with tempfile.TemporaryDirectory() as folder:
         commands = [hosts.inside(side, path, str(side), folder, library, ADDRESSES[side]) for side in (0, 1)]

@@ -1,15 +1,17 @@
-"""The speed of two versions of the package on one GPU, in turn in one run.
+"""Compares the speed of two versions of the package on one GPU, in turn in one run.
 
     python benchmarks/old_new.py --trees OLD NEW [--commits OLD NEW] [--layers SHAPE:TOKENS ...] [--backward]
                                  [--rounds N] [--out FILE.json]
 
-A tree is a folder that holds an importable `flashmoe`, see same_bits.py. The layers are those of docs/measured.md's
-table of one GPU, and 8 tokens of Qwen3; with --backward, the backward passes of backward.py's layers. Three processes
-keep a context and the layer's weights each: the old version, the new one, and the old one again, whose times over the
-first one's are the spread that nothing but chance makes. They are timed in turn, round by round, each round beginning
-with another of them; "busy", behind work that hides the launch, and plainly, a call at a time on an idle GPU. Medians
-are of all single calls, quartiles of the rounds' ratios. Exits with 1 if the new version is slower than the old one by
-more than 1 % and by more than the upper quartile of old over old, or its bits are others.
+A tree is a folder that holds an importable `flashmoe`, see same_bits.py. The layers are those of the table of one GPU
+in docs/measured.md, and Qwen3 with 8 tokens; with --backward, the backward passes of backward.py's layers. There are
+three processes, each with a context and the layer's weights of its own: one with the old version, one with the new, and
+another one with the old. The times of the two old ones differ only by chance: their ratios, old over old, show how much
+this is. The processes are timed in turn, round by round, and each round begins with another process. There are two
+timers: "busy" (the GPU is kept busy before a call, so that the launch is not in the time), and "plain" (one call at a
+time on an idle GPU). Medians are of all single calls; quartiles are of the rounds' ratios. Exits with 1 if any result
+of the new version has other bits than the old version's, or if the new version is slower than the old one by more than
+1 %, and by more than both the median and the upper quartile of old over old.
 """
 
 from __future__ import annotations
@@ -44,18 +46,18 @@ LAYERS = (
 BACKWARD_LAYERS = tuple((name, SHAPES[name][-1][0]) for name in TRAINED)
 WORKER = pathlib.Path(__file__).with_name("timings.py")
 VARIANTS = (["--activation", "swiglu"], ["--activation", "gelu"])
-"""What `flashmoe compile` is told for these."""
+"""The arguments of `flashmoe compile` for the kernels of these layers."""
 ROUNDS = 15
 REPEATS, REPEATS_OF_FEW = 8, 24
-"""Calls of a turn; more where they are short."""
+"""How many calls a process times in a turn: more in layers of at most `FEW` tokens, whose calls are short."""
 FEW = 64
 OCCUPIED = 1.0
-"""Seconds of calls during which the clocks are asked for."""
+"""For so many seconds a process makes calls, while nvidia-smi is asked for the clocks."""
 ALLOWED = 1.01
 
 
 class Player:
-    """A process with one version, and what it has measured of the layer at hand."""
+    """A process with one version of the package, and the times of the current layer that it has measured."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -64,7 +66,7 @@ class Player:
             command, env=tree.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.rounds: dict[bool, list[list[float]]] = {}
-        """By whether the GPU was kept busy, each round's milliseconds."""
+        """The milliseconds of each round's calls, by whether the GPU was kept busy."""
 
     def hello(self) -> dict[str, str]:
         told = self.answer()
@@ -98,14 +100,14 @@ class Player:
 
 
 def everyone(players: list[Player], do: str, **what: Any) -> list[dict[str, Any]]:
-    """All at once."""
+    """Gives all processes the same command at once. Returns their answers."""
     for player in players:
         player.tell(do, **what)
     return [player.answer() for player in players]
 
 
 def ratios(one: Player, other: Player, busy: bool) -> dict[str, Any]:
-    """`one` over `other`: of the medians, and the quartiles of the rounds'."""
+    """The times of `one` over those of `other`: the ratio of the medians, and the quartiles of the rounds' ratios."""
     by_round = [
         statistics.median(a) / statistics.median(b) for a, b in zip(one.rounds[busy], other.rounds[busy], strict=True)
     ]
@@ -114,7 +116,7 @@ def ratios(one: Player, other: Player, busy: bool) -> dict[str, Any]:
 
 
 def clocks_of(player: Player) -> str:
-    """What nvidia-smi says while the player's layer runs."""
+    """The clocks and the power that nvidia-smi reports while the player's layer runs."""
     player.tell("occupy", seconds=OCCUPIED)
     time.sleep(OCCUPIED / 5)
     said = nvidia_smi()

@@ -1,24 +1,26 @@
-"""A layer whose experts are spread over the ranks in different ways: what COMET's figures 12 and 14 vary.
+"""A layer whose experts are spread over the ranks in different ways, as in COMET's figures 12 and 14.
 
     torchrun --nproc-per-node N benchmarks/parallelism.py splits|imbalance|routing [--shapes NAME ...] [--tokens T]
         [--engine cuda|cpu] [--repeats N] [--out benchmarks/results/parallelism/h200xN.json]
 
-`splits`: expert times tensor parallelism. For every divisor n of N, groups of n ranks share each expert, a slice a
-rank: from n = 1, whole experts, to n = N, a slice of every expert everywhere. The results are those of the first split,
-but for rounding; "difference" says how far they are apart.
+`splits`: expert parallelism times tensor parallelism. For each divisor n of N, n ranks share each expert, with a slice
+on each of them. With n = 1 experts are whole; with n = N each rank has a slice of every expert. Each split must compute
+the same result, except for rounding; "difference" is how far its result is from that of the first split.
 
-`imbalance`: experts that are chosen unevenly. Their shares of all choices have the standard deviation --spread around
-1 / E; experts lie in contiguous shares, or as `flashmoe.placement.balanced` places them, with E / 8 copies, by the load
-of that very batch, or are split as above. "fullest" is what the rank that computes most has, of the mean.
+`imbalance`: experts that are chosen unevenly. Their shares of all choices have the mean 1 / E and the standard
+deviation --spread. The experts lie in contiguous shares; or as `flashmoe.placement.balanced` places them, with E / 8
+copies, for the load of the batch that is measured; or they are split as above. "fullest" is the load of the rank that
+computes the most rows, divided by the mean of all ranks.
 
-`routing`: the same two placements of the shipped layer's experts, chosen as its router chooses them for its passage,
-which comes --passes times over: the loads are the passage's, and a call is long beside what disturbs it.
+`routing`: the same placements, for the shipped layer's experts, chosen as the layer's router chooses them for the
+shipped passage. The tokens of the passage are repeated --passes times: this keeps their loads, and makes a call so long
+that disturbances matter less.
 
-Every rank has T tokens, whose experts are given. Of each call the slowest rank's time counts; medians of --repeats.
-The placements that are compared are called in turn; "of_contiguous" is the median of what two neighbouring calls
-have to one another.
-With the CUDA engine a call begins behind an all-reduce on GPUs that are kept busy, where ranks share one, and with the
-CPU engine (whose shape is "small"), at a barrier. Rank 0 prints and writes JSON.
+Every rank has T tokens, whose experts are given. Each time is that of the slowest rank; figures are medians of
+--repeats calls. Placements that are compared (not splits) are called in turn; "of_contiguous" is the median of the
+ratios of a call's time to that of the neighbouring call with contiguous shares. With the CUDA engine, the GPUs are kept
+busy, then meet in an all-reduce, behind which the call begins. With the CPU engine (whose shape is "small"), a call
+begins at a barrier. Rank 0 prints and writes JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from harness import described
 
 
 def routing(repeats: int, engine: str, passes: int) -> list[dict[str, Any]]:
-    """The shipped passage, dealt out evenly, `passes` times over."""
+    """The rows of `routing`: the shipped passage is dealt out evenly to the ranks, and repeated `passes` times."""
     layer, states = shipped_layer()
     sizes = {"hidden": layer.hidden, "intermediate": layer.intermediate, "experts": layer.experts, "top_k": layer.top_k}
     with flashmoe.Context(engine="cpu", max_tokens=len(states), **sizes, dtype=layer.dtype.name) as context:
@@ -55,7 +57,7 @@ def routing(repeats: int, engine: str, passes: int) -> list[dict[str, Any]]:
 
 
 def start(engine: str) -> dict[str, Any]:
-    """Joins the group that torchrun has started; where what it measures comes from."""
+    """Joins the group that torchrun has started. Returns where its results come from."""
     if engine == "cuda":
         join_gpus()
         return described("", dist.get_world_size())

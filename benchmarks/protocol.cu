@@ -1,17 +1,17 @@
 // The protocol alone on one GPU: whole calls of actors/ and protocol/ on every SM, with tasks that compute nothing.
 //
-// Answers two questions. How many tasks per microsecond pass from ready to taken? How long does a processor that was
-// busy when its next task became ready stand still between the two?
+// Answers two questions. How many tasks per microsecond do processors take? And if a processor's next task is there
+// before its current task ends, how long does it stand still between the two tasks?
 //
-// Roles. In every block the first three warps are a processor, the fourth is a former of every gridDim.x-th expert, the
-// fifth is the OS actor in block 0, and idle elsewhere:
-//   warp 0  taker     takes a ticket and waits for its task while the executor still works on the previous one
+// Roles. In every block the first three warps are a processor, the fourth is a former of every gridDim.x-th expert. The
+// fifth warp is the OS actor in block 0, and idle in other blocks:
+//   warp 0  taker     takes a ticket and waits for its task while the executor still works on the previous task
 //   warp 1  executor  dispatches its token blocks, then runs tasks
-//   warp 2  retirer   bumps the counters of the tasks that are done, while the executor is at the next
+//   warp 2  retirer   retires the tasks that are done, while the executor is at the next task
 //   warp 3  former    forms the tiles of its experts
-//   warp 4  OS        block 0 only: no SM is given up for it
-// Pipelines. taker -> executor and executor -> retirer: rings of two task words in shared memory; full[i] and empty[i]
-// count one arrival each.
+//   warp 4  OS actor  only in block 0, which also has a processor: so no SM is used for the OS actor alone
+// Pipelines. Task words go from the taker to the executor, and from there to the retirer, each time through a ring of
+// two words in shared memory. The barriers full[i] and empty[i] of a ring expect one arrival each.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -38,17 +38,17 @@ constexpr uint32_t kThreads = 160;
 constexpr uint32_t kMaxExperts = 512;
 constexpr uint32_t kMaxServed = 16;  // experts per former
 constexpr uint32_t kMaxChoices = 64 * 8;
-constexpr uint32_t kStamps = 1024;  // recorded tasks per processor and call
+constexpr uint32_t kStamps = 1024;  // the most gaps that a processor records in a call
 
-// What one processor saw; times of one SM's clock in cycles, of the global timer in nanoseconds.
+// What one processor recorded. Times in cycles are of the SM's clock, times in nanoseconds of the global timer.
 struct ProcessorLog {
   uint64_t first_taken_ns, last_taken_ns;
   uint32_t tasks;
-  uint32_t gaps;                 // entries of gap_cycles
-  uint32_t gap_cycles[kStamps];  // between the end of a task and the start of the next that had been waiting
+  uint32_t gaps;                 // how many entries gap_cycles has
+  uint32_t gap_cycles[kStamps];  // between the end of a task and the start of the next, if that was there already
 };
 
-// Proof that every task ran: rows multiplied and tokens combined.
+// What tasks have counted, as a proof that each of them ran once: rows of tiles, and combined tokens.
 struct Checks {
   uint64_t rows[kProducts], combined_tokens;
 };
@@ -77,7 +77,8 @@ __device__ __forceinline__ bool barrier_test(uint64_t* b, uint32_t phase) {
                : "memory");
   return done != 0;
 }
-// Bounded by the taker's own bounded wait: it always delivers, a stop word if nothing else, and the others pass it on.
+// This wait ends, because the taker's wait for a task is bounded: if no task comes, the taker puts a stop word into its
+// ring, and the executor passes it on.
 __device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t phase) {
   while (!barrier_test(b, phase)) {
   }
@@ -95,13 +96,13 @@ struct Ring {
     }
   }
   __device__ void wait_empty(uint32_t n) { barrier_wait(&empty[n % kSlots], (n / kSlots & 1u) ^ 1u); }
-  // One lane; after wait_empty(n).
+  // Called by one lane, after wait_empty(n).
   __device__ void put(uint32_t n, uint64_t w) {
     word[n % kSlots] = w;
     barrier_arrive(&full[n % kSlots]);
   }
   __device__ bool is_full(uint32_t n) { return barrier_test(&full[n % kSlots], n / kSlots & 1u); }
-  // All lanes; `there`: is_full(n) has been seen.
+  // Called by all lanes. `there`: is_full(n) has returned true.
   __device__ uint64_t get(uint32_t n, bool there = false) {
     if (!there) barrier_wait(&full[n % kSlots], n / kSlots & 1u);
     const uint64_t w = word[n % kSlots];
@@ -179,7 +180,8 @@ __device__ void execute(const Call& c, const BenchArgs& args, const Task& task) 
   });
 }
 
-// The engine of the executor's Returner: an item is a token, and nothing is summed. (A rank alone reduces nothing.)
+// The engine of the executor's Returner. An item is a token, and is counted instead of summed. (A rank that is alone
+// has no Reduce.)
 struct CountTokens {
   const BenchArgs& args;
 
@@ -202,7 +204,7 @@ struct CountTokens {
 
 __device__ void run_tasks(const Call& c, const BenchArgs& args, Shared& s) {
   for (uint32_t b = blockIdx.x; b < c.blocks(); b += c.policy.clusters) {
-    if (!dispatch_block(c, args, s, b)) break;  // then the taker delivers a stop word
+    if (!dispatch_block(c, args, s, b)) break;  // the call has failed: the taker will deliver a stop word
   }
   ProcessorLog& log = args.logs[blockIdx.x];
   uint32_t tasks = 0, gaps = 0;
@@ -212,7 +214,7 @@ __device__ void run_tasks(const Call& c, const BenchArgs& args, Shared& s) {
     const bool waiting = s.next.is_full(n);
     const Task task = Task::unpack(s.next.get(n, waiting));
     const int64_t begun = clock64();
-    s.done.wait_empty(n);  // here and not at the end, where the next task may be waiting
+    s.done.wait_empty(n);  // here, and not after execute(), where a wait would count as a part of the gap
     if (task.kind != TaskKind::kStop) {
       last = P::now_ns();
       if (tasks++ == 0) first = last;
@@ -290,8 +292,9 @@ struct Shape {
   uint32_t tokens, experts, top_k, log2_block, intermediate, hidden;  // the last two in blocks of columns
 };
 
-// Token blocks: about one per SM, but not so small that there are many packets for little work. Blocks of columns: as
-// if of tasks of 128 rows by 256 columns, ceil(2I / 256) or ceil(I / 256), and ceil(H / 256).
+// Token blocks are so large that there is about one for each SM, but not so small that many packets hold little work.
+// The blocks of columns are as many as tasks of 128 rows by 256 columns would have: ceil(2I / 256), or ceil(I / 256)
+// without a gate, and ceil(H / 256).
 constexpr Shape kShapes[] = {
     {"qwen3-30b-a3b", 8192, 128, 8, 6, 6, 8},
     {"paper-E64", 16384, 64, 2, 7, 8, 8},
@@ -306,7 +309,7 @@ class Bench {
     limits.max_tokens = shape.tokens;
     limits.experts = limits.max_local_experts = shape.experts;
     limits.top_k = shape.top_k;
-    // Rows are never touched: they are as short as the wanted number of blocks of columns allows, an element each.
+    // No row is read or written. So a block of columns has one element, and rows have as many elements as blocks.
     limits.hidden = shape.hidden;
     limits.intermediate = shape.intermediate;
     limits.columns_per_task = each_product(1);
@@ -346,7 +349,8 @@ class Bench {
     args_.checks = reinterpret_cast<Checks*>(device_zeros(sizeof(Checks)));
   }
 
-  // One call; its tasks spin for busy_cycles. Exits with a message if a task was lost or run twice.
+  // Makes a call whose tasks spin for busy_cycles. Returns its microseconds. Exits with a message if a task was lost or
+  // run twice.
   float run(uint32_t busy_cycles) {
     ++call_.epoch;
     args_.busy_cycles = busy_cycles;
@@ -374,7 +378,7 @@ class Bench {
     for (const auto& log : logs_) n += log.tasks;
     return n;
   }
-  // From the first task taken to the last.
+  // From the moment at which the first task is taken to that at which the last one is.
   double microseconds() const {
     uint64_t first = UINT64_MAX, last = 0;
     for (const auto& log : logs_) {
@@ -444,7 +448,7 @@ int run_all() {
   std::printf("{\"device\": \"%s\", \"sms\": %u, \"clock_ghz\": %.3f, \"shapes\": [", device.name, processors,
               khz * 1e-6);
   constexpr int kCalls = 50, kWarmUp = 5;
-  constexpr uint32_t kBusyCycles = 8000;  // about 4 us: a short task, the next one is ready long before its end
+  constexpr uint32_t kBusyCycles = 8000;  // about 4 us, like a short task: the next task is ready long before its end
   for (size_t i = 0; i < std::size(kShapes); ++i) {
     Bench bench(kShapes[i], processors);
     std::vector<double> rate, span, kernel;

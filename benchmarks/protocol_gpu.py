@@ -1,4 +1,4 @@
-"""The protocol alone on one GPU: tasks per microsecond, and the gap between two tasks of a busy processor.
+"""The protocol alone on one GPU: tasks per microsecond, and how long a busy processor pauses between two tasks.
 
     python benchmarks/protocol_gpu.py [--out benchmarks/results/protocol_gpu/h100x1.json]
 

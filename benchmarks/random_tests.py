@@ -1,11 +1,11 @@
-"""Runs tests of random programs and calls with more of them than CI has time for, and writes down how it went.
+"""Runs the tests of random programs and calls, more of them than CI has time for, and writes the outcome to a file.
 
     python benchmarks/random_tests.py programs calls
 
-`programs` are of Transformers, of the release that is installed (tests/test_transformers_programs.py: 1,000 of them).
-`calls` are of groups of ranks on the CPU engine, some of which a rank refuses, others with rows that are NaN or that no
-expert may have (tests/test_refused_calls.py: 10,000). What is there already of the same sources and another release of
-Transformers stays.
+`programs` (tests/test_transformers_programs.py: 1,000 of them) use the installed release of Transformers. `calls`
+(tests/test_refused_calls.py: 10,000) are of groups of ranks on the CPU engine; some calls are refused by a rank, others
+have rows of NaN, or rows that no expert may have. Outcomes that the file already has stay there if they are of the same
+sources, and of the other tests or another release of Transformers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ TESTS = {
     "programs": ("tests/test_transformers_programs.py", "", "FLASHMOE_PROGRAMS", 1000),
     "calls": ("tests/test_refused_calls.py", "random", "FLASHMOE_REFUSED_CALLS", 10_000),
 }
-"""File, which of its tests (-k), the environment variable that says how many, and how many."""
+"""The file, which of its tests run (pytest's -k), the environment variable that sets how many programs or calls there
+are, and this number."""
 
 
 def run(name: str) -> dict[str, Any]:
-    """The outcome of one of them; ends Python if a test fails, with what it printed."""
+    """Runs the tests `name`, and returns their outcome. If a test fails, prints what it printed and ends Python."""
     file, chosen, variable, number = TESTS[name]
     start = time.monotonic()
     tests = subprocess.run(
@@ -54,7 +55,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def kind(run: dict[str, Any]) -> tuple[str, str | None]:
-    """Of two such runs the later one counts."""
+    """What a run tested. Of two runs with the same value, only the later one stays in the file."""
     return run["tests"], run.get("transformers")
 
 

@@ -1,12 +1,13 @@
-"""Where the curves of training_curves.py part: the shipped model with eager experts and with this package's, trained
-side by side in one process on the same windows, and what their routers choose.
+"""Why the curves of training_curves.py differ: trains the shipped model twice, with eager experts and with this
+package's, in one process on the same windows, and compares what the two models' routers choose.
 
     python benchmarks/routing_flips.py [--steps 200] [--out FILE.json]
 
-Needs Transformers and safetensors; on two cores it takes a minute and a half. A flip is a token for which a layer of
-the two models chooses other experts: the logits of the last one chosen and of the first one left lie so close that the
-rounding of what comes before decides. For each step that has flips, the loss is computed once more, with eager experts
-and that model's weights but the other one's choices: if nothing else parts the two, that is the other one's loss.
+Needs Transformers and safetensors; on two cores it takes a minute and a half. A flip is a token for which the same
+layer of the two models chooses different experts. It happens where the logits of the last expert that is chosen and of
+the first that is not lie so close together that earlier rounding decides between the two. For each step with flips, the
+loss is computed once more, with eager experts, the weights of the eager model and the choices of the other model. If
+the flips alone make the losses differ, this loss is the same as that of the other model.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from harness import described_on_cpu
 from training_curves import BATCH, WINDOW, assets, passage
 
 Routed = tuple[torch.Tensor, ...]
-"""Of a layer's router: logits [T, E], weights [T, K], ids [T, K]."""
+"""The results of a layer's router: logits [T, E], combine weights [T, K] and ids [T, K]."""
 
 
 class Trained:
-    """A model, what optimises it, and what its routers did in the last forward pass, by layer."""
+    """A model, its optimizer, and its routers' results in the last forward pass, by layer."""
 
     def __init__(self, experts: str) -> None:
         import flashmoe.integrations.transformers  # noqa: F401
@@ -46,7 +47,7 @@ class Trained:
         return self.model(input_ids=windows, labels=windows, use_cache=False).loss
 
     def loss_with(self, windows: torch.Tensor, routed: list[Routed]) -> float:
-        """With what other routers did."""
+        """The loss if the model's routers return the results `routed` of another model's routers."""
         hooks = [
             router.register_forward_hook(lambda *_, of_layer=of_layer: of_layer)
             for router, of_layer in zip(self._routers, routed, strict=True)
@@ -64,8 +65,9 @@ class Trained:
 
 
 def flips(ours: torch.Tensor, theirs: torch.Tensor, top_k: int) -> list[dict[str, Any]]:
-    """Tokens of two times logits [T, E] whose first `top_k` experts are not the same: which each has alone, and how far
-    apart the logits of the last that is chosen and of the first that is left are in both."""
+    """The flips between two models' logits [T, E]: the tokens whose first `top_k` experts differ. For each: the experts
+    that only one model chooses, for both models, and for both the logit of the last expert that is chosen less that of
+    the first that is not."""
     found = []
     ranked = [each.topk(top_k + 1, -1) for each in (ours, theirs)]
     chosen = [[{*row} for row in each.indices[:, :top_k].tolist()] for each in ranked]
@@ -77,12 +79,12 @@ def flips(ours: torch.Tensor, theirs: torch.Tensor, top_k: int) -> list[dict[str
 
 
 def apart(ones: list[torch.Tensor], others: list[torch.Tensor]) -> list[float]:
-    """The largest difference of each pair."""
+    """The largest difference between the elements of each pair of tensors."""
     return [(one - other).abs().max().item() for one, other in zip(ones, others, strict=True)]
 
 
 def compare(eager: Trained, ours: Trained, windows: torch.Tensor) -> dict[str, Any]:
-    """One step of both."""
+    """Makes one step with both models. Returns how far they are apart, and their flips."""
     losses = eager.loss(windows), ours.loss(windows)
     theirs, mine = list(eager.routed), list(ours.routed)
     found = [
@@ -105,7 +107,7 @@ def compare(eager: Trained, ours: Trained, windows: torch.Tensor) -> dict[str, A
 
 
 def batches(steps: int) -> list[torch.Tensor]:
-    """As examples/train_parallel.py draws them, whose text is a file."""
+    """The batches of all steps, drawn as examples/train_parallel.py draws them from the same text."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(assets() / "tiny-qwen3-moe" / "tokenizer.json"))
@@ -124,7 +126,7 @@ def main() -> None:
 
     import transformers
 
-    torch.set_num_threads(1)  # as in training_curves.py: the sums of eager experts are then the same
+    torch.set_num_threads(1)  # as in training_curves.py: so sums of eager experts have the same bits there
     eager, ours = Trained("eager"), Trained("flashmoe")
     rows = []
     for step, windows in enumerate(batches(args.steps)):

@@ -2,11 +2,12 @@
 
     python benchmarks/same_bits.py --trees OLD NEW [--suites cpu gpu group] [--commits OLD NEW] --out FILE.json
 
-A tree is a folder that holds an importable `flashmoe`, with what lies beside it: the site-packages of an environment,
-or what `pip install --target FOLDER .` makes. Each tree computes the layers of bits.py in processes of its own:
-"cpu", groups of 1 to 8 ranks of the CPU engine; "gpu", one GPU; "group", four ranks that share a GPU, side by side
-under NVIDIA's MPS where there is its daemon, in turns else. Outputs and reported routing are hashed and compared.
-Exits with 1 if a hash differs, or a version's own second call differs from its first.
+A tree is a folder that holds an importable `flashmoe` and the packages that it was installed with: the site-packages of
+an environment, or what `pip install --target FOLDER .` makes. Each tree computes the layers of bits_layers.py in
+processes of its own. There are three suites. "cpu": groups of 1 to 8 ranks of the CPU engine. "gpu": one GPU. "group":
+four ranks that share a GPU; the ranks' kernels run at the same time if NVIDIA's MPS can be started, otherwise in turns.
+Outputs and reported routing are hashed and compared. Exits with 1 if a hash differs between the trees, or between a
+tree's first and second call.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Failed(Exception):
 
 
 def hashes(tree: Tree, suite: str, extra: dict[str, str] | None = None) -> dict:
-    """What the worker writes of one suite. Raises `Failed`."""
+    """What bits.py writes about one suite, run with this tree. Raises `Failed`."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "hashes.json"
         command = [sys.executable, str(WORKER), suite, str(out)]
@@ -53,7 +54,7 @@ def hashes(tree: Tree, suite: str, extra: dict[str, str] | None = None) -> dict:
 
 
 def compile_all(trees: list[Tree], suites: list[str]) -> None:
-    """Every kernel that the suites will ask for, all at once."""
+    """Compiles all kernels that the suites need, many at once."""
     if not {"gpu", "group"} & set(suites):
         return
     rdma = [f"rdma-{dtype}" for dtype in PUT] if "group" in suites else []
@@ -63,14 +64,14 @@ def compile_all(trees: list[Tree], suites: list[str]) -> None:
         for each in started:
             try:
                 each.result()
-            except (Failed, SystemExit) as error:  # the suite will fail too, the others need not
+            except (Failed, SystemExit) as error:  # the suite that needs the kernel will fail too, but others may not
                 print(f"kernels: {error}", flush=True)
 
 
 @contextlib.contextmanager
 def mps(wanted: bool) -> Iterator[dict[str, str]]:
-    """NVIDIA's MPS for the processes that are told so by what this yields; nothing where there is no daemon, or
-    it does not start."""
+    """Starts NVIDIA's MPS if it is `wanted`, and yields the environment variables by which processes use it. If there
+    is no daemon, or it does not start, they are empty."""
     folders = [os.environ.get("PATH", ""), "/usr/local/nvidia/bin", "/usr/bin"]
     daemon = shutil.which("nvidia-cuda-mps-control", path=os.pathsep.join(folders))
     if not wanted or daemon is None:
@@ -89,7 +90,7 @@ def mps(wanted: bool) -> Iterator[dict[str, str]]:
 
 
 def hash_suite(suite: str, trees: list[Tree]) -> dict:
-    """A suite with both trees, compared; one that failed is compared with nothing, and so not equal."""
+    """Hashes a suite with both trees, and compares the hashes. A suite that fails with a tree counts as different."""
     start = time.monotonic()
     try:
         with mps(suite == "group") as told:
@@ -103,12 +104,12 @@ def hash_suite(suite: str, trees: list[Tree]) -> dict:
 
 
 def sharing() -> dict[str, str]:
-    """What lets ranks share the GPU."""
+    """The environment variable that lets ranks share the GPU."""
     return {"FLASHMOE_SHARE_GPUS": str(SHARING)}
 
 
 def compare(old: dict[str, dict], new: dict[str, dict]) -> dict:
-    """Counts, and the names of what is not equal."""
+    """How many layers are equal, and the names of those that are not, or whose calls differ within a tree."""
     names = sorted(old.keys() | new.keys())
     different = []
     for name in names:
@@ -128,7 +129,7 @@ def compare(old: dict[str, dict], new: dict[str, dict]) -> dict:
 
 
 def digest(layers: dict[str, dict]) -> str:
-    """Of all hashes of a suite."""
+    """A digest of all hashes of a suite."""
     return hashlib.sha256(json.dumps(layers, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,14 +1,16 @@
-"""What a shared expert adds to a layer, beside the bare GEMMs of that part; and what a router of DeepSeek's kind costs.
+"""The time that a shared expert adds to a layer, beside its bare GEMMs; and the time that DeepSeek's router adds.
 
     python benchmarks/shared_expert.py [--out benchmarks/results/shared_expert/h200x1.json]
 
-Qwen2-MoE's shared expert (gated, four times as wide as an expert) and DeepSeek-V3's (as wide as one). In turn, in one
-run: the layer with it, the layer without, the shared part's two GEMMs alone (PyTorch's, on ready inputs, without
-activation), and "apart", these behind the layer without. "share" is (with - without) / (apart - without), where all
-have the clocks of a GPU that is busy for as long; "share_alone" (with - without) / GEMMs. DeepSeek-V3's router
-(sigmoid, bias of the choice, groups, scale) is timed beside a softmax's top-k on the same layer; ids of either are
-about as evenly spread, by the same seed. Medians of --repeats, by three timers: "busy", behind work that hides the
-launch, "plain", and "sustained", each behind others of its kind, at the clocks that the GPU's power allows for long.
+The shared experts are Qwen2-MoE's (with a gate, four times as wide as an expert) and DeepSeek-V3's (as wide as an
+expert). These are timed in turn, in one run: "with" and "without", the layer with and without its shared expert;
+"gemms", the shared expert's two GEMMs alone (PyTorch's, on ready inputs, without activation); "apart", the layer
+without, followed by "gemms". "share" is (with - without) / (apart - without): "with" and "apart" are about equally
+long, so the GPU has the same clocks in both. "share_alone" is (with - without) / gemms. DeepSeek-V3's router (sigmoid,
+bias of the choice, groups, scale) is compared with a softmax and top-k ("softmax") on the same layer without shared
+expert; both spread the tokens about equally over the experts. Figures are medians of --repeats calls, by three timers:
+"busy" (the GPU is kept busy before the call, so that the launch is not in the figure), "plain" (the launch is in it),
+and "sustained" (each call follows others of its kind, so the GPU has the clocks that its power allows for long).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Task times of one GPU by the rows of a tile, from traces: what `flashmoe simulate` computes with.
+"""Times of tasks on one GPU by the number of a tile's rows, from traces. `flashmoe simulate` computes with these times.
 
     python benchmarks/task_times.py [--out FILE]
 
-Each layer is called with its router, as the other benchmarks do, and with a routing by which every expert has as many
-rows as fill its tiles but for the last, which has few or many: so it is known how many rows each traced task has.
-Calls are made as they are where layers are timed, each behind a busy GPU, and five of them are traced. Of these the
-medians, in microseconds: of a task, of its epilogue (part of it), when gate and packets end, when tasks begin and end,
-of a warp's pieces of combines.
+Each layer is called with its router, as in the other benchmarks, and with given routings. In a given routing, all tiles
+of an expert are full except the last, which has the same number of rows for every expert: so the number of rows of each
+traced task is known. The GPU is kept busy before each call, as where layers are timed, and five calls are traced. The
+results are their medians, in microseconds: how long a task takes, and its epilogue as a part of it; when gate and
+packets end; when tasks begin and end; how long a warp's pieces of Combine take.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Layer:
 
     def __init__(self, name: str) -> None:
         self.hidden, inner, self.experts, self.top_k, self.activation, _ = SHAPES[name]
-        # An expert's full tiles are about as many as in the layer itself.
+        # The rows of an expert's full tiles: the average number of rows of an expert, rounded down to whole tiles.
         rows = max(LAYERS[name]) * self.top_k // self.experts
         self.full_rows = rows // FULL_ROWS * FULL_ROWS
         self.tokens = max(*LAYERS[name], self.tokens_of(FULL_ROWS))
@@ -62,15 +62,15 @@ class Layer:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
     def tokens_of(self, last_rows: int) -> int:
-        """With so many tokens every expert has its full tiles, and one of so many rows."""
+        """The number of tokens with which each expert has its full tiles and a last tile of `last_rows` rows."""
         return self.experts * (self.full_rows + last_rows) // self.top_k
 
     def routed(self, tokens: int) -> tuple[float, list[list[Event]]]:
-        """Milliseconds of a call, and the events of traced ones, with the layer's router."""
+        """The median milliseconds of a call with the layer's router, and the events of each traced call."""
         return self._measure(tokens, {"router": self.router, "top_k": self.top_k})
 
     def given(self, last_rows: int) -> tuple[float, list[list[Event]]]:
-        """The same with each expert's last tile of so many rows."""
+        """The same with a given routing, by which each expert's last tile has `last_rows` rows."""
         tokens = self.tokens_of(last_rows)
         choices = torch.arange(tokens * self.top_k, device="cuda").reshape(tokens, self.top_k)
         weights = torch.full_like(choices, 1 / self.top_k, dtype=torch.bfloat16)
@@ -86,13 +86,13 @@ class Layer:
         for i in range(TRACED + 1):
             torch.cuda._sleep(BUSY_CYCLES)
             (traced,) = self.context.trace(call)
-            if i != 0:  # the first loads the kernel that traces
+            if i != 0:  # the first call loads the kernel that traces
                 events.append(traced.events)
         return round(ms, 4), events
 
 
 def tasks(pairs: Sequence[tuple[Event, Event]]) -> Figures:
-    """Of GEMM tasks and their epilogues: medians, and how many."""
+    """The median microseconds of GEMM tasks and of their epilogues, and the number of tasks."""
     figures: Figures = {}
     for kind in GEMMS:
         own = [pair for pair in pairs if pair[0].kind == kind]
@@ -104,7 +104,8 @@ def tasks(pairs: Sequence[tuple[Event, Event]]) -> Figures:
 
 
 def course(events: Sequence[Event]) -> Figures:
-    """When what happens in a call, in microseconds since its first event; of a block, the median of all blocks."""
+    """When a call's steps begin or end, in microseconds since its first event. Steps that each block or token block has
+    are medians over them."""
     begin = min(event.start_ns for event in events)
     by_block = defaultdict(list)
     for event in events:
@@ -134,7 +135,8 @@ def of_all(calls: Iterable[Figures]) -> Figures:
 
 
 def split(layer: Layer, pairs: Sequence[tuple[Event, Event]]) -> tuple[Figures, Figures]:
-    """Tasks of full tiles, and of experts' last ones: of all tiles, those whose tasks are shortest."""
+    """The tasks of full tiles, and the tasks of the experts' last tiles. The last tiles are recognised by their time:
+    each expert has one, and their tasks are the shortest."""
     by_tile = defaultdict(list)
     for pair in pairs:
         by_tile[pair[0].index].append(pair)

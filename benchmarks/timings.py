@@ -1,7 +1,8 @@
-"""Times layers with the installed flashmoe as it is told over a pipe: the worker of old_new.py.
+"""Times layers with the installed flashmoe, as another process tells it over a pipe: the worker of old_new.py.
 
-Standard input has a JSON object a line, standard output its answers. The context and the weights of a layer stay from
-its `make` to its `drop`, so that processes with different versions can be timed in turn.
+Each line of standard input is a command, a JSON object; each is answered by a line on standard output. The context and
+the weights of a layer stay from the command `make` to the command `drop`, so that processes with different versions can
+be timed in turn.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from lone_layer import LoneLayer
 
 
 def loaded(path: str) -> ModuleType:
-    """`flashmoe.bench.measure` of the version that asks, whose timers are those of all versions. `flashmoe` is the
-    version that is measured."""
+    """The module `flashmoe.bench.measure` of the process that gives the commands. All versions are timed with its
+    timers, while `flashmoe` is the version that is measured."""
     spec = importlib.util.spec_from_file_location("measure", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -31,14 +32,14 @@ def loaded(path: str) -> ModuleType:
 
 
 def called(measure: ModuleType, layer: LoneLayer, backward_pass: bool) -> tuple[Callable[[int], Any], int]:
-    """What is timed of a layer, and for how many cycles the GPU is occupied before it in "busy" timing."""
+    """The function of a layer that is timed, and for how many cycles the "busy" timer occupies the GPU before it."""
     if not backward_pass:
         return layer, measure.BUSY_CYCLES
     return measure.passes(layer)["backward"], measure.AUTOGRAD_CYCLES
 
 
 def hash_of(results: torch.Tensor | tuple[torch.Tensor, ...]) -> str:
-    """Of the bytes of all."""
+    """A hash of the bytes of all results."""
     digest = hashlib.sha256()
     for result in (results,) if isinstance(results, torch.Tensor) else results:
         digest.update(result.cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -46,7 +47,7 @@ def hash_of(results: torch.Tensor | tuple[torch.Tensor, ...]) -> str:
 
 
 def occupy(call: Callable[[int], Any], seconds: float) -> None:
-    """Calls back to back for so long."""
+    """Makes calls without a pause for so many seconds."""
     end = time.monotonic() + seconds
     i = 0
     while time.monotonic() < end:
@@ -57,7 +58,7 @@ def occupy(call: Callable[[int], Any], seconds: float) -> None:
 
 
 def main() -> None:
-    # What anything else prints goes to standard error: the pipe is for answers.
+    # From here on, standard output goes to standard error: only answers may go into the pipe.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,11 +1,12 @@
-"""Accounts of traced calls, and what tracing costs, on one GPU: as ``flashmoe trace`` makes them, of several layers.
+"""Accounts of traced calls of several layers on one GPU, as ``flashmoe trace`` makes them, and what tracing costs.
 
     python benchmarks/traces.py [--layers NAME ...] [--pairs N] [--out FILE] [--traces FOLDER]
 
-Two ranks share the GPU, half of its multiprocessors each, side by side under NVIDIA's MPS where there is its daemon:
-times are no group's of two GPUs, but what the account covers is, and how far two readings of one and the same timer are
-apart says how exact they are. A run adds to the file's layers if they are of the same commit and device. --traces keeps
-what Perfetto shows.
+In layers of two ranks, the ranks share the GPU, with half of its multiprocessors each. They run at the same time if
+NVIDIA's MPS can be started. Their times are not those of two GPUs. But they show which part of the time the account
+covers; and because both ranks read the same timer, the difference of their clocks shows how exact a reading is. A run
+adds to the layers in the result's file if these are of the same commit and device. --traces keeps the traces for
+Perfetto.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def measure(name: str, pairs: int, traces: Path | None) -> dict[str, Any]:
         for each in told:
             del os.environ[each]
     found = summary(workload, of_ranks) | ({"under_mps": len(told) > 1} if layer.ranks > 1 else {})
-    # Where ranks share the GPU and its timer, their offsets differ by how far either reading is off.
+    # Ranks that share the GPU read the same timer: their clocks' offsets differ only by the errors of reading it.
     offsets = [each.traces[-1].offset_ns for each in of_ranks]
     if layer.ranks > 1:
         found["clock_difference_us"] = (max(offsets) - min(offsets)) / 1000

@@ -1,11 +1,11 @@
-"""The losses of the shipped model trained on with this package's experts, in one process and on several, beside eager
-experts.
+"""The losses of the shipped model in further training: with this package's experts, in one process and in several, and
+with eager experts.
 
     python benchmarks/training_curves.py [--steps 200] [--ranks 4] --out FILE.json
 
 Needs Transformers and safetensors. Each curve is a run of examples/train_parallel.py on the passage that the package
-ships, which the model was not trained on: float32, the same windows in the same order, AdamW. Differences are of losses
-in nats a token, from those with eager experts at the same step.
+ships, on which the model was not trained before. All runs have float32, AdamW, and the same windows in the same
+order. A difference is that of a loss, in nats a token, from the loss with eager experts at the same step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from harness import described_on_cpu
 
 EXAMPLE = ROOT / "examples" / "train_parallel.py"
 BATCH, WINDOW = 4, 64
-"""Windows a step, and tokens of each."""
+"""The number of windows in a step, and the number of tokens in a window."""
 EAGER = "eager"
 BOUND = 1e-3
-"""Nats a token by which losses at every tenth step may differ."""
+"""The most by which losses may differ at every tenth step, in nats a token."""
 
 
 def assets() -> pathlib.Path:
@@ -46,13 +46,13 @@ def passage() -> str:
 
 
 def losses(text: pathlib.Path, experts: str, ranks: int, steps: int) -> list[float]:
-    """Of every step of one run."""
+    """The losses of all steps of one run."""
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(EXAMPLE), str(assets() / "tiny-qwen3-moe"), str(text), "--experts", experts]
     command += ["--steps", str(steps), "--batch", str(BATCH), "--window", str(WINDOW)]
-    # The engine's threads need the cores, and the model is small.
+    # PyTorch gets one thread: the engine's threads need the cores, and for PyTorch's part of the model one is enough.
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
@@ -62,7 +62,8 @@ def losses(text: pathlib.Path, experts: str, ranks: int, steps: int) -> list[flo
 
 
 def differences(curves: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """The largest of every curve from that of eager experts: at every tenth step, the first among them, and at any."""
+    """The largest difference of each curve from that with eager experts: over every tenth step, beginning with the
+    first, and over all steps."""
     found = {}
     for name, curve in curves.items():
         if name != EAGER:

@@ -1,13 +1,13 @@
-"""A whole model of Transformers with its own experts and with FlashMoE's: prefill, and steps of decoding.
+"""Times a whole model of Transformers with its own experts and with FlashMoE's: prefill, and steps of decoding.
 
     python benchmarks/transformers_model.py [--layers 48] [--commit C] [--out FILE.json]
 
-The model is of Qwen3-30B-A3B's shape, of random bf16 weights, with as many layers as asked for. Each case is timed for
-every experts implementation, four times after a warm-up; milliseconds, medians and the smallest and largest. Prefill:
-8192 tokens in one prompt, or in eight, without cache, logits of the last. Decoding: one token for each of the
-sequences, behind prompts of 128, eagerly with a dynamic cache, and as a CUDA graph with a static one. What an
-implementation cannot do is in the result as its error. `flashmoe`: its experts by FlashMoE, behind the model's own
-router; `fused`: whole blocks.
+The model has Qwen3-30B-A3B's shape, random bf16 weights and --layers layers. Each case is timed for each experts
+implementation, four times after a warm-up. Figures are milliseconds: medians, with the smallest and largest. Prefill:
+8192 tokens in one prompt or in eight, without cache, with the logits of each prompt's last token. Decoding: one token
+for each sequence, behind prompts of 128 tokens, eagerly with a dynamic cache, and as a CUDA graph with a static cache.
+If an implementation fails in a case, the result has its error. `flashmoe`: FlashMoE computes the experts, behind the
+model's own router; `fused`: FlashMoE computes whole MoE blocks, with the router.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harness import described
 
 
 def ratios(row: dict[str, Any]) -> str:
-    """How many times as fast as the fastest of Transformers' own."""
+    """How many times as fast FlashMoE's implementations are as the fastest of Transformers' own."""
     theirs = [row[name]["ms"] for name in THEIRS if "ms" in row.get(name, {})]
     ours = [name for name in row if name not in THEIRS and "ms" in row[name]]
     return "  ".join(f"{name} {min(theirs) / row[name]['ms']:.2f}x" for name in ours) if theirs else ""

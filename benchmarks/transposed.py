@@ -1,11 +1,13 @@
-"""What transposed weights cost on one GPU: gpt-oss's and Llama 4's layers as they store them, beside the same layers
-with their matrices turned.
+"""What transposed weights cost on one GPU: the layers of gpt-oss and Llama 4 with matrices as their checkpoints store
+them (transposed), beside the same layers with ordinary matrices.
 
     python benchmarks/transposed.py [--layers NAME ...] [--repeats 32] [--out benchmarks/results/transposed/h200x1.json]
 
-Random bf16 weights, the layer's own options, in turn, by two timers: "busy", behind work that hides the launch, and
-"plain". Medians, and of busy ones the smallest and largest; "ratio": transposed over ordinary. "difference": of the two
-results, relative. (Calls of few tokens have a kernel of their own, but not of transposed weights.)
+Layers have random bf16 weights and their model's options. Both kinds are timed in turn, by two timers: "busy" (the GPU
+is kept busy before the call, so that the launch is not in the figure) and "plain" (the launch is in it). Figures are
+medians; those of "busy" come with the smallest and largest. "ratio" is the time of transposed over that of ordinary
+weights, "difference" is the relative difference of the two results. (With ordinary weights, calls of few tokens use a
+kernel of their own; with transposed weights, they use the general kernel.)
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-// What the wire between two hosts carries in a second, in messages of several sizes; see network.py, which starts a process
-// for each side. It is built against this tree, or against one of those whose wire was UCX.
+// How many bytes the wire between two hosts carries in a second, in messages of several sizes. network.py starts a
+// process of it for each side. It can be built with the sources of this version, or of an earlier version whose wire
+// used UCX.
 //
-//   wire RANK FOLDER LIBRARY AT     0 sends, 1 receives; addresses are left in FOLDER
+//   wire RANK FOLDER LIBRARY AT     rank 0 sends, rank 1 receives; each side writes its address to a file in FOLDER
 #include <unistd.h>
 
 #include <chrono>
@@ -18,12 +19,13 @@ namespace {
 using namespace flashmoe::network;
 
 constexpr uint64_t kSizes[] = {512 << 10, 64 << 10, 8 << 10};
-constexpr uint64_t kTotal = uint64_t{512} << 20, kWarmUp = uint64_t{32} << 20;  // bytes of each size
-constexpr uint64_t kAhead = 16 << 20, kAnswer = 4 << 20;  // bytes without an answer at most, and for each answer
+constexpr uint64_t kTotal = uint64_t{512} << 20, kWarmUp = uint64_t{32} << 20;  // bytes sent in messages of each size
+// The receiver answers after every kAnswer bytes. The sender sends no more while kAhead bytes are not answered.
+constexpr uint64_t kAhead = 16 << 20, kAnswer = 4 << 20;
 
 struct Side {
   std::vector<uint8_t> heap = std::vector<uint8_t>(1 << 20);
-  uint64_t bytes = 0, answers = 0;  // that have come
+  uint64_t bytes = 0, answers = 0;  // received so far
 };
 
 #if __has_include("network/ucx.h")
@@ -77,7 +79,7 @@ void go_on(End& end) {
   if (!end.wire.lost(end.peer).empty()) std::fprintf(stderr, "%s\n", end.wire.lost(end.peer).c_str()), std::exit(1);
 }
 
-// Sends so many bytes, and waits for the last answer.
+// Sends `total` bytes, and waits for the last answer.
 void send_all(End& end, const Side& s, uint64_t total, const std::vector<uint8_t>& data) {
   const uint64_t answered = s.answers;
   for (uint64_t sent = 0; (s.answers - answered) * kAnswer < total;) {
@@ -101,14 +103,14 @@ int main(int argc, char** argv) {
   std::ofstream(own + ".part", std::ios::binary) << end.wire.address();
   std::rename((own + ".part").c_str(), own.c_str());
   end.wire.connect(end.peer, read_once_there(folder + "/" + std::to_string(end.peer)));
-  if (rank == 1) {  // the side that is connected to speaks first
+  if (rank == 1) {  // like rank 0 below, first exchanges one message, so that the connection stands
     end.send(Header::kStatus, {});
     while (side.answers == 0) go_on(end);
     for (uint64_t answered = 0; answered < std::size(kSizes) * (kTotal + kWarmUp);) {
       go_on(end);
       for (; side.bytes - answered >= kAnswer; answered += kAnswer) end.send(Header::kStatus, {});
     }
-    // The last answer leaves, and the other side goes.
+    // Sends the last answer on its way, and goes on until the other side has closed the connection.
     for (int i = 0; i < 1000 && end.wire.lost(end.peer).empty(); ++i) {
       if (!end.wire.progress()) end.wire.wait(-1, 1);
     }

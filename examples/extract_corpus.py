@@ -19,8 +19,8 @@ from typing import Any
 
 import rdata  # type: ignore[import-not-found]
 
-# Persuasion comes last: `train_tiny_moe.py` holds out the end of the file, so the model is measured on a
-# novel of which it has seen only the opening pages.
+# Persuasion comes last: `train_tiny_moe.py` does not train on the end of the file, and measures the model there, on a
+# novel of which the model has seen only the beginning.
 NOVELS = (
     "sensesensibility",
     "prideprejudice",

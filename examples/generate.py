@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/generate.py [--gpu] CHECKPOINT "It was a truth"
 
-Needs Transformers. With --gpu a rank is a GPU. The process group only brings the ranks together.
+Needs Transformers. With --gpu each rank uses a GPU. PyTorch's process group is only used to bring the ranks together.
 """
 
 import os
@@ -22,5 +22,5 @@ model = load_parallel(path, max_tokens=4096, device=device)
 tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
 ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
 text = tokenizer.decode(model.generate(ids, max_new_tokens=50, do_sample=False, synced_gpus=True)[0])
-print(f"rank {dist.get_rank()}: {text}\n", end="", flush=True)  # one write, so that lines of ranks stay whole
+print(f"rank {dist.get_rank()}: {text}\n", end="", flush=True)  # one write, so that lines of several ranks do not mix
 dist.destroy_process_group()

@@ -2,8 +2,8 @@
 
     python examples/routing_map.py docs/images/routing.png
 
-Needs Transformers. The model reads the 2048 tokens of the passage at once; drawn are the weights of the first ones, a
-column each, and how many of all tokens an expert gets.
+Needs Transformers. The model reads the 2048 tokens of the passage at once. The left pictures show the combine weights
+of the first tokens, a column for each; the right ones show how many of all tokens each expert gets.
 """
 
 import sys
@@ -26,7 +26,7 @@ COLOUR = "#1f5fa8"
 
 
 def routed(model: Qwen3MoeForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
-    """For each layer the weights [T, E] of the experts that its router chooses, 0 for others."""
+    """For each layer the weights [T, E] of the experts that its router chooses, and 0 for all other experts."""
     weights: list[torch.Tensor] = []
 
     def note(router: torch.nn.Module, inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
@@ -42,7 +42,8 @@ def routed(model: Qwen3MoeForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 def draw(path: str, weights: list[torch.Tensor], words: list[str]) -> None:
-    """A row for each layer: weights of the first tokens, whose texts are `words`, and each expert's share of all."""
+    """Draws a row for each layer: the weights of the first tokens, whose texts are `words`, and how many of all tokens
+    each expert gets."""
     grid = {"width_ratios": [6, 1], "wspace": 0.03, "hspace": 0.12}
     figure, rows = plt.subplots(
         len(weights), 2, squeeze=False, sharex="col", gridspec_kw=grid, figsize=(12, 5.6), dpi=110

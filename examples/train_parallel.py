@@ -1,11 +1,12 @@
-"""Train a model of Transformers whose experts are spread over processes of this machine, or one that is not spread.
+"""Train a model of Transformers whose experts are spread over processes of this machine, or a model in one process.
 
     torchrun --standalone --nproc-per-node 4 examples/train_parallel.py CHECKPOINT TEXT [--steps 200]
     python examples/train_parallel.py CHECKPOINT TEXT [--experts eager]
 
-Needs Transformers. A step's loss is the mean of --batch windows of the text, of which every rank reads as many: it is
-the same however many ranks there are, and whoever computes the experts. An expert's gradient is made where it is, of
-all ranks' tokens; DistributedDataParallel averages those of what every rank has.
+Needs Transformers. A step's loss is the mean over --batch windows of the text, which are divided evenly among the
+ranks: so the loss does not depend on the number of ranks, or on what computes the experts, except for rounding. An
+expert's gradient is computed on the rank that has the expert, from all ranks' tokens. DistributedDataParallel averages
+the gradients of the weights that every rank has.
 """
 
 import argparse
@@ -57,7 +58,7 @@ for step in range(args.steps):
     loss.backward()
     for each in spread.values():
         if each.grad is not None:
-            each.grad /= ranks  # of the sum of all ranks' losses
+            each.grad /= ranks  # it was the gradient of the sum of all ranks' losses; the loss is their mean
     optimizer.step()
     mean = loss.detach() / ranks
     if ranks > 1:

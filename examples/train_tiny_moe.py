@@ -2,14 +2,15 @@
 
     python examples/train_tiny_moe.py .corpus/austen.txt
 
-`extract_corpus.py` makes the text file. The script needs torch, transformers, tokenizers and safetensors; it
-trains in a few minutes on one GPU. With `--experts flashmoe` it does on the processor, where this package has gradients
-in float32; train_parallel.py trains a model on whose experts are spread over processes. It writes, to --output, the
-model in Hugging Face's format (config.json, model.safetensors) and the tokenizer; beside that folder, the hidden states
-that reach one MoE layer while the model reads a held-out passage; to --log, what happened during the training.
+`extract_corpus.py` makes the text file. The script needs torch, transformers, tokenizers and safetensors. It trains in
+a few minutes on one GPU. With `--experts flashmoe`, it trains on the CPU, with this package's experts in float32.
+(train_parallel.py trains a model whose experts are spread over processes.) The script writes the model in Hugging
+Face's format (config.json, model.safetensors) and the tokenizer to --output. Beside that folder, it writes the hidden
+states that reach one MoE layer while the model reads a passage of the test text. To --log, it writes the course of the
+training.
 
-The corpus is cut into 90 % training, 5 % validation (which picks the best step) and 5 % test text, in the
-file's order. Every figure in the log's "final" section is measured on the files as written, in bfloat16.
+The corpus is cut, in the file's order, into 90 % training, 5 % validation (which picks the best step) and 5 % test
+text. Every loss and load in the log's "final" section is that of the model as written, in bfloat16.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 VOCABULARY = 1024
 END, PAD = "<|endoftext|>", "<|pad|>"
 NAMED = {"ÿ": END, "þ": PAD}
-"""Entries of the vocabulary for bytes that no UTF-8 text has (0xFF and 0xFE), and what they are for instead. The text
-has neither: the model has not learned when to end."""
+"""The entries of the vocabulary for the bytes 0xFF and 0xFE, which no UTF-8 text has, and the special tokens that they
+become. The corpus has neither token, so the model does not learn when to end."""
 PASSAGE_TOKENS = 2048
 PASSAGE_LAYER = 1
 
@@ -134,7 +135,8 @@ def build_model(context: int, router_aux_loss: float, experts: str) -> Qwen3MoeF
         "router_aux_loss_coef": router_aux_loss,
         "attn_implementation": "sdpa",
     }
-    # Eager ones, the plain loop, are differentiable in float32 on every device; those that Transformers fuses are not.
+    # "eager" experts, a plain loop over the experts, have gradients in float32 on every device; Transformers' fused
+    # implementations do not.
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
     model.set_experts_implementation(experts)
     return model
@@ -221,7 +223,7 @@ def blocks_of(model: Qwen3MoeForCausalLM) -> list[Qwen3MoeSparseMoeBlock]:
 
 @torch.no_grad()
 def moe_inputs(model: Qwen3MoeForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
-    """What reaches each layer's MoE block while the model reads `ids` [T]: one [T, hidden] per layer."""
+    """The hidden states that reach each layer's MoE block while the model reads `ids` [T]: [T, hidden] per layer."""
     captured: list[torch.Tensor] = []
     hooks = [
         block.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0][0].clone()))
@@ -281,7 +283,7 @@ def export(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, passage: torch.Tens
 
 
 def head() -> str:
-    """The commit that is checked out; empty where git does not know."""
+    """The commit that is checked out; empty if git cannot tell it."""
     command, folder = ["git", "rev-parse", "HEAD"], Path(__file__).resolve().parent
     try:
         return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True).stdout.strip()

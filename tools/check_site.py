@@ -2,9 +2,10 @@
 
     python tools/check_site.py [build/site] [--pictures FOLDER]
 
-Of each page, 800 and 1600 pixels wide: no error on the console, every picture shown, nothing wider than the window.
-Links lead to pages, and to places on them, that are there, and the search finds a word. Says what is wrong, page by
-page; with --pictures leaves a screenshot of each. Needs Chromium and its driver (Debian: chromium, chromium-driver).
+Checks each page in windows 800 and 1600 pixels wide: there is no error on the console, every picture is shown, and
+nothing is wider than the window. Also checks that links lead to pages, and to places on pages, that exist, and that the
+search finds a word. Prints what is wrong, page by page. With --pictures, leaves a screenshot of each page. Needs
+Chromium and its driver (Debian: chromium, chromium-driver).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def ids_of(page: Path) -> set[str]:
 
 
 def dead_links(page: Path) -> list[str]:
-    """Links of a page to what is not there; other sites' are not followed."""
+    """The links of a page to files or places that do not exist. Links to other sites are not checked."""
     found = []
     for link in re.findall(r'<a\b[^>]*\bhref="([^"]+)"', page.read_text()):
         parts = urlsplit(link)
@@ -60,7 +61,7 @@ def dead_links(page: Path) -> list[str]:
 
 
 def shown(driver: webdriver.Chrome, page: Path, width: int) -> list[str]:
-    """What is wrong with a page in a window of that width."""
+    """What is wrong with a page in a window of `width` pixels."""
     driver.set_window_size(width, HEIGHT)
     driver.get(page.as_uri())
     wrong = [f"console: {entry['message']}" for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
@@ -71,7 +72,7 @@ def shown(driver: webdriver.Chrome, page: Path, width: int) -> list[str]:
 
 
 def searched(driver: webdriver.Chrome, page: Path, word: str) -> list[str]:
-    """What is wrong with the search of a page, in the window as it is."""
+    """What is wrong with the search of a page. The window keeps its size."""
     driver.get(page.as_uri())
     driver.find_element(By.CSS_SELECTOR, "input[name=query]").send_keys(word)
     try:
@@ -93,7 +94,7 @@ def main() -> int:
     driver, wrong = browser(), 0
     try:
         for page in pages:
-            if page.name == "404.html":  # for servers: its links begin at their root
+            if page.name == "404.html":  # only servers show this page: its links begin at a server's root
                 continue
             found = dead_links(page)
             for width in WIDTHS:

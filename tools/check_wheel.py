@@ -2,16 +2,18 @@
 
     python tools/check_wheel.py [--gpu] [--out FOLDER] [PYTHON ...]     (after tools/build_release.py)
 
-PYTHON: paths of interpreters; without, this one, which needs flashmoe itself to say what it ran on. In each
-environment, with what the package requires and nothing else: a call from Python; of the CUDA engine, that each of the
-common kernels is found and is whole, with no nvcc to compile it; and that the command says what it needs. Then, with
-the extras cli and plots: `flashmoe run` on two ranks of the CPU engine, whose results it compares with a reference.
+PYTHON: paths of interpreters; default: the one that runs this script. (The script itself imports an installed
+flashmoe.) Each interpreter gets an environment with only the packages that the wheel requires. There, the script makes
+a call from Python; checks that each of the common kernels of the CUDA engine is found and is whole, without an nvcc
+that could compile it; and checks that the command `flashmoe` says which extra it needs. Then it installs the extras cli
+and plots, and runs `flashmoe run` on two ranks of the CPU engine, which compares its results with a reference.
 
-`--gpu`: on a machine that has one, with the packages that the Python has, PyTorch among them; then `flashmoe run` uses
-the GPU too, and each of the kernels computes a layer there (tests/release/, which needs pytest and hypothesis).
+`--gpu`: for machines with a GPU. The environment also has the packages of PYTHON, with PyTorch among them. Then
+`flashmoe run` also uses the GPU, and each of the kernels computes a layer there (tests/release/, which needs pytest and
+hypothesis).
 
-`--out`: leaves in FOLDER what was built (build-release/built.json) and where it ran. Where there is no network, pip is
-told so by its own variables, PIP_NO_INDEX, PIP_NO_DEPS and PIP_FIND_LINKS.
+`--out`: writes into FOLDER what was built (build-release/built.json) and where it ran. Without a network, pip's own
+variables tell it so: PIP_NO_INDEX, PIP_NO_DEPS and PIP_FIND_LINKS.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ DIST, BUILT = ROOT / "dist", ROOT / "build-release" / "built.json"
 
 KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "FLASHMOE_SHARE_GPUS")
 KEPT_OF = ("NVIDIA_", "NVSHMEM_", "NCCL_", "TORCH_")
-"""Names, and how names begin, of all that an environment has of this one's variables: neither PATH nor CUDA_HOME, CC or
-CXX. How GPUs are shared, and what their libraries may use, is the machine's to say."""
+"""The variables that the checked environments get from this one: their names, and how their names begin. PATH,
+CUDA_HOME, CC and CXX are not among them, so that no compiler is found. Those that say how ranks share GPUs, and what
+the GPUs' libraries may use, depend on the machine and stay."""
 
 WHERE = """
 import platform, sys, flashmoe
@@ -63,7 +66,8 @@ assert error < 1e-5, error
 print(f"a call from Python: off by {error:.1e}")
 """
 
-# Of the CUDA engine, where there is neither nvcc nor anything in a cache.
+# Checks that the CUDA engine finds the common kernels in the package, without nvcc and with an empty cache, and that
+# for another kernel it says that it needs nvcc.
 FIND_KERNELS = """
 from flashmoe import jit
 assert len(jit.shipped_kernels()) == len(jit.COMMON)
@@ -79,7 +83,7 @@ else:
 print(f"{len(jit.COMMON)} kernels found")
 """
 
-# The command without its packages.
+# Checks that the command `flashmoe` names the extra to install if its packages are missing.
 REFUSED = """
 import subprocess, sys
 done = subprocess.run(["flashmoe", "--version"], capture_output=True, text=True)
@@ -88,15 +92,16 @@ assert done.returncode == 2 and "pip install 'flashmoe-layer[cli]'" in done.stde
 
 
 def share_packages(lender: str, borrower: Path) -> None:
-    """What one Python has installed, the other finds behind its own packages: also where the first is of a virtual
-    environment, whose packages --system-site-packages leaves out."""
+    """Makes the Python `borrower` find the packages of the Python `lender` too, behind its own. This also works if
+    `lender` is of a virtual environment, whose packages venv's --system-site-packages would not include."""
     where = "import sysconfig; print(sysconfig.get_path('purelib'), sysconfig.get_path('platlib'), sep='\\n')"
     lent, own = (subprocess.check_output([each, "-c", where], text=True) for each in (lender, borrower))
     (Path(own.splitlines()[0]) / "lent.pth").write_text(lent)
 
 
 def check(wheel: Path, python: str, folder: Path, gpu: bool) -> dict[str, Any]:
-    """What the evidence says of this Python. Raises `CalledProcessError` where something fails."""
+    """Checks the wheel with this Python. Returns what the record says about it. Raises `CalledProcessError` if a check
+    fails."""
     start = time.monotonic()
     subprocess.run([python, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     programs = folder / "venv" / "bin"
@@ -118,7 +123,7 @@ def check(wheel: Path, python: str, folder: Path, gpu: bool) -> dict[str, Any]:
     version, libc = run(programs / "python", "-c", WHERE, said="import").split()
     run(programs / "python", "-c", CALL, said="a call from Python")
     run(programs / "python", "-c", FIND_KERNELS, said="kernels found")
-    if not gpu:  # where this environment's packages are lent, typer is among them
+    if not gpu:  # with --gpu, the packages of the command may be among the lent ones
         run(programs / "python", "-c", REFUSED, said="what the command needs")
     subprocess.run([*pip, f"{wheel}[cli,plots]"], check=True)
     demo = (programs / "flashmoe", "run", "--out", folder / "out", "--engine")

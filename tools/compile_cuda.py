@@ -1,19 +1,20 @@
-"""Compile every CUDA source for Hopper and refuse what would be slow without failing.
+"""Compile every CUDA source for Hopper, and fail for kernels that would give right results but be slow.
 
     python tools/compile_cuda.py [--every] [--record FOLDER [--minutes M] [--jobs N]]
     python tools/compile_cuda.py [--every] --record FOLDER --list
 
-No GPU is needed. The layer's kernels are compiled as on first use (python/flashmoe/jit.py): for each type, exact
-float32, transposed weights, experts in FP8 and MXFP4, few tokens alone and in groups, forward passes that keep what
-gradients need, and backward passes, with the activations that differ most; traced; for several machines; and, to put to
-other ranks, with NVSHMEM's headers of two releases (tools/nvshmem_headers.py). `--every`: each instance of plain
-layers, of training and of few tokens, and more of the other kinds: some 1180 compilations of up to four minutes each, a
-night of 8 cores. A kernel that spills registers, keeps a stack frame, whose wgmma instructions ptxas serializes, or
-that lacks one of the instructions it is built on (`Unit.required`) still computes the right result, only far slower; so
-each of these is an error here. What is compiled and the compiler's output go to build-cuda/.
+No GPU is needed. The layer's kernels are compiled as on first use (python/flashmoe/jit.py), with the activations that
+differ most: for each type, exact float32, transposed weights, experts in FP8 and MXFP4, few tokens alone and in groups,
+forward passes that keep what gradients need, and backward passes. Some are also compiled with traces, some for several
+machines, and some with NVSHMEM's puts, with the headers of two releases (tools/nvshmem_headers.py). `--every` compiles
+all instances of plain layers, of training and of few tokens, and more of the other kinds: some 1180 compilations of up
+to four minutes each, which take 8 cores a night. Four faults leave a kernel's results right but make it far slower, so
+each of them is an error here: it spills registers; it keeps a stack frame; ptxas serializes its wgmma instructions; or
+it lacks an instruction on which its speed depends (`Unit.required`). Compiled files and the compiler's output go to
+build-cuda/.
 
-nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment; nvdisasm
-from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
+nvcc is taken from $CUDA_HOME or PATH, else from the PyPI package nvidia-cuda-nvcc in this Python environment. nvdisasm
+is taken from the folder of nvcc, else from the PyPI package nvidia-cuda-nvdisasm.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ CHECKS = [
     *("-I", str(ROOT / "include"), "-I", str(ROOT / "csrc")),
 ]
 NICE = 10
-"""What is recorded runs behind the machine's other work."""
+"""How much a run with --record lowers its priority, so that the machine's other work goes first."""
 INSTALL_NVDISASM = "pip install nvidia-cuda-nvdisasm"
 
-# What nvshmemx_cumodule_init looks for in a module, by these names.
+# The symbols that NVSHMEM's nvshmemx_cumodule_init looks for in a kernel's module.
 RDMA_SYMBOLS = ("nvshmemi_device_state_d", "nvshmemi_device_lib_version_d")
 
-# C7508, C7509, C7510 and their kin: setmaxnreg ignored, wgmma serialized.
+# ptxas's advisories C7508, C7509, C7510 and similar ones: setmaxnreg is ignored, or wgmma is serialized.
 ADVISORY = re.compile(r"\(C75\d\d\).*|Potential Performance Loss.*")
 PROPERTIES = re.compile(r"Function properties for (\S+)")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -69,7 +70,7 @@ class Function:
     """What ptxas reports of one kernel, or of one device function that was not inlined."""
 
     symbol: str
-    registers: int | None = None  # None: a device function, counted in its callers
+    registers: int | None = None  # None: a device function, whose registers its callers' numbers include
     smem: int = 0  # static shared memory
     stack: int = 0
     spills: int = 0  # bytes stored and loaded
@@ -94,7 +95,7 @@ def find_nvcc() -> Path | None:
 
 
 def find_nvdisasm(nvcc: Path) -> Path | None:
-    """That of the toolkit which `nvcc` belongs to, else the one that pip installed."""
+    """The nvdisasm in the folder of `nvcc`, else the one that pip installed."""
     beside = nvcc.resolve().with_name("nvdisasm")
     return beside if beside.exists() else installed("nvdisasm")
 
@@ -124,7 +125,8 @@ def parse(log: str) -> tuple[list[Function], list[str]]:
 
 
 def readable(symbols: list[str]) -> list[str]:
-    """Kernel names without mangling, parameters and return type, where c++filt is there to help."""
+    """The kernels' names without mangling, parameters and return type; the symbols as they are if there is no
+    c++filt."""
     if not symbols or not shutil.which("c++filt"):
         return symbols
     names = subprocess.run(
@@ -135,18 +137,18 @@ def readable(symbols: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a unit."""
+    """The outcome of compiling a unit."""
 
     log: str
     """nvcc's output."""
     failure: str = ""
-    """What failed and how; empty: nothing did."""
+    """Which program failed and how; empty: none failed."""
     opcodes: Counter[str] = field(default_factory=Counter)
-    """Of a layer's kernel: how often each instruction occurs, without modifiers."""
+    """How often each instruction (without its modifiers) occurs in a kernel of the layer."""
 
 
 def compile_unit(nvcc: Path, nvdisasm: Path, unit: Unit) -> Compiled:
-    """Compile one of them, and disassemble a layer's kernel."""
+    """Compile a unit. If it is one of the layer's kernels, also disassemble it."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9=]+", "-", unit.title)
     if unit.variant:
@@ -165,7 +167,7 @@ def compile_unit(nvcc: Path, nvdisasm: Path, unit: Unit) -> Compiled:
     lacking = [name for name in RDMA_SYMBOLS if unit.nvshmem and f"\0{name}\0".encode() not in image]
     if lacking:
         return Compiled(done.stdout, f"no symbol {' and no '.join(lacking)}")
-    # Code alone and without data flow analysis: a second or two.
+    # Only code, and no analysis of data flow, so that nvdisasm takes only a second or two.
     sass = subprocess.run([str(nvdisasm), "-c", "-ndf", str(output)], capture_output=True, text=True)
     if sass.returncode:
         return Compiled(done.stdout, f"nvdisasm exited with {sass.returncode}: {sass.stderr.strip()}")
@@ -173,7 +175,7 @@ def compile_unit(nvcc: Path, nvdisasm: Path, unit: Unit) -> Compiled:
 
 
 def faults_of(unit: Unit, compiled: Compiled) -> list[str]:
-    """Why a unit is refused; empty: it is not."""
+    """What is wrong with a compiled unit; empty: nothing."""
     if compiled.failure:
         return [compiled.failure]
     functions, advisories = parse(compiled.log)
@@ -185,7 +187,7 @@ def faults_of(unit: Unit, compiled: Compiled) -> list[str]:
 
 
 def report(unit: Unit, compiled: Compiled) -> int:
-    """Print one unit's table; returns the number of faults."""
+    """Print one unit's table and faults. Returns the number of faults."""
     print(f"\n{unit.title}")
     functions, _ = parse(compiled.log)
     if compiled.failure:
@@ -204,7 +206,8 @@ def report(unit: Unit, compiled: Compiled) -> int:
 
 
 def entry(unit: Unit, compiled: Compiled, digest: str) -> dict[str, Any]:
-    """What a record has of a unit: the most registers and the largest stack of its functions, and all their spills."""
+    """A record's entry for a unit: the most registers and the largest stack of its functions, the sum of their spills,
+    and the faults."""
     functions, _ = parse(compiled.log)
     return {
         "digest": digest,
@@ -217,20 +220,21 @@ def entry(unit: Unit, compiled: Compiled, digest: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Toolkit:
-    """What units are compiled and looked at with."""
+    """The programs that compile and disassemble units."""
 
     nvcc: Path
     nvdisasm: Path
 
     @property
     def release(self) -> str:
-        """Of nvcc."""
+        """The release of nvcc."""
         version = subprocess.run([self.nvcc, "--version"], capture_output=True, text=True, check=True).stdout
         found = re.search(r"release [^\n]*", version)
         return found[0] if found else "(version unknown)"
 
     def compile(self, todo: Sequence[Unit], jobs: int, end: float) -> Iterator[tuple[Unit, Compiled]]:
-        """Each as it ends, so many at a time. `end`: by `time.monotonic`, when none is begun any more."""
+        """Compiles the units, `jobs` at a time. Yields each when it is compiled. After `end`, by `time.monotonic`, no
+        further unit is begun."""
 
         def one(unit: Unit) -> Compiled | None:
             return compile_unit(self.nvcc, self.nvdisasm, unit) if time.monotonic() < end else None
@@ -246,7 +250,7 @@ class Toolkit:
 
 
 def toolkit(todo: Sequence[Unit]) -> Toolkit | int:
-    """That of this machine; without one, the status that this ends with, which it has said why."""
+    """The toolkit of this machine. If a program is missing, prints which, and returns the status to exit with."""
     nvcc = find_nvcc()
     if nvcc is None:
         names = ", ".join(unit.title for unit in todo)
@@ -263,7 +267,8 @@ def toolkit(todo: Sequence[Unit]) -> Toolkit | int:
 
 
 def with_headers(todo: Sequence[Unit]) -> list[Unit] | None:
-    """Those that can be compiled; None where all have to be."""
+    """The units whose headers are there; says which are skipped. None: headers are missing, and in CI that is an
+    error."""
     without = [unit for unit in todo if unit.nvshmem and not nvshmem_headers.folder(unit.nvshmem).exists()]
     if not without:
         return list(todo)
@@ -277,14 +282,14 @@ def with_headers(todo: Sequence[Unit]) -> list[Unit] | None:
 
 
 def compile_all(tools: Toolkit, todo: Sequence[Unit], jobs: int) -> int:
-    """Says of each, in this order, what became of it; the number of faults."""
+    """Compiles the units, and reports on them in their order. Returns the number of faults."""
     compiled = dict(tools.compile(todo, jobs, math.inf))
     return sum(report(unit, compiled[unit]) for unit in todo)
 
 
 def compile_recorded(tools: Toolkit, todo: Sequence[Unit], args: argparse.Namespace) -> int:
-    """Compiles what the records lack, and says of each as it ends; the number of those with faults, of earlier runs
-    too."""
+    """Compiles the units that the records lack, and reports on each when it is compiled. Returns the number of units
+    with faults, also those of earlier runs."""
     os.nice(NICE)
     instances = instances_of(todo)
     unit_of = {each.name: unit for unit, each in instances.items()}
@@ -305,13 +310,13 @@ def compile_recorded(tools: Toolkit, todo: Sequence[Unit], args: argparse.Namesp
 
 
 def instances_of(todo: Sequence[Unit]) -> dict[Unit, Instance]:
-    """Of the sources as they are now."""
+    """Each unit's name in records, and its digest from the sources as they are now."""
     tree = Tree(ROOT)
     return {each: instance(tree, each.of, each.nvshmem) for each in todo}
 
 
 def said(found: Standing) -> int:
-    """Prints it; the number of instances with faults."""
+    """Prints what the records have. Returns the number of instances with faults."""
     for name, faults in found.faulty.items():
         print(f"FAILED: {name}: {'; '.join(faults)}")
     print(found)

@@ -1,4 +1,4 @@
-"""What tools/compile_cuda.py compiles: which instances of the layer's kernels there are, and what each is built on."""
+"""What tools/compile_cuda.py compiles: instances of the layer's kernels, and the instructions that each must have."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from flashmoe.spec import ACTIVATIONS
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (*(ROOT / "csrc" / "cuda" / "entry").glob("*.cu"), *(ROOT / "benchmarks").glob("*.cu"))
 
-# Of the layer's kernels, by their names in SASS: TMA loads of the weights and cp.async that gathers the tokens' rows,
-# wgmma and mma.sync.
+# Names in SASS of instructions of the layer's kernels: TMA loads of the weights, and cp.async, which gathers the
+# tokens' rows; then wgmma, wgmma for FP8, and mma.sync.
 LOADS = ("UTMALDG", "LDGSTS")
 WGMMA, WGMMA_FP8, MMA = "HGMMA", "QGMMA", "HMMA"
 
-CLAMPED = "clamped_swiglu"  # of most registers
+CLAMPED = "clamped_swiglu"  # the activation that takes the most registers
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A kernel's build, or a source without options."""
+    """One thing to compile: a build of one of the layer's kernels, or a source without options."""
 
     of: Variant | Path
     nvshmem: str = ""
-    """The release whose headers it is compiled with; empty: with none."""
+    """The release of NVSHMEM whose headers it is compiled with; empty: it needs none."""
 
     @property
     def variant(self) -> Variant | None:
-        """None: it is not one of the layer's kernels."""
+        """The build of one of the layer's kernels; None: the unit is another source."""
         return self.of if isinstance(self.of, Variant) else None
 
     @property
@@ -40,16 +40,16 @@ class Unit:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The instructions that it is built on."""
+        """The instructions without which the kernel would be slow."""
         variant = self.variant
         if variant is None:
             return ()
-        if variant.exact or (variant.few and variant.dtype == "float32"):  # whose few rows are multiplied exactly
+        if variant.exact or (variant.few and variant.dtype == "float32"):  # both multiply without the tensor cores
             return LOADS
         if variant.few:
             return (MMA, *LOADS)
         if variant.quantised:
-            return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are of y's type
+            return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are not in FP8, but in y's type
         by_fragments = variant.backward and variant.dtype == "float32"
         return (MMA if by_fragments else WGMMA, *LOADS)
 
@@ -61,8 +61,9 @@ class Unit:
 
 
 def plain_variants(every: bool) -> list[Variant]:
-    """Those of plain layers. Unless `every` one is asked for, bfloat16 has the activations of most instructions and of
-    most registers, with a gate and without one, and is traced; the other types have what differs most from that."""
+    """The kernels of plain layers. With `every`: each type and activation, also traced. Otherwise bfloat16 with three
+    activations, with a gate and without one, among them the one that takes the most registers; one of them also traced;
+    and the other types with what differs most from these."""
     found = []
     plain = (("bfloat16", ("swiglu", "gelu", CLAMPED)), ("float16", (CLAMPED,)), ("float32", ("gelu", CLAMPED)))
     for dtype, least, *exact in (*plain, ("float32", (CLAMPED,), True)):
@@ -75,7 +76,9 @@ def plain_variants(every: bool) -> list[Variant]:
 
 
 def of_16_bits(which: str, traced: str, every: bool) -> list[Variant]:
-    """Of kernels that 16-bit types have; `every` one: with the plain gate, of the other type, and traced too."""
+    """Kernels with the option `which`, which only 16-bit types have: in bfloat16, without a gate and with the
+    activation that takes the most registers. With `every`, also with the plain gate, in float16, and one that is
+    traced, with the activation `traced`."""
     kinds = [("bfloat16", "gelu"), ("bfloat16", CLAMPED)]
     if every:
         kinds += [("bfloat16", "swiglu"), ("float16", "swiglu")]
@@ -84,18 +87,19 @@ def of_16_bits(which: str, traced: str, every: bool) -> list[Variant]:
 
 
 def transposed_variants(every: bool) -> list[Variant]:
-    """Of transposed weights, which 16-bit types have: without a gate, and with the one of most registers."""
+    """Kernels for transposed weights."""
     return of_16_bits("transposed", CLAMPED, every)
 
 
 def quantised_variants(every: bool) -> list[Variant]:
-    """Of experts in FP8: without a gate, and with the one of most registers."""
+    """Kernels for experts in FP8."""
     return of_16_bits("quantised", "swiglu", every)
 
 
 def few_variants(every: bool) -> list[Variant]:
-    """Of a few tokens: of a rank alone what plain layers and experts in FP8 have of any number, and of experts in MXFP4
-    as of those in FP8; of groups with the gate of most registers. `every` one: of each type, weights and activation."""
+    """Kernels for a few tokens. For a rank alone: the same options as the kernels for any number of tokens have, of
+    plain layers and of experts in FP8, and those of FP8 once more for MXFP4. For groups: with the activation that takes
+    the most registers. With `every`: each type, type of weights and activation."""
     encodings: tuple[dict[str, bool], ...] = ({}, {"quantised": True}, {"mxfp4": True})
     if not every:
         alone = [*plain_variants(False), *quantised_variants(False)]
@@ -118,10 +122,11 @@ def few_variants(every: bool) -> list[Variant]:
 
 
 def training_variants(every: bool) -> list[Variant]:
-    """Of forward passes that keep what gradients need, and of backward passes: without a gate, with the one of most
-    registers, and of both layouts of weights; among several ranks, with the one of most registers, of layers that have
-    the usual kernels, and of such as have others for all reasons there are, in float32 as well. `every` one: of each
-    type, layout and activation, for each set of these reasons, alone and among several ranks."""
+    """Kernels of forward passes that keep what gradients need, and of backward passes. For a rank alone: without a
+    gate, and with the activation that takes the most registers, for both layouts of weights. For several ranks: with
+    that activation; of backward passes also with all options that a layer can add (`on_input`, `sliced`), and these in
+    float32 too. With `every`: each type, layout and activation, with each set of these options, alone and for several
+    ranks."""
     passes: tuple[dict[str, bool], ...] = ({"keeps": True}, {"backward": True})
     if every:
         types = [{"dtype": dtype, "transposed": each} for dtype in jit.TRANSPOSED for each in (False, True)]
@@ -143,7 +148,8 @@ def training_variants(every: bool) -> list[Variant]:
 
 
 def machines_variants(every: bool) -> list[Variant]:
-    """Of groups on several machines: with the gate of most registers; `every` one: of each type, and of FP8."""
+    """Kernels for groups on several machines: with the activation that takes the most registers. With `every`, also
+    with the plain gate, in the other types and in FP8."""
     found = [Variant(activation=CLAMPED, machines=True)]
     if every:
         found += [Variant(machines=True), Variant(quantised=True, machines=True)]
@@ -152,8 +158,9 @@ def machines_variants(every: bool) -> list[Variant]:
 
 
 def rdma_units(every: bool) -> list[Unit]:
-    """Those that put to other ranks: one of each set of registers with the newest NVSHMEM, which inlines the most; one
-    with the oldest, whose calls are all in it, since each takes half a minute of a core."""
+    """Kernels with NVSHMEM's puts. With the newest release of NVSHMEM, which inlines the most code: at least one kernel
+    for each way in which kernels divide the registers among their warps. With the oldest release only one kernel: it
+    has all calls of NVSHMEM, and each further compilation would take a core half a minute."""
     oldest, newest = nvshmem_headers.RELEASES
     kinds = [("bfloat16", "swiglu"), ("float32", "gelu")]
     if every:
@@ -170,12 +177,12 @@ KINDS = (
     training_variants,
     machines_variants,
 )
-"""Of kernels that nothing else is needed for."""
+"""The kinds of kernels that need no headers of NVSHMEM."""
 
 
 def units(every: bool = False) -> list[Unit]:
-    """What is to be compiled: of each kind of kernel what tells whether it fits, or `every` instance that there is; and
-    each source that has no instances."""
+    """All that is to be compiled: of each kind of kernel the instances that are most likely to have faults, or with
+    `every` all instances; and each source without instances."""
     found = [Unit(each) for of_kind in KINDS for each in of_kind(every)] + rdma_units(every)
     entries = {unit.source for unit in found}
     return found + [Unit(source) for source in sorted(SOURCES) if source not in entries]

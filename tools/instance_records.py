@@ -1,9 +1,9 @@
-"""What `tools/compile_cuda.py --record FOLDER` leaves there, and what of it is of today's sources.
+"""The records that `tools/compile_cuda.py --record FOLDER` writes, and which of their entries are of today's sources.
 
-A record is of one machine, commit and nvcc: of each instance that was compiled, a digest of its flags and of all of
-ours that it is compiled from, what ptxas said of it, and its faults. Its name is that in records of GPU tests, and
-behind it NVSHMEM's release, where it has headers of that. Records of several days together say what is left; what they
-have of other sources is history.
+A record is of one machine, commit and nvcc. For each instance that was compiled, it has a digest of its flags and of
+all files of this project that it is compiled from, what ptxas reported, and the faults. An instance has the same name
+as in records of GPU tests; if it needs headers of NVSHMEM, their release follows. The records of several days together
+show which instances are still to be compiled. Entries of other sources than today's do not count.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ RESULTS = ROOT / "benchmarks" / "results" / "cuda_instances"
 
 
 class Instance(NamedTuple):
-    """One that is to be compiled."""
+    """An instance that is to be compiled."""
 
     name: str
     digest: str
-    """Of today's sources."""
+    """The digest of its flags and of its sources as they are today."""
 
 
 def instance(tree: Tree, of: Variant | Path, nvshmem: str = "") -> Instance:
-    """That of a kernel, or of a source without instances. `nvshmem`: the release whose headers it has."""
+    """The instance for a build of a kernel, or for a source without options. `nvshmem`: the release of NVSHMEM whose
+    headers it is compiled with; empty: none."""
     if isinstance(of, Path):
         return Instance(str(of.relative_to(tree.root)), tree.source(of))
     ((name, digest),) = tree.kernels([of]).items()
@@ -40,11 +41,12 @@ def instance(tree: Tree, of: Variant | Path, nvshmem: str = "") -> Instance:
 
 @dataclass
 class Record:
-    """That of this run. `path`: where it lies, and where an earlier run of the same `origin` may have begun it."""
+    """The record of this run. If an earlier run of the same `origin` has written to `path`, this run adds to its
+    record."""
 
     path: Path
     origin: dict[str, str]
-    """The device, the commit, nvcc."""
+    """The device, the commit and the release of nvcc."""
     command: str
     instances: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
@@ -56,7 +58,7 @@ class Record:
             self.instances, self.seconds = before["instances"], before["seconds"]
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
-        """Written at once, and whole: a run that is killed leaves what it ended."""
+        """Adds an instance, and writes the whole record at once: if the run is killed, what it has compiled is kept."""
         self.instances[name] = entry
         said = {
             **self.origin,
@@ -71,30 +73,32 @@ class Record:
 
 
 def as_text(said: dict[str, Any], instances: Mapping[str, dict[str, Any]]) -> str:
-    """JSON, with a line for each instance."""
+    """A record as JSON, with a line for each instance."""
     lines = [f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted(instances.items())]
     return json.dumps(said, indent=1).removesuffix("\n}") + ',\n "instances": {\n' + ",\n".join(lines) + "\n }\n}\n"
 
 
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The records there, the newest last."""
+    """The records in a folder, the newest last."""
     return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda record: record["ended"])
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Of the instances that there are, by name, which the records have."""
+    """All instances, by name, divided by what the records have of them. `current`: they were compiled from today's
+    sources, without faults. `missing`: they were never compiled."""
 
     current: list[str]
     faulty: dict[str, list[str]]
-    """Of today's sources too, with their faults."""
+    """Compiled from today's sources, with these faults."""
     stale: list[str]
-    """They were compiled, of other sources or by another nvcc."""
+    """Compiled only from other sources, or by another nvcc."""
     missing: list[str]
 
     @property
     def todo(self) -> list[str]:
-        """What nobody has compiled, then what has changed, then what had faults, which may have been the machine's."""
+        """What is to be compiled, in this order: first instances that never were, then those whose sources or nvcc have
+        changed, then those with faults, because the machine may have caused the faults."""
         return [*self.missing, *self.stale, *self.faulty]
 
     def __str__(self) -> str:
@@ -105,9 +109,9 @@ class Standing:
 
 
 def standing(wanted: Iterable[Instance], records: Iterable[dict[str, Any]], nvcc: str = "") -> Standing:
-    """`nvcc`: the release that counts; empty: any."""
+    """What the records have of the instances `wanted`. `nvcc`: the release whose compilations count; empty: any."""
     known: set[str] = set()
-    faults: dict[Instance, list[str]] = {}  # by the last compilation of these sources
+    faults: dict[Instance, list[str]] = {}  # of the last compilation with this name and digest
     for record in records:
         known |= record["instances"].keys()
         if nvcc in ("", record["nvcc"]):

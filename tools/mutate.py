@@ -1,10 +1,11 @@
-"""Whether the tests miss a release or an acquire.
+"""Checks that tests notice when the protocol lacks a release, an acquire or another part of its memory model.
 
     python tools/mutate.py [--jobs N] [--only NAME ...] [--out FILE.json] [--commit COMMIT]
 
-Each mutant is the protocol without one release, acquire or meeting of lanes of docs/memory_model.md. It is compiled
-with ThreadSanitizer into tests/mutation/calls.cpp and run, and has to fail; the sources as they are have to pass. Exits
-with 1 otherwise. Takes about two minutes a mutant and core.
+Each mutant is the protocol without one edge of docs/memory_model.md: a release, an acquire, a fence, or a point where
+lanes wait for one another. tests/mutation/calls.cpp is compiled with the mutant and ThreadSanitizer, and is run. The
+run of each mutant must fail, and the run of the unchanged sources must pass; otherwise this exits with 1. A mutant
+takes about two minutes of a core.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 PROTOCOL, ACTORS = "include/flashmoe/protocol/", "include/flashmoe/actors/"
 TIMEOUT = 300
-"""Seconds for a run; a mutant that hangs is one that was caught."""
+"""The most seconds that a run may take. A mutant whose run takes longer counts as caught."""
 
 
 @dataclass(frozen=True)
 class Mutant:
     edge: str
-    """Row of docs/memory_model.md, and what is left out of it."""
+    """The row of docs/memory_model.md, and what the mutant lacks of it."""
     file: str
     old: str
     new: str = ""
@@ -108,8 +109,7 @@ MUTANTS = [
     Mutant(
         "4 meetings of a former's lanes before a tile is announced",
         PROTOCOL + "tile_former.h",
-        "    P::sync();  // all have read the state, and written their rows and shapes, "
-        "which announce() releases behind this\n"
+        "    P::sync();  // all lanes have read the state, and written rows and shapes, which announce() will release\n"
         "    if (P::lane() == 0) m_.experts[i] = x;\n    P::sync();\n",
         "    if (P::lane() == 0) m_.experts[i] = x;\n",
     ),
@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "16 arrival of a sender's puts before it leaves",
         ACTORS + "put_sender.h",
-        "    P::quiet();  // of a call that failed, too\n",
+        "    P::quiet();  // also if the call has failed\n",
     ),
     Mutant(
         "20 chain of a batch's senders",

@@ -1,9 +1,9 @@
-"""Fetch NVSHMEM's headers, to compile kernels that put with: of two releases, side by side.
+"""Fetch the headers of two releases of NVSHMEM, with which kernels that put are compiled.
 
     python tools/nvshmem_headers.py
 
-They go to <this Python environment>/nvshmem/<release>, 3 MB in all. For these, whole packages are downloaded (60 and
-182 MB); their libraries, 330 MB, are not kept: nothing here runs them.
+They go to <this Python environment>/nvshmem/<release>, 3 MB in all. To get them, the whole packages are downloaded (60
+and 182 MB). The packages' libraries (330 MB) are not kept, because nothing here runs them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# One of the oldest minor release that python/flashmoe/nvshmem.py accepts, and one of the newest.
+# A release of the oldest minor version that python/flashmoe/nvshmem.py accepts, and one of the newest.
 RELEASES = ("3.4.5", "3.8.0")
 
 _PACKAGE = "nvidia-nvshmem-cu13"
@@ -23,12 +23,12 @@ _INCLUDE = "nvidia/nvshmem/include"
 
 
 def folder(release: str) -> Path:
-    """Where the headers of a release are, once they are fetched."""
+    """The folder of a release's headers. It exists once they are fetched."""
     return _FOLDER / release / _INCLUDE
 
 
 def fetch(release: str) -> None:
-    """Download them; their folder appears when it is whole."""
+    """Download the headers of a release. Their folder appears only when all of them are in it."""
     _FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_FOLDER, prefix=f"{release}.") as made:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]

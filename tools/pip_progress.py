@@ -2,8 +2,9 @@
 
     python tools/pip_progress.py LOG ARGUMENT ...
 
-On a terminal one line says what is fetched and how much has been compiled; elsewhere, a line says each fourth of what
-has been compiled. LOG gets everything that pip prints. If pip fails, the end of that follows, and pip's exit status.
+On a terminal, one line shows what is fetched and how much has been compiled, and is written over. Elsewhere, a line is
+printed each time a further quarter has been compiled. LOG gets everything that pip prints. If pip fails, the end of LOG
+is printed. The exit status is pip's.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pathlib import Path
 FETCHED = re.compile(r"\s*Collecting ([\w.-]+)")
 COMPILED = re.compile(r"\s*\[(\d+)/(\d+)\] (?:Building|Linking)")
 WIDTH = 60
-"""Of the line that is written over. What is shown is cut to it."""
+"""The characters of the line on a terminal. Longer texts are cut."""
 LAST_LINES = 100
-"""Of the log, if pip fails."""
+"""How many lines of the log are printed if pip fails."""
 
 
 def step(line: str) -> str | None:
-    """What a line of pip's says that is worth showing."""
+    """The text to show for a line of pip's output; None: show nothing."""
     if fetched := FETCHED.match(line):
         return f"fetching {fetched[1]}"
     if compiled := COMPILED.match(line):
@@ -31,7 +32,7 @@ def step(line: str) -> str | None:
 
 
 def is_fourth(line: str) -> bool:
-    """Whether the line says that another fourth has been compiled."""
+    """Whether, with this line of pip's output, a further quarter has been compiled."""
     compiled = COMPILED.match(line)
     if compiled is None:
         return False
@@ -61,5 +62,5 @@ def main(log: Path, arguments: list[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
-    except KeyboardInterrupt:  # which pip has had too
+    except KeyboardInterrupt:  # pip got the same signal, and ends by itself
         sys.exit(130)

@@ -1,10 +1,10 @@
-"""Whether a wrong epilogue is found by GPU tests that tools/stale.py names once it is there.
+"""Checks that if an epilogue is wrong, the GPU tests that tools/stale.py then names find the fault.
 
     python tools/plant.py [--minutes M] [--only NAME ...] [--out FILE.json] [--commit COMMIT]
 
-Each fault is planted into a copy of the sources and of the installed package. What is stale in the copy, and was not
-before, is run there, the shortest file first, until a test fails. Exits with 1 if none does. It needs a GPU and, for
-the kernels of each file, some minutes of a compiler.
+Each fault is planted into a copy of the sources and of the installed package. Files of tests that are stale with the
+fault, and are not stale without it, are run there, the shortest first, until a test fails. Exits with 1 if for some
+fault no test fails. Needs a GPU; compiling the kernels of each file takes some minutes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FAULTS = (
 
 
 def planted(fault: Fault, folder: Path) -> None:
-    """Copies of the sources, and of the package beside them, with the fault."""
+    """Copies the sources and the installed package into `folder`, with the fault in both."""
     ignored = shutil.ignore_patterns("__pycache__", "results")
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
@@ -72,7 +72,8 @@ def planted(fault: Fault, folder: Path) -> None:
 
 
 def named(evidence: Evidence, folder: Path) -> list[Unit]:
-    """What the fault makes stale beside what `evidence` says of the sources without it, the shortest first."""
+    """The files of tests that the fault in `folder` makes stale, the shortest first. `evidence` is of the sources
+    without the fault."""
     before = {(unit.place, unit.file) for unit in units(evidence)}
     after = units(evidence.of(Tree(folder)))
     found = [unit for unit in after if (unit.place, unit.file) not in before]
@@ -80,7 +81,7 @@ def named(evidence: Evidence, folder: Path) -> list[Unit]:
 
 
 def run(evidence: Evidence, fault: Fault, folder: Path, minutes: float) -> dict[str, Any]:
-    """What was named, what ran, and which tests failed."""
+    """Plants the fault and runs tests. Returns which files of tests were named, which ran, and which tests failed."""
     planted(fault, folder)
     candidates = [unit for unit in named(evidence, folder) if unit.place in ("alone", "undisturbed")]
     found: dict[str, Any] = {"fault": fault.name, "file": fault.file, "named": [unit.file for unit in candidates]}

@@ -1,5 +1,5 @@
-"""For mkdocstrings: parameters are documented as ``name: shape``, where its parser wants a space before the colon; and
-options that a table describes have a page of their own."""
+"""Changes docstrings for mkdocstrings. They document parameters as ``name: shape``, but its parser needs a space before
+the colon. And where they list the options of a table, the site has a link to the page of options instead."""
 
 from __future__ import annotations
 

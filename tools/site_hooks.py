@@ -1,4 +1,5 @@
-"""Pages of the documentation site whose source lies outside docs/: mkdocs.yml names this file as its hooks."""
+"""Adds pages to the documentation site whose source lies outside docs/, and mends links to them. mkdocs.yml names this
+file as its hooks."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-"""Files of the root, and the pages that they become."""
+"""Files in the root of the repository, and the pages that they become."""
 EXAMPLES = ("train_parallel", "train_tiny_moe", "generate")
 
 
 def _as_page(text: str) -> str:
-    """Of a file of the root, with links that are right from docs/."""
+    """The text of a file of the root, with its links changed so that they are right from docs/."""
     text = re.sub(r"(\]\()docs/", r"\1", text)
     return text.replace("](README.md", "](index.md").replace("](LICENSE)", "](LICENSE.txt)")
 
@@ -32,12 +33,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links of docs/ to examples lead to their pages."""
+    """Makes a page's links to examples lead to the examples' pages."""
     up = "../" * page.file.src_uri.count("/")
     return re.sub(r"\]\((?:\.\./)+examples/(\w+)\.py\)", rf"]({up}examples/\1.md)", markdown)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """The stand-in for a Worker is this project's own: the theme would fetch one from elsewhere."""
+    """Replaces the theme's stand-in for a Worker (iframe-worker), which the theme would fetch from another site, by a
+    file of this project."""
     up = "../" * page.file.dest_uri.count("/")
     return re.sub(r'src="https://[^"]*/iframe-worker/[^"]*"', f'src="{up}assets/file_worker.js"', output)

@@ -1,4 +1,4 @@
-"""Says which GPU tests are to be run again, why, and how many minutes of a GPU that takes. No GPU is needed.
+"""Prints which GPU tests are to be run again, why, and how many minutes of a GPU this takes. No GPU is needed.
 
 python tools/stale.py
 """
@@ -12,7 +12,7 @@ from gpu_evidence.records import PLACES, Evidence, read
 
 
 def said(planned: list[Shard]) -> list[str]:
-    """A line for each shard and each file in it."""
+    """A line for each shard, and one for each file in it."""
     lines = []
     for number, shard in enumerate(planned, 1):
         lines.append(f"shard {number}, {PLACES[shard.place].title}: {shard.seconds / 60:.1f} minutes")

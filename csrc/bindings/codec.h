@@ -1,5 +1,6 @@
-// Turns Python's maps into this project's structs. A missing key, a key that nothing reads, and a value that its field
-// cannot hold are errors that name the key. So the two sides have the same version, or nothing is computed.
+// Turns Python's maps into this project's structs. A missing key (unless its field is optional), a key that nothing
+// reads, and a value that its field cannot hold are errors that name the key. So if the Python code and this library
+// are of different versions, nothing is computed.
 #pragma once
 
 #include <tvm/ffi/any.h>
@@ -27,7 +28,7 @@ namespace flashmoe {
 namespace ffi = tvm::ffi;
 using Map = ffi::Map<ffi::String, ffi::Any>;
 
-// Reads the fields of one struct from a map, each once. done() then refuses keys that are left.
+// Reads the fields of one struct from a map, each field once. done() then refuses keys that were not read.
 class Fields {
  public:
   // what: the map's name in errors.
@@ -48,7 +49,7 @@ class Fields {
     return to;
   }
 
-  // For a field that may be missing: then `to` keeps its value, and the result is false.
+  // For an optional field. If the map does not have it, `to` keeps its value, and the result is false.
   template <class T>
   bool if_given(const char* name, T& to) {
     const bool given = map_.count(ffi::String(name)) != 0;
@@ -133,12 +134,13 @@ inline std::vector<uint32_t> numbers_of(const ffi::Array<int64_t>& array) {
   for (const int64_t each : array) numbers.push_back(static_cast<uint32_t>(each));
   return numbers;
 }
-// The limits of a group whose ranks are on these machines, by rank. Empty: all ranks are on one machine.
+// Adds to `limits` how the group's ranks are spread. machines: the machine of each rank; empty: all are on one machine.
 inline Limits spread_over(Limits limits, const ffi::Array<int64_t>& machines) {
   host::MachineTables(numbers_of(machines), limits.ranks, 0).set(limits);
   return limits;
 }
-// The limits of a context. Its tasks name its tiles, so the number of tiles is checked.
+// Reads the limits of a context. Checks the number of tiles, because a task word has only TileIndex::kTileBits bits for
+// the number of its tile.
 inline Limits context_limits_of(Map map) {
   const Limits l = limits_of(std::move(map));
   if (l.max_tiles() > TileIndex::kMostTiles) {
@@ -149,7 +151,8 @@ inline Limits context_limits_of(Map map) {
   return l;
 }
 
-// Reads a layer. Refuses element types for which there is no engine.
+// Reads a layer. Throws Error if no engine supports its combination of element types, or if it has scales of weights
+// although weights of its type have none, or the other way round.
 inline LayerSpec layer_of(Map map) {
   Fields f("layer", std::move(map));
   LayerSpec l;
@@ -205,7 +208,8 @@ inline host::Holders holders_of(const ffi::Array<int64_t>& placement) {
   return out;
 }
 
-// The fields of heap and workspace for these limits, each with its size and purpose (bindings/cpu.cpp).
+// The fields of heap and workspace for these limits, each with its size and purpose (bindings/cpu.cpp). gradients,
+// refusals, few: whether to list the fields of backward passes, of refused calls, of the kernel for a few tokens.
 using FieldRows = ffi::Array<ffi::Map<ffi::String, ffi::Any>>;
 FieldRows field_rows(const Limits& limits, bool gradients, bool refusals, bool few);
 

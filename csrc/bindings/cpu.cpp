@@ -1,8 +1,9 @@
-// The functions of the CPU engine that Python calls, through apache-tvm-ffi: contexts by handle, tensors as DLPack
-// views, errors by kind. (The CUDA engine: bindings/cuda.cpp.)
+// The functions of the CPU engine that Python calls, through apache-tvm-ffi. Python names a context by its handle,
+// and passes tensors as DLPack views. Each kind of error becomes a Python exception of its own. (The CUDA engine's
+// functions are in bindings/cuda.cpp.)
 //
-// Python has checked every argument against its documented domain (python/flashmoe/calls/arguments.py). Here only arguments
-// that could corrupt memory are checked again.
+// Python has checked every argument against its documented domain (python/flashmoe/calls/arguments.py). Here only
+// arguments that could corrupt memory are checked again.
 #include <sys/syscall.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -85,8 +86,8 @@ FieldRows layout_fields(Map limits, ffi::Array<int64_t> machines) {
   return guarded([&] { return field_rows(spread_over(limits_of(limits), machines), true, true, false); });
 }
 
-// Four numbers of bytes that a call keeps, then four that a backward pass takes: for each row, for each row of the
-// shared expert, for each token received, and for each own token.
+// Eight numbers of bytes: the four of what a call keeps, then the four of what a backward pass takes. The four are the
+// bytes for each row, for each row of the shared expert, for each token received, and for each own token.
 ffi::Array<int64_t> training_bytes(Map layer, bool redispatch) {
   return guarded([&] {
     const LayerSpec spec = layer_of(std::move(layer));
@@ -140,7 +141,7 @@ long this_thread() {
   return syscall(SYS_gettid);
 }
 
-// The thread that ends Python, once it does; 0: none yet. Calls in all other threads must then end
+// The thread that is ending Python; 0: Python is not ending. While Python ends, calls in all other threads must end
 // (python/flashmoe/calls/ending.py).
 std::atomic<long> ended_by{0};
 
@@ -148,8 +149,8 @@ void end_calls() {
   ended_by = this_thread();
 }
 
-// Python's signal handlers run in the main thread when it asks for them. Other threads need not wait for the
-// interpreter's lock.
+// Python runs signal handlers only in the main thread, when that thread calls TVMFFIEnvCheckSignals(). Other threads do
+// not call it, so they do not wait for the interpreter's lock.
 void end_if_interrupted() {
   if (const long by = ended_by; by != 0 && by != this_thread()) {
     throw host::Error(host::Error::Kind::kOther, "the process ends");
@@ -158,10 +159,11 @@ void end_if_interrupted() {
   if (TVMFFIEnvCheckSignals() != 0) throw ffi::EnvErrorAlreadySet();
 }
 
-[[maybe_unused]] const bool kHooked = (host::check_interrupt = end_if_interrupted, true);  // when the library is loaded
+// Sets check_interrupt when the library is loaded.
+[[maybe_unused]] const bool kHooked = (host::check_interrupt = end_if_interrupted, true);
 
-// machines: the machine of each rank; empty: all ranks are on one machine, as in every process group. Tests name
-// several machines. Calls then behave as if the ranks were on them, although all memory is mapped.
+// machines: the machine of each rank; empty: all ranks are on one machine. The ranks of these groups always are,
+// because they share memory. Tests name several machines: then calls behave as if the ranks were on them.
 ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t timeout_ns,
                              ffi::Array<int64_t> machines) {
   return guarded([&] {
@@ -178,7 +180,7 @@ ffi::Function context_create(Map map, int64_t rank, ffi::String name, int64_t ti
 
 // ---- Groups on several machines -------------------------------------------------------------------------------------
 
-// The bytes of a text of Python's bytes.hex().
+// Reads a text that Python's bytes.hex() has made, and returns its bytes.
 std::string from_hex(const std::string& text) {
   const auto digit = [](char c) { return static_cast<unsigned>(c <= '9' ? c - '0' : c - 'a' + 10); };
   std::string bytes;
@@ -186,7 +188,7 @@ std::string from_hex(const std::string& text) {
   return bytes;
 }
 
-// The first difference between two ranks' limits that no call could bridge; empty if there is none.
+// A message about the first of the limits that must be the same on two ranks but differ; empty if there is none.
 ffi::String limits_difference(Map mine, int64_t rank, Map theirs, int64_t peer) {
   return guarded([&] {
     return ffi::String(host::difference(limits_of(std::move(mine)), static_cast<uint32_t>(rank),
@@ -210,12 +212,12 @@ ffi::Function network_open(int64_t rank, int64_t ranks, ffi::String key, int64_t
   });
 }
 
-// The addresses at which the others' couriers reach this one.
+// The addresses at which the couriers of other ranks reach this courier.
 ffi::String network_address(int64_t network) {
   return guarded([&] { return ffi::String(registry<network::Courier>().get(network)->address()); });
 }
 
-// context_create() for a rank of which some peers are on other machines. machines, addresses, hosts: by rank.
+// Like context_create(), for a rank that has peers on other machines. machines, addresses, hosts: one for each rank.
 ffi::Function network_context(int64_t network, Map map, int64_t rank, ffi::String name, int64_t timeout_ns,
                               ffi::Array<int64_t> machines, ffi::Array<ffi::String> addresses,
                               ffi::Array<ffi::String> hosts) {
@@ -243,7 +245,7 @@ void network_await(int64_t network) {
 }
 
 // The number of messages that have gone to other machines, and the bytes of data in them. Then, for each n, how many of
-// these bytes were in messages of 2^n bytes to below twice as many.
+// these bytes were in messages of at least 2^n and fewer than 2^(n + 1) bytes.
 ffi::Array<int64_t> network_crossed(int64_t network) {
   return guarded([&] {
     const network::Crossed crossed = registry<network::Courier>().get(network)->crossed();
@@ -275,8 +277,8 @@ void context_set_tile(int64_t handle, int64_t rows, int64_t columns) {
 
 using Given = ffi::Optional<ffi::Tensor>;
 
-// Where a tensor begins; null if it is not wanted. A wanted tensor that is missing is an error, and so is one that is
-// not wanted.
+// Where a tensor begins; null if it is not wanted. A wanted tensor that is missing is an error, and so is a tensor that
+// is given but not wanted.
 template <class T>
 T* memory_of(const char* name, const Given& tensor, bool wanted = true) {
   if (tensor.has_value() != wanted) {
@@ -344,7 +346,7 @@ Map as_map(const CallReport& r) {
   return out;
 }
 
-// For each expert, the rank to which `rank` sends its tokens.
+// For each expert, the rank to which `rank` sends its tokens of that expert.
 ffi::Array<int64_t> placement_owners(ffi::Array<int64_t> placement, int64_t rank) {
   return guarded([&] {
     const host::Holders holders = holders_of(placement);
@@ -354,11 +356,11 @@ ffi::Array<int64_t> placement_owners(ffi::Array<int64_t> placement, int64_t rank
   });
 }
 
-// A function that calls one layer on a context; the function does not keep the context alive. Its arguments: T; whether
-// the call is traced; the seed of its perturbation; whether it keeps what gradients need; whether it does so without
-// other ranks' rows, which are then dispatched again; whether a row for which no choice can be made is an error; the
-// tensors, in host memory; and [T, K] for the routing that the call has chosen. It returns the call's report: times and
-// counts of each phase, events as rows (as_rows), and what is kept.
+// Returns a function that calls one layer on a context; the function does not keep the context alive. Its arguments:
+// T; whether the call is traced; the seed of its perturbation; whether it keeps what gradients need; whether it keeps
+// no x of other ranks' tokens, because the backward pass will send it again; whether a row for which no choice can be
+// made is an error; the tensors, in host memory; and two tensors [T, K] that get the chosen experts and their
+// weights. It returns the call's report: times and counts of each phase, events as rows (as_rows), and what is kept.
 ffi::Function context_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map order, int64_t groups) {
   return guarded([&] {
     CallOptions options;
@@ -473,7 +475,7 @@ void check_tensors(const Kept& kept, const Named& tensors, bool all, bool float3
               {"shared_up", kept.shared_up ? s * i * h : 0, kept.shared_up, of_matrix},
               {"shared_down", s * h * i, s != 0, of_matrix},
               {"shared_gate", h, l.shared_gate, of_other},
-              {"topk_weights", t * l.top_k, !routed, 0},  // has one of two types
+              {"topk_weights", t * l.top_k, !routed, 0},  // may be of either of two types, so its size is not checked
               {"router_logits", t * e, false, 4}};
   for (const auto& row : rows) {
     const ffi::String key(row.name);

@@ -25,8 +25,8 @@ std::shared_ptr<Context> context(int64_t handle) {
   return registry<Context>().get(handle);
 }
 
-// The fields of heap and workspace of a context of these limits. limits.processors are all the GPU's multiprocessors.
-// machines: see create().
+// The fields of heap and workspace of a context of these limits. limits.processors must be the number of the GPU's
+// multiprocessors. machines: see create().
 FieldRows layout_fields(Map map, ffi::Array<int64_t> machines) {
   return guarded([&] {
     const Limits limits = spread_over(limits_of(map), machines);
@@ -35,10 +35,10 @@ FieldRows layout_fields(Map map, ffi::Array<int64_t> machines) {
   });
 }
 
-// order: fields that are OrderPolicy::kBuiltIn are left to the context. name and nvshmem: see Membership. machines: the
-// machine of each rank; empty: all ranks are on one machine, as they really are. Tests name several machines. Calls
-// then behave as if the ranks were on them, although all memory is mapped. Returns None if some rank cannot map
-// another's memory. Then all ranks must try again with limits for puts.
+// order: the context chooses the value of a field that is OrderPolicy::kBuiltIn. name and nvshmem: see Membership.
+// machines: the machine of each rank; empty: all ranks are on one machine, as they really are. Tests name several
+// machines: then calls behave as if the ranks were on them, although all memory is mapped. Returns None if some rank
+// cannot map another's memory. Then all ranks must try again with limits whose `rdma` is 1.
 ffi::Optional<ffi::Function> create(Map limits, Map order, int64_t rank, ffi::String name, ffi::String nvshmem,
                                     int64_t device, int64_t timeout_ns, ffi::Array<int64_t> machines) {
   return guarded([&]() -> ffi::Optional<ffi::Function> {
@@ -82,8 +82,8 @@ Matrix matrix(Fields& f, const std::string& name) {
   return m;
 }
 
-// tensors: addresses, 0 if there is none; and for matrices the bytes between rows and between experts. The rest: see
-// Layer.
+// tensors: the address of each tensor, 0 if there is none; for matrices, also the bytes from row to row and from expert
+// to expert. The other arguments: see Layer.
 int64_t add_layer(int64_t handle, Map layer, ffi::Array<int64_t> placement, Map tensors, ffi::String cubin,
                   ffi::String few_cubin, bool traced, int64_t pass, bool redispatch, bool strict, int64_t stream) {
   return guarded([&] {
@@ -260,9 +260,9 @@ ffi::Array<int64_t> read_counts(int64_t handle, int64_t layer, ffi::Array<int64_
   });
 }
 
-// Bytes of a layer's passes on a context of these limits. Every rank has as many tokens as it may have, and loads are
-// even. They are what a call keeps, what a backward pass takes until it ends, and among several ranks what a call that
-// keeps takes.
+// The bytes that training a layer takes on a context of these limits, if every rank has max_tokens tokens and all
+// experts have equal loads: what a call keeps, what a backward pass takes until it ends, and among several ranks also
+// what a call that keeps takes until it ends.
 Map training_bytes(Map layer, Map map) {
   return guarded([&] {
     const LayerSpec spec = layer_of(std::move(layer));
@@ -318,7 +318,7 @@ void read_routing(int64_t handle, ffi::Tensor ids, ffi::Tensor weights) {
 }
 
 // Adds to rows [R, El], int32, the number of rows that each rank's tokens have with each of this rank's experts in the
-// last call, which was the layer's. Returns the fields of RowsSent.
+// last call, which must have been a call of this layer. Returns the fields of RowsSent.
 ffi::Array<int64_t> read_received(int64_t handle, int64_t layer, ffi::Tensor rows) {
   return guarded([&] {
     const RowsSent sent = context(handle)->read_received(layer, static_cast<int32_t*>(rows.data_ptr()));

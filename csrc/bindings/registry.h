@@ -1,5 +1,5 @@
-// What the bindings of the two engines share besides the codec: handles, who owns the objects behind them, and the
-// translation of this project's errors to Python's.
+// What the bindings share besides the codec: handles, who owns the objects behind the handles, and the translation of
+// this project's errors to Python's exceptions.
 #pragma once
 
 #include <tvm/ffi/error.h>
@@ -42,7 +42,7 @@ auto guarded(Fn&& fn) {
 template <class Context>
 inline constexpr const char* kGone = "context: it is closed";
 
-// Handles instead of pointers: with a stale handle Python gets an error, not a crash.
+// Python has handles instead of pointers, so that the use of a closed context raises an error and does not crash.
 template <class Context>
 class Registry {
  public:
@@ -77,17 +77,18 @@ class Registry {
   int64_t last_ = 0;
 };
 
-// One registry of each kind. It is not destroyed at exit, when the CUDA driver may be gone.
+// The one registry for each kind of object. It is never destroyed: at exit, the CUDA driver may be gone already, which
+// contexts need to free their memory.
 template <class Context>
 Registry<Context>& registry() {
   static auto* const r = new Registry<Context>;
   return *r;
 }
 
-// Registers the context, and returns what Python holds: a function that returns the context's handle, and closes the
-// context when it is dropped. A bare number could be lost: a signal handler may raise as soon as the interpreter runs
-// again, before Python has stored the number. Then the context and all its threads would stay. A forked process has
-// none of these threads, and closes nothing.
+// Registers the context, and returns what Python holds: a function that returns the context's handle. When Python
+// drops the function, the context is closed. A bare number could be lost: a signal handler may raise as soon as the
+// interpreter runs again, before Python has stored the number. Then the context and all its threads would stay. A
+// forked process has none of these threads, and closes nothing.
 template <class Context>
 tvm::ffi::Function owned(std::shared_ptr<Context> context) {
   struct Ownership {

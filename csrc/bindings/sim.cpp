@@ -8,7 +8,7 @@
 namespace flashmoe::sim {
 namespace {
 
-// A field in microseconds, as the clock's time.
+// Reads a field that is in microseconds, and converts it to the unit of the simulated clock.
 Time time_of(Fields& fields, const char* name) {
   return static_cast<Time>(fields.take<double>(name) * static_cast<double>(kMicrosecond));
 }

@@ -6,14 +6,15 @@
 namespace flashmoe::cpu {
 namespace {
 
-// e^x, within 1 ulp for x in [-87, 88]. The C library's function would be a call per element. This function vectorises,
-// and gives the same bits on every machine and in every place of a row; a library's vector and scalar versions need
-// not. Argument reduction and coefficients: Cephes, expf.
+// e^x, to within 1 ulp for x in [-87, 88]. It replaces the C library's function, which would be a call for each
+// element. The compiler vectorises this one, and its bits are the same on every machine and at every place of a row,
+// whereas a library's vector and scalar versions may differ. Argument reduction and coefficients are those of expf in
+// Cephes.
 inline float exponential(float x) {
-  constexpr float kRound = 0x1.8p23f;  // adding it leaves the nearest integer in the last bits
+  constexpr float kRound = 0x1.8p23f;  // adding it to a number leaves the nearest integer in the last bits
   const float shifted = x * 1.44269504088896341f + kRound;
   const float n = shifted - kRound;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n ln 2, with ln 2 in two parts
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -24,14 +25,15 @@ inline float exponential(float x) {
   return std::bit_cast<float>(std::bit_cast<uint32_t>(p) + (std::bit_cast<uint32_t>(shifted) << 23));  // times 2^n
 }
 
-// x[i] = x[i] / (1 + e^-y(x[i])), for a y that grows with x and is 0 where x is 0. The exponent is clamped where the
-// result no longer depends on it. The clamp has a loop of its own: in one loop the compiler computes both sides of each
-// comparison, divisions too, and takes three times as long. With a clamped exponent the result far below zero is about
-// x / 2^127. If x is so far below zero that even this is not nearly 0 (y below -2^30), x is replaced by -0.
+// x[i] = x[i] / (1 + e^-y(x[i])), for a function y that grows with x and is 0 where x is 0. The exponent -y is clamped
+// to [-87, 88]. Below this range the result no longer depends on it. Above, the clamped result is about x / 2^127,
+// which is nearly 0 unless x is very far below zero; where y is below -2^30, x is therefore replaced by -0. The clamp
+// has a loop of its own, because in a common loop the compiler computes both sides of each comparison, divisions too,
+// and the loop takes three times as long.
 template <class Function>
 void times_sigmoid(float* x, uint64_t n, Function y) {
   constexpr uint64_t kChunk = 64;
-  constexpr float kVanished = -0x1p30f;  // with the clamp its SiLU would be -2^-97
+  constexpr float kVanished = -0x1p30f;  // at y = x = kVanished the clamped result would be -2^-97
   float exponent[kChunk];
   for (uint64_t first = 0; first < n; first += kChunk) {
     float* v = x + first;
@@ -82,16 +84,17 @@ Point gelu(float v) {
   return {v * phi, phi + v * std::exp(-0.5f * v * v) * 0.39894228040143268f};
 }
 
-// The slope is s + v s (1 - s) y', for s = 1 / (1 + e^-y). s and 1 - s are computed from e^-|y|, which never overflows.
-// So neither is a difference that cancels. Where v^2 is above 128, e^-|y| is 0, and so is the factor of y'. The bound
-// on v^2 keeps y' finite.
+// The slope is s + v s (1 - s) y', where y is that of gelu_tanh() above and s = 1 / (1 + e^-y). Both s and 1 - s are
+// computed from e^-|y|, which never overflows, so that neither is a difference of nearly equal numbers. Where v^2 is
+// above 128, e^-|y| is 0, and so is the factor of y'. The bound on v^2 keeps y' finite there, because 0 times infinity
+// would be NaN.
 Point gelu_tanh(float v) {
   const float square = v * v < 128.0f ? v * v : 128.0f, e = std::exp(-std::fabs(v) * (kLinear + kCubic * square));
   const float r = 1.0f / (1.0f + e), tail = e * r, s = v < 0.0f ? tail : r;
   return {v * s, s + v * tail * r * (kLinear + 3.0f * kCubic * square)};
 }
 
-// `v` is the gate's value, or without a gate the only one.
+// The activation's value and slope at `v`, the pre-activation of the gate, or without a gate the only pre-activation.
 Point activated(float v, const AgreedLayer& layer) {
   switch (layer.activation) {
     case Activation::kRelu: return {v, v > 0.0f ? 1.0f : 0.0f};

@@ -10,12 +10,13 @@
 namespace flashmoe::cpu {
 namespace {
 
-// Columns of the result that multiply_rows() computes at once. The part of the right operand that it widens to fp32 for
-// them is this many rows of the matrix with Rows::kResults, and this many columns otherwise.
+// How many columns of the result multiply_rows() computes at once. For these columns it widens a part of the right
+// operand to fp32: this many rows of the matrix with Rows::kResults, and this many columns with Rows::kContraction.
 constexpr uint32_t kColumns = 256;
 
-// For how many rows the left operand needs room, if n columns of the result are computed kColumns at a time. gemm()
-// rounds the rows up to whole calls of the BLAS in which a row's bits do not depend on its place (gemm.h).
+// How many rows the left operand needs room for, if n columns of the result are computed kColumns at a time. They are
+// more than `rows`, because gemm() rounds the rows up to whole calls of the BLAS in which a row's bits do not depend on
+// its place (gemm.h).
 uint32_t padded_for(uint32_t rows, uint32_t n, uint32_t k, Rows of) {
   const uint32_t whole = n < kColumns ? 0 : padded_rows(rows, kColumns, k, of);
   return n % kColumns == 0 ? whole : std::max(whole, padded_rows(rows, n % kColumns, k, of));
@@ -90,8 +91,9 @@ void BackwardEngine::multiply_rows(float* out, const float* a, uint32_t rows, co
   }
 }
 
-// Loads the tile's rows of dY, in fp32, to memory that has room for `padded` rows. Keeps those of other ranks, and x if
-// it came with them, for the gradients of weights.
+// Loads the tile's rows of dY, in fp32, to memory that has room for `padded` rows. Copies the rows of dY that came from
+// other ranks, each token's once, and with redispatch the rows of x that came with them: the gradients of weights need
+// these copies.
 float* BackwardEngine::load_gradients(uint32_t tile, uint32_t padded) {
   const uint32_t rows = c_.tile(tile)->shape.rows, hidden = c_.shape.hidden;
   float* dy = room(a_, size_t{padded} * hidden);
@@ -218,7 +220,7 @@ void BackwardEngine::finish_weights(uint32_t token) {
   }
   if (to.logits != nullptr) std::copy_n(to.logits + uint64_t{token} * experts, experts, grad);
   const float* logits = kept.logits.data() + uint64_t{token} * experts;
-  ids_.resize(top_k);  // with the dropped choices
+  ids_.resize(top_k);  // all experts are chosen again, because kept.ids lacks those of dropped choices
   choose_experts(kept.spec, layer_.choice_bias, logits, ids_.data(), room(weights_, top_k), router_);
   add_logit_gradients(kept.spec, logits, ids_.data(), of_weights_.data(), grad, scores_);
 }

@@ -1,7 +1,7 @@
 // A processor's part in a backward pass: executes the tasks of a call whose tokens are rows of dY
-// (protocol/gradients.h). When it does a piece of Combine, it also finishes the gradients of router logits and of combine
-// weights for the tokens of the piece. It keeps the rows of dY that come from other ranks, and with redispatch those of x,
-// because the gradients of weights need them after the call.
+// (protocol/gradients.h). When it does a piece of Combine, it also finishes the gradients of router logits and of
+// combine weights for the tokens of the piece. It keeps the rows of dY that come from other ranks, and with redispatch
+// the rows of x that come with them, because the gradients of weights need these rows after the call.
 #pragma once
 
 #include "cpu/engine.h"
@@ -30,16 +30,17 @@ class BackwardEngine : public Engine {
   void multiply(uint32_t n, TileIndex tile);
   void find_rows(uint32_t tile);
   float* load_gradients(uint32_t tile, uint32_t columns);
-  // x of a row of the task that runs.
+  // The row of x that the forward pass had for `row`, a row of the task that runs.
   const uint8_t* x_of(const Row& row, const Kept::Row& kept) const;
   // A right operand, as it is stored.
   struct Right {
     const void* data;
     uint64_t pitch;  // elements from one row to the next
     Rows of;
-    const void* up = nullptr;  // if the contracted rows lie in two matrices: the second half's
+    const void* up = nullptr;  // the second matrix, if the contracted rows lie in two; else null
   };
-  // out[rows, n] = a[rows, k] * matrix^T or * matrix. Computes some columns of `out` at a time.
+  // out[rows, n] = a[rows, k] * matrix^T (Rows::kResults) or * matrix (Rows::kContraction). Computes some columns of
+  // `out` at a time.
   void multiply_rows(float* out, const float* a, uint32_t rows, const Right& matrix, uint32_t n, uint32_t k);
   // For the tile's rows: the gradients of a slice's pre-activations, and the slice's part of the gradients of combine
   // weights.

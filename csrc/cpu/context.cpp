@@ -19,8 +19,8 @@ namespace {
 using host::concat;
 using host::Error;
 
-// Appends a processor's events, with the gaps between them as waits, or the OS actor's events without. expert_of(e):
-// the layer's expert that local expert e is.
+// Appends an actor's events to `to`. If the actor is a processor, also appends an event kWait for each gap before,
+// between and after its events. expert_of(e): the number in the layer of local expert e.
 template <class ExpertOf>
 void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t start_ns, uint64_t end_ns,
                    ExpertOf&& expert_of) {
@@ -35,8 +35,8 @@ void append_events(std::vector<Event>& to, const ActorTrace& trace, uint64_t sta
 }
 
 // While this object lives, its thread has the floating-point environment that a program begins with. Other environments
-// flush subnormals to zero or round in another way. A thread may inherit one from the thread that made it, but a call's
-// bits must not depend on who made which thread.
+// flush subnormals to zero or round in another way. A thread may inherit such an environment from the thread that made
+// it, but a call's bits must not depend on who made which thread.
 class DefaultFloats {
  public:
   DefaultFloats() {
@@ -51,8 +51,9 @@ class DefaultFloats {
   std::fenv_t before_;
 };
 
-// Throws Error if a slice behind an expert's first slice has a bias of the second product: the sum of the slices would
-// have the bias once more. (On a GPU nobody looks at the values.)
+// Throws Error if a slice of an expert, other than its first slice, has a bias of the second product that is not 0. An
+// expert's result is the sum over its slices, so it would have this bias too. (The CUDA engine does not look at the
+// values.)
 void check_later_slices(const Layer& layer, const host::PlacementTables& placement, uint32_t rank) {
   const LayerSpec& l = layer.spec;
   if (l.slices == 1 || layer.down_bias == nullptr) return;
@@ -70,7 +71,7 @@ void check_later_slices(const Layer& layer, const host::PlacementTables& placeme
   }
 }
 
-// For tasks that have all columns of their tile.
+// For each product, the columns of a task that has all columns of its tile.
 std::array<uint32_t, kProducts> all_columns(const LayerSpec& layer) {
   std::array<uint32_t, kProducts> all{};
   for (uint32_t n = 0; n < kProducts; ++n) {
@@ -121,7 +122,7 @@ Context::Context(std::unique_ptr<host::Group> group, uint32_t rank, const Limits
   reasons_ = {make_refusal_layout(limits), spread_heap_bytes(limits)};
   call_.shape.ranks = limits.ranks;
   call_.policy.clusters = limits.processors;
-  // A rank alone waits only for its own threads. They come to an end however long a task takes.
+  // A rank alone waits only for its own threads, which come to an end however long a task takes. So it has no timeout.
   call_.policy.timeout_ns = limits.ranks == 1 ? 0 : timeout_ns;
   sources_.resize(limits.ranks);
   make_workspace();
@@ -162,7 +163,7 @@ void Context::stop_actors() {
 void Context::make_workspace() {
   call_.memory = make_call_memory(limits_);
   call_.memory.heaps = group_->heaps();
-  workspace_ = host::make_single_rank_group(work_bytes(limits_));  // zeroed on first touch
+  workspace_ = host::make_single_rank_group(work_bytes(limits_));  // zeroed page by page, when first touched
   call_.memory.work = workspace_->heaps()[0];
 }
 
@@ -178,7 +179,7 @@ void Context::set_tile(uint32_t rows, uint32_t columns) {
 }
 
 void Context::prepare(const Layer& layer, const CallOptions& o) {
-  const DefaultFloats here;  // only here the calling thread computes
+  const DefaultFloats here;  // prepare() is the only place where the calling thread computes
   const bool backward = o.forward != 0;
   placement_ = host::placement_tables(o.placement, limits_, call_.rank, layer.spec.shared != 0);
   if (!backward) check_later_slices(layer, placement_, call_.rank);
@@ -200,7 +201,7 @@ void Context::prepare(const Layer& layer, const CallOptions& o) {
   task_columns_ = backward ? all_columns(spec) : task_columns(spec, limits_.columns_per_task);
   call_.cut_columns(task_columns_);
   call_.policy.joined = !backward && joins_rows(spec, call_.shape.ranks, o.tokens) ? 1 : 0;
-  // Rows go to other machines whole.
+  // With ranks on other machines, there is one return group, because rows go to other machines whole.
   const uint32_t groups = group_->bell() == nullptr ? o.groups : 1;
   call_.policy.groups = return_groups(call_.policy.columns[kReturning], groups, call_.policy.group_first);
   call_.policy.order = o.order;
@@ -255,16 +256,16 @@ void Context::run_processor_of(uint32_t id) {
   }
 }
 
-// Called if an actor runs out of memory during its work, or if the user interrupts: this rank's call ends. The peers'
-// calls end when they have waited for this rank.
+// Called if an actor runs out of memory during its work, or if the user interrupts. Ends this rank's call. The peers'
+// calls end when their waits for this rank expire.
 void Context::end_call(std::exception_ptr& to, std::exception_ptr why) {
   const std::lock_guard lock(mutex_);
   if (to == nullptr) to = std::move(why);
   CpuPlatform::store_release(&call_.control()->abort.value, uint64_t{1}, kDevice);
 }
 
-// The calling thread is no actor, because it may wait long for the interpreter before it can ask for an interrupt. The
-// OS actor's heartbeat must not stop meanwhile.
+// The calling thread is no actor: before it can ask for an interrupt, it may have to wait long for the interpreter, and
+// meanwhile an OS actor's heartbeat must not stop.
 void Context::await_actors() {
   std::unique_lock lock(mutex_);
   while (!done_.wait_for(lock, kRarely, [&] { return running_ == 0; })) {
@@ -280,7 +281,7 @@ void Context::await_actors() {
 }
 
 void Context::run() {
-  const bool calls = work_ != Work::kWeights;  // otherwise no peer takes part
+  const bool calls = work_ != Work::kWeights;  // otherwise this rank computes without its peers
   if (calls) group_->begin_call(call_);
   {
     const std::lock_guard lock(mutex_);
@@ -310,7 +311,7 @@ CallReport Context::call(const Layer& layer, const CallOptions& options, const R
   check_outcome();
   const RowNote note = RowNote::unpack(call_.control()->noted.value);
   if (host::is_error(note, options.strict)) throw host::row_error(note, call_.rank, layer.spec.experts);
-  broken_ = true;  // stays so if memory runs out below: the others have completed this call
+  broken_ = true;  // stays so if memory runs out below, because the other ranks have completed this call
   for (uint32_t t = 0; routing.ids != nullptr && t < options.tokens; ++t) {
     const uint32_t choices = call_.shape.routed_top_k();
     std::transform(call_.routing(t), call_.routing(t) + choices, routing.ids + uint64_t{t} * choices,
@@ -405,8 +406,8 @@ CallReport Context::report(const CallOptions& o, uint64_t start_ns, uint64_t end
     r.dropped += static_cast<uint64_t>(std::count(ids, ids + call_.shape.top_k, -1)) / call_.shape.slices;
     r.bad_rows += ids[0] == Choice::recorded(Choice::kBad) ? 1 : 0;
   }
-  // Joined rows were counted one by one or, with one row per token, not at all. The report has the number of token
-  // blocks.
+  // In a joined call, Phase::kCombine was counted for each joined row (if tokens have two rows) or not at all (if they
+  // have one). The report has the number of token blocks instead.
   if (call_.policy.joined != 0) r.count[static_cast<uint32_t>(Phase::kCombine)] = call_.blocks();
   r.tiles = r.count[static_cast<uint32_t>(phase_of(kReturning))] / call_.policy.columns[kReturning];
   for (uint32_t t = 0; t < r.tiles; ++t) r.tile_rows += call_.tile(t)->shape.rows;

@@ -18,20 +18,20 @@
 
 namespace flashmoe::cpu {
 
-// What a call adds to its layer.
+// What a call has in addition to its layer.
 struct CallOptions {
   uint32_t tokens = 0;
-  host::Holders placement;  // of each of the E experts
-  uint32_t groups = 1;      // return groups, or fewer if GEMM1 has fewer blocks of columns
+  host::Holders placement;  // which ranks hold each of the E experts
+  uint32_t groups = 1;      // most return groups; fewer if GEMM1 has fewer blocks of columns
   OrderPolicy order;
   bool record_events = false;
   uint64_t perturbation = 0;  // seed of schedule perturbation, 0: none
-  Epoch forward = 0;          // in a backward pass: the call whose gradients it computes
+  Epoch forward = 0;          // in a backward pass: epoch of the call whose gradients it computes; else 0
   bool redispatch = false;    // in a backward pass: x is dispatched again
-  bool strict = false;        // a row for which no choice can be made is an error
+  bool strict = false;        // a row whose router logits allow no choice is an error
 };
 
-// What a call did on this rank. Times are sums over processors.
+// What a call did on this rank. `ns` (nanoseconds) and `count` are sums over all actors, for each phase.
 struct CallReport {
   uint64_t wall_ns = 0;
   uint64_t ns[kPhases] = {};
@@ -62,17 +62,17 @@ class Context {
 
   // Runs the layer on this rank; every rank of the group must call. Blocks until this rank's output is complete.
   //
-  // If a bad row (RowNote) is an error, throws that error. If another rank refuses the call, throws the error with that
-  // rank's reason. In both cases the next call is as any other. After a fault throws the fault, or what check_interrupt
-  // threw; every later call throws that the context is broken.
+  // If a bad row (RowNote) is an error, throws that error. If another rank refuses the call, throws an error with that
+  // rank's reason. In both cases the next call is as any other. After a fault throws the fault, and after an interrupt
+  // what check_interrupt threw; then every later call throws that the context is broken.
   //
   // Several threads take turns. If check_interrupt throws while a thread waits for its turn, the other threads' calls
   // go on. A call from within a call, as a signal handler may make it, throws Error.
   CallReport call(const Layer& layer, const CallOptions& options, const RoutingOut& routing = {});
 
   // Computes the gradients of a call from what the call has kept. Every rank of the group must call, for the same call.
-  // What a group does when it fails, and who may call, is as in call(). Throws Error if `kept` is of another rank or
-  // group, or if x is to be dispatched again and there is no room for it.
+  // Errors and the turns of threads are as in call(). Also throws Error if `kept` is of another rank or group, or if x
+  // is to be dispatched again and there is no room for it.
   std::vector<Event> backward(const Kept& kept, const Gradients& gradients, const CallOptions& options);
 
   // Called instead of a call that this rank cannot begin, for a reason of its own. Tells the group, and the call is
@@ -115,7 +115,7 @@ class Context {
   SpreadCall call_;
   Reasons reasons_;
   Layer layer_;
-  std::array<uint32_t, kProducts> task_columns_{};  // of the call
+  std::array<uint32_t, kProducts> task_columns_{};  // columns of each product's tasks in the call
   std::unique_ptr<host::Group> workspace_;          // private memory of this rank
   bool broken_ = false;
   bool refused_ = false;  // the last call was refused by some rank
@@ -133,15 +133,15 @@ class Context {
   std::vector<std::unique_ptr<BackwardEngine>> backward_engines_;
   std::vector<WeightBuffers> weight_buffers_;                      // of each processor
   std::vector<OneWorker<ContextPlatform>::Memory> worker_memory_;  // of each processor
-  // Each actor is a thread: 0 is the OS actor, the processors follow. They sleep between calls. generation_ wakes them;
-  // running_ counts those that are not done yet.
+  // Each actor is a thread: 0 is the OS actor, the processors follow. The threads sleep between calls. generation_
+  // wakes them; running_ counts the threads that have not finished the call.
   std::mutex mutex_;
   std::condition_variable wake_, done_, turn_;
   std::thread::id caller_;  // the thread whose call runs, if there is one
   uint64_t generation_ = 0;
   uint32_t running_ = 0;
-  // What actors do when they wake: a call; a backward pass; or the weights' gradients, which follow when the pass's
-  // rows are home.
+  // What actors do when they wake: a call; a backward pass; or the gradients of weights, once the rows of the backward
+  // pass are home.
   enum class Work { kCall, kBackward, kWeights } work_ = Work::kCall;
   Backward* backward_ = nullptr;
   bool stopping_ = false;
@@ -150,9 +150,9 @@ class Context {
   std::vector<std::thread> threads_;
 };
 
-// A thread's turn to call, which it gets when no other thread has one. A mutex would not do. A thread that already has
-// its turn must get an error rather than wait for itself, and a thread that waits for a long call must hear an
-// interrupt.
+// A thread's turn to call, which it gets when no other thread has one. A mutex would not do, for two reasons: a thread
+// that already has its turn must get an error rather than wait for itself, and a thread that waits for its turn must
+// ask for interrupts.
 class Context::Turn {
  public:
   explicit Turn(Context& context);

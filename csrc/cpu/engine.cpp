@@ -65,7 +65,8 @@ bool Engine::dispatch(uint32_t b) {
   return true;
 }
 
-// Fills in ids and weights of the token block, from the caller's or by the router.
+// Fills in the choices of the token block's tokens, ids and weights: those that the caller gave, or those that the
+// router makes.
 void Engine::route(uint32_t b, const PacketScratch& s) {
   const uint32_t first = b << c_.policy.log2_block;
   const uint32_t tokens = c_.tokens_in_block(b);
@@ -99,7 +100,7 @@ void Engine::route(uint32_t b, const PacketScratch& s) {
   }
 }
 
-// Sets all elements of a row that returns.
+// Sets all elements of a staged row, a return row or an output row to `value`.
 void Engine::fill_row(uint8_t* row, float value) {
   float* const values = room(out_, c_.shape.hidden);
   std::fill_n(values, c_.shape.hidden, value);
@@ -174,19 +175,19 @@ void Engine::multiply(uint32_t n, TileIndex tile, uint32_t block) {
   switch (product.epilogue) {
     case Epilogue::kActivate: return activate_columns(product, tile, at);
     case Epilogue::kReturn: return return_columns(product, tile.whole(), at);
-    case Epilogue::kDifferentiate:  // of a GPU's backward pass; here BackwardEngine multiplies
+    case Epilogue::kDifferentiate:  // only in backward passes of a GPU; on a CPU BackwardEngine multiplies
     case Epilogue::kSend:
     case Epilogue::kOutput: break;  // no product has these
   }
 }
 
-// Where a slice's intermediate row of the tile lies.
+// The address of intermediate row `row` of the tile; for the shared expert, of the part of the row that `slice` has.
 uint8_t* Engine::intermediate_row(uint32_t tile, uint32_t slice, uint32_t row) const {
   return c_.intermediate_row(c_.inner_tile(tile, c_.tile_row(tile, 0)->token, slice), row);
 }
 
-// Loads the tile's rows of the product's left operand in fp32, with all slices over which the product contracts. There
-// is room for the rows that gemm() reads beyond them when it makes `columns` columns.
+// Loads the tile's rows of the product's left operand in fp32, with all slices over which the product contracts. Behind
+// them there is room for the rows that gemm() reads in addition when it computes `columns` columns.
 float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns) {
   if (spec().quantised()) return load_quantised_rows(product, tile, columns);
   const uint32_t width = c_.shape.extent(product.over), count = c_.tile(tile)->shape.rows;
@@ -208,14 +209,15 @@ float* Engine::load_rows(const TaskRow& product, uint32_t tile, uint32_t columns
   return a;
 }
 
-// The most rows that gemm() may read of a block of quantised rows, the last block included.
+// The most rows that gemm() may read of a block of 128 columns of quantised rows. The last block may be narrower than
+// 128.
 uint32_t Engine::most_padded(uint32_t rows, uint32_t columns, uint32_t length) const {
   const uint32_t last = length - (scale_blocks(length) - 1) * kScaleBlock;
   return std::max(padded_rows(rows, columns, std::min(kScaleBlock, length)), padded_rows(rows, columns, last));
 }
 
-// The same for quantised rows: one block of 128 columns after the other. A block has its rows one behind the other,
-// without the scales. The scales go to row_scales_, row by row.
+// Does what load_rows() does, for quantised rows. Stores one block of 128 columns after the other. In a block, the rows
+// lie one behind the other, without their scales. The scales go to row_scales_, row by row.
 float* Engine::load_quantised_rows(const TaskRow& product, uint32_t tile, uint32_t columns) {
   const uint32_t width = c_.shape.extent(product.over), count = c_.tile(tile)->shape.rows;
   const uint32_t length = contracted(product, c_.tile(tile)->shape.expert), each = scale_blocks(width);
@@ -256,7 +258,8 @@ Engine::Weights Engine::weights_of(const TaskRow& product, uint32_t expert, uint
   if (!shared) {
     return {at(up ? layer_.gate_up : layer_.down, l.weight_type, expert * rows * length), pitch, to_up, 0, nullptr};
   }
-  // For gate_up: a slice's rows or, in transposed matrices, columns.
+  // Where the slice begins: at this row of gate_up, or in transposed matrices at this column. (0 for down, which has
+  // slice 0.)
   const uint64_t first = uint64_t{slice} * l.intermediate * (up && l.interleaved ? 2 : 1);
   return {at(up ? layer_.shared_gate_up : layer_.shared_down, l.weight_type, l.transposed ? first : first * pitch),
           pitch, to_up, first,
@@ -282,8 +285,8 @@ Engine::RowScales Engine::scales_of(const TaskRow& product, uint32_t expert, uin
   return {number((before * parts * part_blocks + block) * ceil_div(length, e.block_columns)), 1};
 }
 
-// rows * weights^T for the rows that load_quantised_rows() has loaded: the sum over blocks of 128 columns, ascending,
-// of a block's product * (scale of the row * scale of the weights).
+// rows * weights^T for the rows that load_quantised_rows() has loaded. This is the sum over the blocks of 128 columns,
+// in ascending order, of (product of the block) * (scale of the row * scale of the weights).
 float* Engine::multiply_quantised(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count,
                                   const Weights& from, Features of, uint32_t columns) {
   const uint32_t length = contracted(product, of.expert), blocks = scale_blocks(length);
@@ -329,8 +332,8 @@ const float* Engine::dequantised_rows(const TaskRow& product, const Weights& fro
   return wide;
 }
 
-// For gates and ups in two matrices: all rows of the first, then all rows of the second, in fp32, as gemm() expects the
-// rows of one matrix.
+// If the shared expert's gates and ups are two matrices: all rows of the first, then all rows of the second, in fp32,
+// as gemm() expects the rows of one matrix.
 const float* Engine::rows_of_both(const Weights& from, uint32_t length) {
   float* const wide = room(features_, 2 * size_t{from.to_up} * length);
   float* to = wide;
@@ -370,7 +373,7 @@ float* Engine::multiply_rows(std::vector<float>& to, const TaskRow& product, con
   return out;
 }
 
-// The same, plus the bias.
+// rows * weights^T + bias, with `columns` rows of weights.
 float* Engine::project(std::vector<float>& to, const TaskRow& product, const float* rows, uint32_t count, Features of,
                        uint32_t columns) {
   const bool up = product.right == Operand::kGateUp;
@@ -460,7 +463,8 @@ void Engine::reduce(const Piece& piece) {
   }
 }
 
-// Sums what the ranks of this machine have left here for the piece's tokens, in the order of their places.
+// Sums, for each of the piece's tokens, the sums that the ranks of this machine have left at this rank, in the order of
+// the ranks' places.
 void Engine::sum_machine(const Piece& piece) {
   const Machines& m = c_.spread;
   const RelayPlace from(c_, m, c_.rank, piece.source);

@@ -1,4 +1,5 @@
-// The CPU engine's part of a processor: executes what the protocol hands out or finds, tile by tile, through the BLAS.
+// The CPU engine's part of a processor: executes tasks and the pieces of Reduce and Combine. Products go tile by tile
+// through the BLAS.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,8 @@
 
 namespace flashmoe::cpu {
 
-// Grows a buffer, never shrinks it. New elements are zero, so that the surplus rows of a GEMM are finite.
+// Grows a buffer, never shrinks it. New elements are zero, so that the rows that a GEMM reads beyond the tile's rows
+// are finite.
 inline float* room(std::vector<float>& buffer, size_t n) {
   if (buffer.size() < n) buffer.resize(n);
   return buffer.data();
@@ -85,7 +87,8 @@ class Engine {
   static constexpr uint32_t kJoinedAtOnce = 1;
   void join(uint32_t row, uint32_t count);
 
-  // Called when a span of a sender, returner or joiner begins, and when it ends.
+  // A sender, returner or joiner calls begin() when it begins a span of work, and end() when the span ends. The trace
+  // gets the span.
   void begin() { begun_ns_ = monotonic_ns(); }
   void end(Phase phase, uint32_t index, uint32_t column) {
     trace_.add(phase, begun_ns_, monotonic_ns(), index, column);
@@ -98,15 +101,17 @@ class Engine {
   void sum_machine(const Piece& piece);
   const uint8_t* input_row(uint32_t token) const;
   const uint8_t* token_row(uint32_t source, uint32_t token) const;
-  // Adds the token's return rows to `sum`, in ascending order: columns [first, first + count).
+  // Adds columns [first, first + count) of the token's return rows to `sum`, in ascending order of k (direct) or rank
+  // (reduced).
   void add_returned(float* sum, uint32_t token, uint32_t first, uint32_t count) const;
   const LayerSpec& spec() const { return layer_.spec; }
 
   const SpreadCall& c_;
   const Layer& layer_;
   ActorTrace& trace_;
-  // Buffers: operand rows; results (gate and up); a token's sum; a bias; combine weights; rows of a matrix that is
-  // transposed or in mxfp4; the scales of quantised rows; and the products of a block of 128.
+  // Buffers, in this order: operand rows; results (or gates); ups; a token's sum; a bias; combine weights; converted
+  // rows of a matrix (if it is transposed, in mxfp4 or in two parts); the scales of quantised rows; the products of a
+  // block of 128 columns.
   std::vector<float> a_, out_, up_, sum_, bias_, weights_, features_, row_scales_, block_;
   RouterBuffers router_;
   GemmBuffers gemm_;
@@ -117,12 +122,14 @@ class Engine {
   void add_shared(uint32_t b, const PacketScratch& s);
   void combine(const Piece& piece);
   void quantise_rows(uint32_t b);
-  // Rows first, first + step, ... of the matrix of an expert or of a slice. These rows make neighbouring results.
+  // Rows first, first + step, ... of the matrix of an expert or of a slice. Each makes one column of the result, in
+  // this order.
   struct Features {
     uint32_t expert, slice, first, step;
   };
   void add_bias(float* rows, uint32_t count, const void* bias, uint64_t first, uint32_t columns, uint32_t step = 1);
-  // Columns [first, first + count): the columns that the blocks of columns [begin, end) of product n's results have.
+  // Columns [first, first + count) of a product's results. columns() gives those of blocks of columns [begin, end) of
+  // product n.
   struct Columns {
     uint32_t first, count;
   };
@@ -137,7 +144,7 @@ class Engine {
   struct Weights {
     const void* data;
     uint64_t pitch;  // elements from one row to the next, as they are stored
-    uint32_t to_up;  // with a gate: rows from a column's gate to the column's up
+    uint32_t to_up;  // with a gate: how many rows behind a column's gate the column's up lies
     uint64_t row;    // number of the first row in the matrix
     const void* up;  // row `to_up` and later rows, if they are in another matrix; else null
   };
@@ -163,10 +170,10 @@ class Engine {
                  uint32_t columns);
   // intermediate[tile, :, columns] = activation(rows * weights^T + bias)
   void activate_columns(const TaskRow& product, TileIndex index, Columns of);
-  // row's home = weight * (rows * weights^T + bias), columns
+  // weight * (rows * weights^T + bias), for these columns: to each row's home, or with `reduced` to its staged row.
   void return_columns(const TaskRow& product, uint32_t tile, Columns of);
 
-  // What gradients need of the tile's columns, before they are activated; up: null without a gate.
+  // Keeps the tile's pre-activations of these columns for the gradients. up: null without a gate.
   void keep_pre_activations(uint32_t tile, uint32_t slice, Columns of, const float* gate, const float* up,
                             uint32_t pitch);
 

@@ -14,9 +14,9 @@ std::optional<HostFault> posted_fault(const Call& c) {
     record.fault = fault;
     record.entered = CpuPlatform::load_acquire(&c.status(fault.culprit)->entered, kSystem);
     if (fault.kind == FaultKind::kDisagree) {
-      // Both are read from the heap of the rank that found the fault, which had read them there. In the other rank's
-      // own heap the configuration may not be written yet: that rank's sender may tell the peers before its OS actor
-      // begins. (After other faults even the finder's heap may lack one.)
+      // Both configurations are read in the heap of the rank that found the fault, since it has compared them there.
+      // The other rank may have none in its own heap yet, because its sender may send its configuration to peers before
+      // its OS actor writes it at home. (After other faults, even the finder's heap may lack a configuration.)
       record.mine = *c.call_config(fault.rank, fault.rank);
       record.theirs = *c.call_config(fault.rank, fault.awaited);
     }

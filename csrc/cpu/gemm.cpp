@@ -14,8 +14,9 @@
 namespace flashmoe::cpu {
 namespace {
 
-// out_t[n, rows] = (a[rows, k] * w[n, k]^T)^T, or with w[k, n]. In this form the rows are the first dimension of
-// the BLAS, whose matrices are column-major. Its kernels cut the first dimension into larger pieces than the second.
+// out_t[n, rows] = (a[rows, k] * w[n, k]^T)^T, or with Rows::kContraction (a[rows, k] * w[k, n])^T. In this form the
+// rows are the first dimension of the BLAS, whose matrices are column-major. Its kernels cut the first dimension into
+// larger pieces than the second.
 void sgemm(float* out_t, const float* a, uint32_t rows, const float* w, uint64_t w_stride, uint32_t n, uint32_t k,
            Rows of) {
   scipy_cblas_sgemm(CblasColMajor, CblasTrans, of == Rows::kResults ? CblasNoTrans : CblasTrans,
@@ -24,15 +25,16 @@ void sgemm(float* out_t, const float* a, uint32_t rows, const float* w, uint64_t
                     static_cast<blasint>(rows));
 }
 
-// Which numbers of rows a call may have: the multiples of `unit` up to `most`.
+// Which numbers of rows a call of the BLAS may have: the multiples of `unit` up to `most`.
 struct CallSizes {
   uint32_t unit, most;
 };
 
-// Whether every row has the same bits in every place of every such call. `a` has 2 * most rows. For each number of rows,
-// one call computes rows 0, 1, .. and another rows 1, 2, ..: so each row but the first and the last is in two
-// neighbouring places. If all neighbours agree, all places of these calls are alike. Row 0 is compared with row 0 of the
-// smallest call: so the numbers of rows are alike, too.
+// Whether a row has the same bits at every place of every call of these sizes. `a` has 2 * most rows. For each number
+// of rows, one call computes rows 0, 1, ... of `a`, and another computes rows 1, 2, ...: each row but the first and the
+// last is then at two neighbouring places. If it has the same bits at both, for all rows, then all places of these
+// calls are alike. Row 0 is also compared with row 0 of the smallest call: if they agree, the number of rows makes no
+// difference either.
 bool places_are_alike(CallSizes sizes, const std::vector<float>& a, const std::vector<float>& w, uint32_t n, uint32_t k,
                       Rows of) {
   const uint64_t stride = of == Rows::kResults ? k : n;

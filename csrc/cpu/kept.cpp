@@ -29,8 +29,8 @@ void Kept::store(uint8_t* row, uint64_t first, const float* values, uint32_t n) 
   uint8_t* const to = row + first * element_bytes(spec.y_type);
   narrow(to, values, spec.y_type, n);
   if (spec.y_type != DType::kFloat16) return;
-  // A value beyond float16's range becomes the largest value. With an infinity, a slope that has become 0 would give
-  // NaN.
+  // A value beyond float16's range becomes the largest value of float16. An infinity would be multiplied by 0 in the
+  // slope of an activation, and the product would be NaN.
   uint16_t* const halves = reinterpret_cast<uint16_t*>(to);
   for (uint32_t i = 0; i < n; ++i) {
     if ((halves[i] & 0x7fffu) == 0x7c00u) halves[i] = static_cast<uint16_t>(halves[i] - 1);
@@ -71,7 +71,7 @@ void Kept::finish(const Call& call) {
   }
 }
 
-// Collects the tiles' rows, and sorts them.
+// Collects the rows of all tiles, and sorts them by expert, source and token.
 void Kept::collect(const Call& call) {
   const uint32_t experts = call.shape.local_experts;
   struct Found {
@@ -108,8 +108,8 @@ void Kept::collect(const Call& call) {
   gather_received(call, from);
 }
 
-// Collects the rows of other ranks, each once, however many experts have it, by source and token. (If they are
-// dispatched again, they are only numbered.)
+// Collects the received rows: the rows of other ranks' tokens, each once however many experts have the token, sorted by
+// source and token. (If they are dispatched again, they are only numbered.)
 void Kept::gather_received(const Call& call, const std::vector<const uint8_t*>& from) {
   std::vector<uint64_t> order;
   for (uint64_t i = 0; i < rows_.size(); ++i) {

@@ -1,5 +1,5 @@
 // A layer as a call receives it: what the layer is, and its tensors. Tensors are contiguous and have the layer's
-// shapes.
+// shapes. `Is`: the width of the shared expert.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,9 @@ struct Layer {
   const void* router_bias = nullptr;     // [E]; may be null
   const float* choice_bias = nullptr;    // [E]; may be null
   const void* shared_gate_up = nullptr;  // [2 Is, H] or [Is, H], like gate_up of one expert; null: no shared expert
-  const void* shared_down = nullptr;     // [H, Is]; transposed if all are
+  const void* shared_down = nullptr;     // [H, Is], or transposed
   const void* shared_gate = nullptr;     // [H]; may be null
-  const void* shared_up = nullptr;       // [Is, H]; then shared_gate_up is [Is, H], gates alone; null: it has both
+  const void* shared_up = nullptr;       // [Is, H] ups; then shared_gate_up has only gates; null: it has both
   // Scales of quantised weights: [El], [El, rows], or for blocks (spec/encoding.h) [El, blocks of rows, blocks of
   // columns]. The gate's rows and the up's rows have blocks of their own, unless they are interleaved. The shared
   // expert's scales have the same shapes without El.
@@ -34,7 +34,7 @@ struct Layer {
   const void* topk_weights = nullptr;  // [T, K]
   DType topk_weight_type = DType::kFloat32;
   void* out = nullptr;             // [T, H]
-  uint64_t* load = nullptr;        // [E], each expert's choices, of all tokens, are added; may be null
+  uint64_t* load = nullptr;        // [E], to which the number of each expert's choices is added; may be null
   float* router_logits = nullptr;  // [T, E], written: the logits that are scored; may be null
   Kept* kept = nullptr;            // takes what gradients need of the call; null: nothing is kept
 };

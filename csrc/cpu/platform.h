@@ -18,7 +18,7 @@ namespace flashmoe::cpu {
 using host::monotonic_ns;
 
 // Delays at atomic operations, drawn from a seed. With them tests reach interleavings which the machine's own scheduler
-// rarely produces. Each thread has its own seed; without one there are no delays.
+// rarely produces. Each thread has its own seed; a thread without a seed has no delays.
 class Perturbation {
  public:
   static void seed(uint64_t value) { state() = value; }
@@ -43,8 +43,8 @@ class Perturbation {
   }
 };
 
-// If a rank has peers on other machines, its threads ring this bell after each signal to a peer, so that what the
-// signal announces is carried.
+// If a rank has peers on other machines, its threads ring this bell after each signal to a peer, so that the courier
+// carries what the signal announces.
 inline constinit thread_local host::Bell* peers_bell = nullptr;
 
 // Memory operations of any CPU platform. A CPU is coherent, so scopes make no difference to the order of loads and

@@ -19,8 +19,8 @@ void Context::refuse(const std::string& reason) {
   if (call_.shape.ranks == 1) return;
   {
     const std::lock_guard lock(mutex_);
-    // This thread is within a call, and its signal handler has tried another one. That is no call of the group's (Turn
-    // throws), so the other ranks are told nothing.
+    // This thread is within a call, and its signal handler has tried to make another one. The group knows nothing of
+    // that one (Turn throws), so the other ranks are told nothing.
     if (caller_ == std::this_thread::get_id()) return;
   }
   const Turn one_at_a_time(*this);
@@ -30,8 +30,8 @@ void Context::refuse(const std::string& reason) {
   const std::string text = host::shortened(reason, kReasonBytes - 1);
   const uint32_t self = call_.rank;
   CpuPlatform::store_release(&call_.status(self)->entered, call_.epoch, kDevice);
-  for (uint32_t i = 1; i <= call_.shape.ranks; ++i) {  // this rank last: another rank may be waiting for nothing but
-                                                       // this refusal
+  for (uint32_t i = 1; i <= call_.shape.ranks; ++i) {  // this rank's heap last, because the other ranks may be waiting
+                                                       // for this refusal
     const uint32_t q = (self + i) % call_.shape.ranks;
     uint8_t* const heap = call_.memory.heaps[q];
     char* const to = reasons_.of(heap, self);
@@ -51,8 +51,8 @@ void Context::leave_refused() {
   }
 }
 
-// Called before the next call if the last one was refused. Waits until all ranks have left the refused call, and clears
-// what this rank's actors have left half done.
+// Called before the next call. If the last call was refused, waits until all ranks have left it, and clears what this
+// rank's actors have left half done.
 void Context::await_peers() {
   if (!refused_) return;
   make_workspace();
@@ -87,7 +87,7 @@ void Context::await_peers() {
   refused_ = false;
 }
 
-// If another rank's refusal aborted the call, throws its error. The context can be used again.
+// If another rank's refusal aborted the call, throws an error with that rank's reason. The context can be used again.
 void Context::throw_refusal() {
   const uint32_t p = refuser<CpuPlatform>(call_);
   if (p == call_.shape.ranks) return;

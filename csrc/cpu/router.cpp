@@ -15,8 +15,8 @@ bool is_finite_or_never(float v) {
   return v < std::numeric_limits<float>::infinity();  // false for NaN
 }
 
-// Returns the index of the largest value among those that `may` allows; of equal ones, the first. Clears its `may`, so
-// that the next call takes another. `may` must allow at least one value.
+// Returns the index of the largest value among those that `may` allows; of equal ones, the first. Sets its element of
+// `may` to 0, so that the next call takes another. `may` must allow at least one value.
 uint32_t take_largest(const std::vector<float>& values, std::vector<uint8_t>& may) {
   auto best = static_cast<size_t>(std::find(may.begin(), may.end(), 1) - may.begin());
   for (size_t i = best + 1; i < values.size(); ++i) {
@@ -70,8 +70,9 @@ bool choose_experts(const LayerSpec& layer, const float* choice_bias, const floa
   if (*std::max_element(choice.begin(), choice.end()) == kNever) return false;
   scores = choice;
   score(layer, scores);
-  // Scores grow with logits, so logits give the same order, and they distinguish more experts. But biases and the sums
-  // of groups are made of scores.
+  // By default experts are chosen by logits: scores grow with logits, so logits give the same order, and they
+  // distinguish more experts. But if there are biases or groups, experts are chosen by scores, because biases are added
+  // to scores and a group's sum is one of scores.
   for (uint32_t e = 0; (choice_bias != nullptr || layer.groups > 1) && e < experts; ++e) {
     const float value = scores[e] + (choice_bias != nullptr ? choice_bias[e] : 0.0f);
     if (!is_finite_or_never(value)) return false;
@@ -80,7 +81,7 @@ bool choose_experts(const LayerSpec& layer, const float* choice_bias, const floa
   buffers.may.assign(experts, 1);
   if (layer.groups > 1) leave_best_groups(layer, buffers);
 
-  // Of a softmax without choice_bias, a score near the largest is among the chosen, so their sum is not 0.
+  // With a softmax and no choice_bias, a score near the largest one is among the chosen, so the sum of these is not 0.
   float sum = layer.routing == Routing::kSigmoid ? kLeastSum : 0.0f;
   for (uint32_t k = 0; k < layer.top_k; ++k) {
     ids[k] = static_cast<int32_t>(take_largest(choice, buffers.may));

@@ -1,4 +1,4 @@
-// Where the time of a call went, for each actor: as sums for each kind, and on request as events.
+// How each actor spent the time of a call: as a sum for each phase, and on request as events.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ struct Event {
   Phase phase;
   uint64_t start_ns, end_ns;  // CLOCK_MONOTONIC
   uint32_t index, column;
-  uint32_t expert = kNoExpert;  // of a product: local; in events that Context returns, the layer's
+  uint32_t expert = kNoExpert;  // of a product: local expert; in events that Context returns, the layer's expert
 };
 
 struct ActorTrace {
@@ -25,7 +25,7 @@ struct ActorTrace {
   bool record_events = false;
   std::array<uint64_t, kPhases> ns{};
   std::array<uint64_t, kPhases> count{};
-  uint64_t rows_sent = 0, entries_sent = 0;  // sent to other ranks by dispatch
+  uint64_t rows_sent = 0, entries_sent = 0;  // to other ranks, by dispatch and senders
   std::vector<Event> events{};
 
   void add(Phase phase, uint64_t start, uint64_t end, uint32_t index, uint32_t column, uint32_t expert = kNoExpert) {

@@ -38,8 +38,7 @@ uint8_t float_to_e4m3(float f);
 // A scale of mxfp4, 2^(e - 127); 0xff is NaN.
 float e8m0_to_float(uint8_t e);
 
-// Converts n elements of type t to fp32. With mxfp4 the scales are not applied; the other functions here do not take
-// mxfp4.
+// Converts n elements of type t to fp32. With mxfp4 the scales are not applied; the functions below do not take mxfp4.
 void widen(float* to, const void* from, DType t, uint64_t n);
 // The same for every step-th element.
 void widen_every(float* to, const void* from, DType t, uint64_t n, uint64_t step);
@@ -49,7 +48,8 @@ void narrow(void* to, const float* from, DType t, uint64_t n, float scale = 1.0f
 void round_to(float* v, DType t, uint64_t n);
 // Converts n values to elements of a quantised row (spec/rows.h). Each 128 values have a scale: the largest magnitude /
 // 448, but no less than kLeastScale. An element is e4m3(value * (1 / scale)), all in fp32. NaN stays NaN, and does not
-// count for a scale. An infinity makes the scale infinite; then it becomes NaN, and finite values become 0.
+// count for a scale. If a value is infinite, the scale is infinite; the infinite value then becomes NaN, and finite
+// values become 0.
 void quantise(uint8_t* elements, float* scales, const float* values, uint32_t n);
 // acc[i] += from[i]
 void accumulate(float* acc, const void* from, DType t, uint64_t n);

@@ -8,8 +8,8 @@
 namespace flashmoe::cpu {
 namespace {
 
-constexpr uint32_t kFeatures = 256;    // features of a part
-constexpr uint32_t kRowsAtOnce = 512;  // rows that one call of the BLAS sums
+constexpr uint32_t kFeatures = 256;    // most features of a part
+constexpr uint32_t kRowsAtOnce = 512;  // most rows that one call of the BLAS sums
 
 // One matrix's gradient: a sum over rows of an outer product of `features` numbers and H numbers.
 struct Matrix {
@@ -18,9 +18,9 @@ struct Matrix {
   uint32_t features;  // gate_up's rows, down's columns, the router's experts
   void *to, *bias;    // null: not wanted
   DType type;         // of `to`
-  bool by_feature;    // true: the H numbers of a feature are neighbours; false: the features are
+  bool by_feature;    // in `to`: true: a feature's H numbers are neighbours; false: the features are
   uint64_t first_row, rows;
-  // Features from `gates` on have their results in `up`, another matrix with rows of H numbers. Null: not wanted.
+  // Features from `gates` on have their results in `up`, another matrix with rows of H numbers; null: not wanted.
   uint32_t gates = ~0u;
   void* up = nullptr;
 
@@ -137,7 +137,7 @@ class Parts {
       from = x ? pass_.x_row(row.received) : pass_.received.data() + uint64_t{row.received} * pass_.kept.row_bytes();
     }
     widen(right, from, spec_.x_type, hidden);
-    if (x != spec_.weights_on_input) return;  // here the weight is a factor of x, or else of dY
+    if (x != spec_.weights_on_input) return;  // the weight is a factor of x, or else of dY, but not of both
     for (uint32_t h = 0; h < hidden; ++h) right[h] *= row.weight;
   }
 

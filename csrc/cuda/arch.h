@@ -26,28 +26,28 @@ struct Arch {
   // The fused kernel. A task multiplies a tile by some rows of weights. The thread blocks of a cluster compute the task
   // together.
   BlockSize fused;
-  uint32_t tile_rows, task_features, cluster_blocks;  // most rows of a tile; a task's rows of weights
-  uint32_t stage_bytes;                               // bytes of each row along K that a task multiplies at a time
-  uint32_t return_columns;                            // columns of results of a task of the returning product
+  uint32_t tile_rows, task_features, cluster_blocks;  // rows of a full tile; a task's rows of weights
+  uint32_t stage_bytes;                               // bytes of each row, along the contracted axis, in a stage
+  uint32_t return_columns;                            // columns of results of a GEMM1 task
   std::array<uint32_t, kProducts> (*columns_per_task)(bool gated);
   Share (*share_of)(uint32_t tile_rows, uint32_t block);  // what each block of the cluster multiplies
-  uint64_t reach_bytes;                                   // gathered rows lie within so many bytes after a base
-  uint32_t max_choices, max_gate_logits;                  // of a token block: a thread block has room for so many
+  uint64_t reach_bytes;                                   // how far behind a base address gathered rows may lie
+  uint32_t max_choices, max_gate_logits;                  // of a token block: what a thread block has room for
 
-  // How many of `blocks` thread blocks have a former, and how many have a keeper; and the smallest possible number of
-  // blocks.
+  // How many of `blocks` thread blocks have a former, and how many have a keeper; and the fewest thread blocks that a
+  // launch can have. work_behind: see Shape in policy.h.
   uint32_t (*formers_of)(uint32_t ranks, uint32_t local_experts, uint32_t blocks, bool work_behind);
   uint32_t (*keepers_of)(uint32_t ranks, uint32_t local_experts, uint32_t blocks);
   uint32_t (*least_blocks)(uint32_t ranks, uint32_t local_experts);
 
-  // The kernel for a few tokens; and the one for weights with scales.
+  // Thread blocks of the kernel for a few tokens, if the weights have no scales, and if they have scales.
   BlockSize few, few_scaled;
   uint32_t few_features;  // a task's rows of weights
 
-  // What the copy engine brings at a time (tensor_map.h): stage_bytes bytes of so many rows.
+  // What the copy engine loads at a time (tensor_map.h): stage_bytes bytes of each of so many rows.
   uint32_t box_features, box_rows;                     // rows of weights; rows of tokens or intermediate rows
   uint32_t (*gate_features)(uint32_t experts);         // rows of the router
-  uint64_t (*quantised_pitch)(uint32_t intermediate);  // bytes from row to row of a tile in e4m3
+  uint64_t (*quantised_pitch)(uint32_t intermediate);  // bytes from row to row of an e4m3 tile
 };
 
 // wgmma and setmaxnreg exist on 9.0 and on no other architecture; the `a` of sm_90a says so.

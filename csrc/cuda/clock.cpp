@@ -7,7 +7,7 @@
 namespace flashmoe::cuda {
 namespace {
 
-constexpr uint32_t kReadings = 64;  // the first waits for the kernel's launch; a few more for other work of the host
+constexpr uint32_t kReadings = 64;  // many, because the first includes the kernel's launch, and others may be delayed
 constexpr uint64_t kPatienceNs = 2'000'000'000;
 
 }  // namespace

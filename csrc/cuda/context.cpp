@@ -256,8 +256,8 @@ void Context::move_rows(int64_t layer, uint64_t memory, uint64_t kept, const gpu
                           words(layout.first_row),
                           room,
                           processors()};
-  const uint64_t experts = shape.local_experts + later_slices(plan.spec);  // as many as the kernel sees when it moves
-                                                                           // tiles
+  const uint64_t experts = shape.local_experts + later_slices(plan.spec);  // the kernel that moves rows counts a later
+                                                                           // slice as an expert
   const uint64_t tiles = room.rows / common_.limits.tile_rows + min_of(experts, uint64_t{room.rows});
   plan.kernels.general->launch_move(plan.args, to, static_cast<uint32_t>(tiles), stream);
 }
@@ -290,8 +290,9 @@ void Context::synchronize(DriverStream stream) {
   if (const std::optional<Error> noted = take_noted()) throw *noted;
 }
 
-// The error of a call that another rank has refused, or of a row, once. A new call is launched before it raises an
-// earlier call's error, so that all ranks go on with the same calls.
+// Takes the error of a call that another rank has refused, or the error for a row. Each error is taken once. call()
+// and backward() raise an earlier call's error only after they have launched the new call, so that all ranks go on with
+// the same calls.
 std::optional<Error> Context::take_noted() {
   if (std::optional<Error> refusal = take_refusal()) return refusal;
   auto* record = fault_page_.host<HostFault>();

@@ -26,8 +26,9 @@ namespace flashmoe::cuda {
 class Context {
  public:
   // limits.processors: number of thread blocks; 0: one on every multiprocessor. ordinal: see Device. The context
-  // chooses the fields of `order` that are 0. With several ranks, joins the group. machines: the machine of each rank,
-  // the same numbers from which `limits` was made (MachineTables::set); empty: all ranks are on one machine.
+  // chooses the fields of `order` that are OrderPolicy::kBuiltIn. With several ranks, joins the group. machines: the
+  // machine of each rank, the same numbers from which `limits` was made (MachineTables::set); empty: all ranks are on
+  // one machine.
   Context(int ordinal, const Membership& who, const Limits& limits, const OrderPolicy& order, uint64_t timeout_ns,
           const std::vector<uint32_t>& machines = {});
   // Waits for the device, because a call may still run.
@@ -45,20 +46,21 @@ class Context {
   // The same for a backward pass of at least one token.
   void backward(int64_t layer, const TokenSpec& tokens, const GradientSpec& gradients, DriverStream stream);
 
-  // kept_routing: where a call of a Pass::kForward layer keeps the routing; the last field is the number of bytes of
-  // all that the call keeps. pass_bytes: how many bytes a call of a Pass::kBackward layer needs. `room` and `rows` only
-  // matter among several ranks.
+  // kept_routing: where in the kept memory a call of a Pass::kForward layer keeps the routing; the field `bytes` is the
+  // size of that memory. pass_bytes: how many bytes a call of a Pass::kBackward layer needs in addition. `room` and
+  // `rows` only matter among several ranks.
   RoutingLayout kept_routing(int64_t layer, uint32_t tokens, const gpu::KeptRoom& room);
   uint64_t pass_bytes(int64_t layer, uint32_t tokens, const KeptRows& rows);
 
-  // For a layer of Pass::kForward, among several ranks. call_bytes: bytes of the memory where a call has its rows
+  // For a layer of Pass::kForward, among several ranks. call_bytes: bytes of the memory in which a call leaves its rows
   // (refused while `stream` is being captured). expected_room: the room that is expected to suit the next call; for the
   // first call it is empty.
   uint64_t call_bytes(int64_t layer, DriverStream stream);
   gpu::KeptRoom expected_room(int64_t layer);
   // Used after a call that has left its rows in `memory`. count_rows launches the kernel that counts the rows.
   // move_rows launches the kernel that moves the rows to `kept`, which is memory of kept_routing for this room. The
-  // kernel moves nothing if the rows need more room. The routing in `kept` is left to the caller.
+  // kernel moves nothing if the rows need more room. It never moves the routing: the caller sees to it that the routing
+  // is in `kept` (TokenSpec::routing).
   void count_rows(int64_t layer, uint64_t memory, DriverStream stream);
   void move_rows(int64_t layer, uint64_t memory, uint64_t kept, const gpu::KeptRoom& room, DriverStream stream);
   // Waits until the rows are counted, but not until they are moved. Throws the call's error, if it had one. The room in
@@ -66,8 +68,8 @@ class Context {
   // caller moves them to memory of that room.
   KeptRows read_counts(int64_t layer, const gpu::KeptRoom& room);
 
-  // Tells other ranks to wait half a timeout more for this rank's call, if heaps are mapped. May be called from any
-  // thread.
+  // If heaps are mapped, changes this rank's progress word, so that other ranks' waits for this rank's call do not
+  // expire. May be called from any thread.
   void beat();
 
   // Which kernels add_layer() will need for such a layer.
@@ -79,11 +81,12 @@ class Context {
   // an earlier call was refused and not all ranks have left that call in time.
   void refuse(const std::string& reason, DriverStream stream);
 
-  // Waits for the device, then throws the error of a call, if one had one. An error for a row (RowNote) is thrown once.
-  // Refused while `stream` is being captured.
+  // Waits for the device, then throws the error of a call, if a call had one. An error for a row (RowNote) is thrown
+  // once. Refused while `stream` is being captured.
   void synchronize(DriverStream stream);
 
-  // For the last call, once it is over: [tokens, top_k] chosen experts (or as Choice::recorded) and weights.
+  // For the last call, once it is over: [tokens, top_k] chosen experts (where there is none, Choice::recorded says why)
+  // and weights.
   void read_routing(uint32_t tokens, uint32_t top_k, int32_t* ids, float* weights) const;
   // For the last call, once it is over, if it was this layer's: adds to rows[p * El + l] the number of rows that rank
   // p's tokens have with local expert l.
@@ -127,17 +130,17 @@ class Context {
   const Nvshmem* puts_ = nullptr;               // not null if peers are reached by puts alone
   std::unique_ptr<Registration> registration_;  // registers the workspace, from which puts read
   MappedPage fault_page_, counts_page_;
-  Event counted_;  // the numbers in counts_page_ are written
+  Event counted_;  // recorded behind the kernel that writes counts_page_
   bool broken_ = false;
-  uint64_t refused_ = 0;  // epoch of a call that this rank has refused, until all others have left it; else 0
-  uint64_t told_of_ = 0;  // the last call that the host knows another rank has refused
+  uint64_t refused_ = 0;  // epoch of a call that this rank has refused, until all ranks have left it; else 0
+  uint64_t told_of_ = 0;  // epoch of the last call that, as the host knows, another rank has refused
   std::unordered_map<std::string, std::unique_ptr<Kernels>> kernels_;
-  // The key: the holders, and whether there is a shared expert. Never shrinks: captured graphs have pointers to the
-  // tables.
+  // The key: the holders, and whether there is a shared expert. The map never shrinks, because captured graphs
+  // have pointers to the tables.
   std::map<std::pair<host::Holders, bool>, Placement> placements_;
   std::unordered_map<int64_t, std::unique_ptr<Plan>> plans_;
   int64_t last_plan_ = 0;  // number of the layer that was added last
-  uint64_t calls_ = 0;     // how many were launched: the same number on all ranks of a group
+  uint64_t calls_ = 0;     // launched or refused: the same number on all ranks of a group
 };
 
 }  // namespace flashmoe::cuda

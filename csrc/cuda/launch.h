@@ -25,7 +25,8 @@ KernelSet few_kernels(const Arch& arch, const Layer& layer);
 // The kernels of one cubin.
 class Kernels {
  public:
-  // api: null unless kernels put. If they put, NVSHMEM tells their module where everything is.
+  // api: null unless kernels put. If they put, NVSHMEM initialises their module, which tells it where NVSHMEM's memory
+  // is.
   Kernels(const Device& device, const std::string& cubin, KernelSet which, const Nvshmem* api);
   ~Kernels();
   Kernels(const Kernels&) = delete;
@@ -34,7 +35,8 @@ class Kernels {
   // Launches a call's kernel on so many thread blocks; does nothing else to the stream, and does not wait. The device's
   // context must be current.
   void launch(gpu::KernelArgs& args, uint32_t blocks, DriverStream stream) const;
-  // The same for the kernels that follow a forward pass that keeps among several ranks.
+  // The same for the two kernels that follow a forward pass that keeps among several ranks. tile_blocks: thread blocks
+  // that move tiles.
   void launch_count(gpu::KernelArgs& args, gpu::CountedRows to, DriverStream stream) const;
   void launch_move(gpu::KernelArgs& args, gpu::MovedRows to, uint32_t tile_blocks, DriverStream stream) const;
   // For a cubin that traces, see gpu/tracer.cuh.
@@ -48,11 +50,11 @@ class Kernels {
   const DriverFunction call_, count_, move_, clock_;
 };
 
-// The kernels of a layer. Null: the layer has no such kernel, as KernelsOfLayer says.
+// The kernels of a layer. A null pointer says that the layer does not need this kernel (KernelsOfLayer).
 struct LoadedKernels {
   const Kernels *general, *few;
 
-  // One of them, for what every cubin of the layer has.
+  // Either of the two, for a kernel that both of their cubins have (launch_clock).
   const Kernels& any() const { return general != nullptr ? *general : *few; }
 };
 

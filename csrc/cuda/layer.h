@@ -13,8 +13,8 @@
 
 namespace flashmoe::cuda {
 
-// What a layer's calls compute. Passes that train need a rank alone, or ranks whose memory is mapped, and no quantised
-// types.
+// What a layer's calls compute. Passes that train (all but kInference) need a rank alone, or ranks whose memory is
+// mapped, and weights without scales.
 enum class Pass : uint32_t {
   kInference,
   kForward,   // the layer's result; what gradients need is kept
@@ -24,12 +24,13 @@ enum class Pass : uint32_t {
 // What all calls of a layer share: what the layer is, and where everything but its tokens lies.
 struct Layer {
   LayerSpec spec;
-  host::Holders placement;                                                     // of each of the E experts
+  host::Holders placement;                                                     // which ranks hold each of the E experts
   Matrix gate_up, down, router;                                                // router.data 0: routing is given
   Matrix shared_gate_up, shared_down;                                          // one matrix each; data 0: none
   uint64_t gate_up_bias = 0, down_bias = 0, router_bias = 0, choice_bias = 0;  // 0: none
   uint64_t shared_gate = 0;                                                    // [H]; 0: none
-  // The ups if shared_gate_up has gates alone: they lie behind it, with rows as far apart. 0: shared_gate_up has both.
+  // The address of the ups, if shared_gate_up has the gates alone. It is larger than the gates' address, and rows are
+  // as far apart as theirs. 0: shared_gate_up has both.
   uint64_t shared_up = 0;
   // Scales of the matrices, contiguous, as spec.weight_scales says; 0: none.
   uint64_t gate_up_scale = 0, down_scale = 0, shared_gate_up_scale = 0, shared_down_scale = 0;
@@ -37,7 +38,7 @@ struct Layer {
   bool topk_weights_as_x = false;  // given weights are of x's type, not float32
   bool traced = false;
   Pass pass = Pass::kInference;
-  bool strict = false;  // a row for which no choice can be made is an error
+  bool strict = false;  // a row whose router logits allow no choice is an error
   // Among several ranks: the forward pass does not keep x; the backward pass sends it again.
   bool redispatch = false;
   // Files of the kernels that are compiled for the spec's types and activation, and for `traced`: the kernel for any
@@ -58,20 +59,21 @@ inline uint64_t kept_row_bytes(const LayerSpec& spec) {
   return uint64_t{spec.gate_up_rows()} * element_bytes(spec.intermediate_type);
 }
 
-// Choices of a token, including that of a shared expert; and the token's rows of pre-activations. Each slice has one.
+// choices_of_token: a token's choices, of which the shared expert is one. rows_of_token: a token's rows of
+// pre-activations; each slice of the shared expert has a row of its own.
 inline uint64_t choices_of_token(const LayerSpec& spec) {
   return uint64_t{spec.top_k} * spec.slices + shared_experts(spec.shared);
 }
 inline uint64_t rows_of_token(const LayerSpec& spec) {
   return uint64_t{spec.top_k} * spec.slices + spec.shared;
 }
-// The slices, behind the first, that the shared expert's rows have (Call::inner_tile).
+// The slices of the shared expert behind its first (Call::inner_tile).
 inline uint64_t later_slices(const LayerSpec& spec) {
   return max_of(spec.shared, 1u) - 1;
 }
 
-// Where the routing of the own tokens lies, from `at` on: choices and, with a router, logits. It is the last part of
-// what a call keeps.
+// Where the routing of the own tokens lies, from `at` on: choices, their weights and, with a router, logits. The
+// routing is the last part of what a call keeps.
 struct RoutingLayout {
   uint64_t ids, weights, logits, bytes;
 
@@ -88,7 +90,8 @@ struct KeptLayout : RoutingLayout {
       : RoutingLayout(tokens * rows_of_token(spec) * kept_row_bytes(spec), spec, tokens) {}
 };
 
-// The same among several ranks (MovedRows): pre-activations first. `room` decides the sizes.
+// What KeptLayout is for a rank alone, for a rank among several (MovedRows): pre-activations first. `room` decides the
+// sizes.
 struct GroupKeptLayout {
   static constexpr uint64_t kAlign = 16;
   uint64_t received, numbers, first_row;
@@ -103,9 +106,9 @@ struct GroupKeptLayout {
                 tokens) {}
 };
 
-// The memory in which a call among several ranks has its rows until it is over. Pre-activations come first, tile by
-// tile. Received rows follow, as many as a context of these limits may receive, unless they are dispatched again. What
-// counts the rows comes last (CountedRows).
+// The memory in which a call among several ranks leaves its rows until they are moved. Pre-activations come first, tile
+// by tile. Received rows follow, as many as a context of these limits may receive, unless they are dispatched again.
+// The counts and numbers of the rows come last (CountedRows).
 struct GroupCallLayout {
   uint64_t received, ranks, rows, numbers, bytes;
 
@@ -119,14 +122,14 @@ struct GroupCallLayout {
   }
 };
 
-// Whether rows of dZ are also needed without the weight (BackwardArgs::plain_behind).
+// Whether rows of dZ are also needed without the combine weight as a factor (BackwardOptions::plain_behind).
 inline bool needs_plain(const LayerSpec& spec) {
   return spec.weights_on_input && spec.gate_up_bias;
 }
 
 // The memory of a backward pass that nobody reads after the pass (BackwardArgs): rows of tiles, dZ first. tokens: the
-// rank's own. rows: of experts, where each slice of the shared expert counts. received_rows: rows of other ranks'
-// tokens (GroupArgs), of dY, and also of x if x is dispatched again.
+// rank's own. rows: rows of experts; a row of the shared expert counts once for each slice. received_rows: rows of
+// other ranks' tokens (GroupArgs), of dY, and also of x if x is dispatched again.
 struct PassLayout {
   uint64_t tiles;      // without the tiles of the shared expert's later slices
   uint64_t all_tiles;  // with them
@@ -136,7 +139,7 @@ struct PassLayout {
              uint64_t received_rows, bool redispatch, bool alone) {
     const uint64_t element = element_bytes(spec.y_type), first_rows = rows - tokens * later_slices(spec);
     tiles = first_rows / arch.tile_rows + min_of(local_experts, first_rows);
-    if (!alone) tiles = max_of(tiles, uint64_t{1});  // the copy engine has no tensor map of no rows
+    if (!alone) tiles = max_of(tiles, uint64_t{1});  // a tensor map needs at least one row
     all_tiles = tiles + later_slices(spec) * ceil_div(tokens, uint64_t{arch.tile_rows});
     weighted = all_tiles * arch.tile_rows * spec.gate_up_rows() * element;
     plain = weighted + all_tiles * arch.tile_rows * spec.intermediate * element;
@@ -158,7 +161,7 @@ struct TokenSpec {
   uint64_t topk_ids = 0, topk_weights = 0;  // 0 with a router
   uint64_t load = 0, router_logits = 0;     // see KernelArgs; 0: not wanted
   uint64_t kept = 0;     // for Pass::kForward: memory of KeptLayout or GroupCallLayout, aligned to 16 bytes
-  uint64_t routing = 0;  // likewise among several ranks: memory of RoutingLayout, from its beginning on
+  uint64_t routing = 0;  // likewise, among several ranks: memory that begins with the routing
 };
 
 // What a backward pass has in addition to its TokenSpec, in which dY stands for x and dX for out. Everything is

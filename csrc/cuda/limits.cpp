@@ -25,8 +25,8 @@ uint32_t processors_of(const Arch& arch, const Limits& limits, uint32_t multipro
   return wanted;
 }
 
-// Refuses limits that the kernel's offsets do not reach. The offsets have 31 or 32 bits and count 16 bytes. They
-// address rows of other ranks' tokens (TokenRows) and rows to sum (SumPiece).
+// Refuses limits with which the kernel's offsets would not reach all rows. The offsets have 31 or 32 bits and count
+// units of 16 bytes. They address rows of other ranks' tokens (TokenRows) and rows to sum (SumPiece).
 void check_reach(const Arch& arch, const Limits& limits) {
   const uint64_t tokens = limits.max_tokens;
   const uint64_t sent = row_pitch(limits.hidden, limits.x_bytes);
@@ -54,8 +54,8 @@ Limits cuda_limits(const Arch& arch, Limits limits, uint32_t multiprocessors) {
   check_reach(arch, limits);
   limits.processors = processors_of(arch, limits, multiprocessors);
   limits.tile_rows = arch.tile_rows;
-  // A context serves every activation. The largest number of blocks of columns is that of gated ones, which cut I into
-  // more.
+  // A context serves every activation. Activations with a gate have the most blocks of columns, because their tasks
+  // have fewer columns of I, so the limits are those of a gated activation.
   limits.columns_per_task = arch.columns_per_task(true);
   return limits;
 }

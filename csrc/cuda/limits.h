@@ -6,14 +6,14 @@
 
 namespace flashmoe::cuda {
 
-// The limits from which a context allocates, on a GPU of so many multiprocessors: `limits` with what the architecture
-// decides filled in. Throws Error if there cannot be limits.processors thread blocks, or if rows would lie further
-// apart than the kernel's offsets reach.
+// The limits from which a context allocates, on a GPU of so many multiprocessors: `limits`, with the values added that
+// the architecture decides. Throws Error if there cannot be limits.processors thread blocks, or if rows would lie
+// further apart than the kernel's offsets reach.
 Limits cuda_limits(const Arch& arch, Limits limits, uint32_t multiprocessors);
 
 // Whether the heap of such a context has the fields by which layers train among several ranks. A rank alone trains
 // without these fields, and ranks that reach one another by puts alone do not train. Ranks that are treated as being on
-// several machines do not train either, but their heap has the fields: those of relays lie behind them.
+// several machines do not train either, but their heap has the fields, because the fields of relays lie behind them.
 inline bool may_train_in_group(const Limits& limits) {
   return limits.ranks > 1 && limits.rdma == 0;
 }

@@ -5,7 +5,8 @@
 namespace flashmoe::cuda {
 namespace {
 
-// The order in memory: Machines, what the relay counts in two calls, `passed` (zeroed), and the tables.
+// The order in memory: Machines, the relay's counts for two calls (one for each parity), `passed` (zeroed), and the
+// tables.
 constexpr uint64_t kCountsAt = sizeof(Machines), kPassedAt = kCountsAt + 2 * sizeof(Machines::Counts);
 
 }  // namespace

@@ -1,5 +1,5 @@
-// How the ranks of a group are spread over machines, in the memory of a GPU, where its kernel looks it up. (Used only
-// if ranks are told that they are on several machines: csrc/bindings/cuda.cpp.)
+// How the ranks of a group are spread over machines: the tables in the memory of a GPU, where the kernel looks them up.
+// (Used only if ranks are told that they are on several machines: csrc/bindings/cuda.cpp.)
 #pragma once
 
 #include "cuda/device/device.h"
@@ -7,8 +7,8 @@
 
 namespace flashmoe::cuda {
 
-// How many rows went to other ranks in a call: rows of results, and the rows that this rank has passed on if ranks are
-// on several machines.
+// How many rows this rank has sent to other ranks in a call: `returned` are rows of results; `passed_on` are rows that
+// it has passed on as a relay, if ranks are on several machines.
 struct RowsSent {
   uint64_t returned, passed_on;
 };

@@ -26,8 +26,8 @@ Shape shape_of(const Common& common, const Call& c, const LayerSpec& spec, Pass 
           .work_behind = pass != Pass::kInference || common.limits.rdma != 0 || common.limits.machine_ranks != 0};
 }
 
-// Columns of results that a task of each product has. The host library's program is the forward one. It also serves
-// backward passes, whose products do not cut gates and ups.
+// Columns of results that a task of each product has. On the host, kProgram is the program of a forward pass. It serves
+// backward passes too, whose tasks have as many columns as those of a forward pass without a gate.
 std::array<uint32_t, kProducts> columns_of(const Arch& arch, const Layer& layer) {
   return arch.columns_per_task(layer.spec.gated() && layer.pass != Pass::kBackward);
 }
@@ -67,7 +67,7 @@ struct MapRow {
         elements(static_cast<uint32_t>(stored_bytes(type, columns) / bytes)) {}
 };
 
-// The shapes for the matrices of `experts` experts, or of so many slices of the shared expert.
+// The shapes for the matrices of `experts` experts, or of this number of slices of the shared expert.
 TensorMapShape gate_up_map(const Arch& arch, const LayerSpec& spec, const Matrix& m, uint32_t experts,
                            gpu::GatedRows gated) {
   const uint32_t bytes = element_bytes(spec.weight_type);
@@ -101,9 +101,9 @@ TensorMapShape backward_down_map(const Arch& arch, const LayerSpec& spec, const 
   return transposed_shape(arch, m, bytes, spec.intermediate, 1, 0, spec.hidden, experts);
 }
 
-// Sets the maps of the shared expert; each of its slices is an expert. dX contracts over the rows of a slice. If all
-// gates lie before all ups, a slice's rows lie in two parts, `to_up` bytes apart. Then the parts are the map's
-// dimension 2.
+// Sets the maps of the shared expert for a backward pass; each of its slices is an expert. dX contracts over the rows
+// of a slice. If all gates lie before all ups, a slice's rows lie in two parts, `to_up` bytes apart. Then the parts are
+// the map's dimension 2.
 void set_shared_backward(const Arch& arch, gpu::KernelArgs& a, const LayerSpec& spec, Matrix gate_up, uint64_t to_up,
                          const Matrix& down) {
   const uint32_t parts = spec.gated() && !spec.interleaved ? 2 : 1, rows = spec.gate_up_rows() / parts;
@@ -117,7 +117,7 @@ void set_shared_backward(const Arch& arch, gpu::KernelArgs& a, const LayerSpec& 
 }
 
 // Sets the shared expert's matrices as if each slice of width I were an expert. A slice is some rows of gate_up and
-// some columns of down, or the other way round.
+// some columns of down. In transposed weights it is columns of gate_up and rows of down.
 void set_shared(const Arch& arch, gpu::KernelArgs& a, const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   const uint32_t bytes = element_bytes(spec.weight_type);
@@ -166,7 +166,8 @@ void set_weights(const Arch& arch, gpu::KernelArgs& a, const Layer& layer) {
 }
 
 // The scales of matrices of `rows` by `columns`. The rows are cut into `parts`, each with blocks of its own. Each part
-// is cut into `slices`, and a slice is an expert to the kernel. With one slice, the whole matrix is the expert.
+// is cut into `slices`; the kernel takes a slice of every part for an expert. With one slice, the whole matrix is the
+// expert.
 gpu::ScaleTable scale_table(const LayerSpec& spec, uint64_t data, uint32_t rows, uint32_t parts, uint32_t columns,
                             uint32_t slices) {
   const Encoding encoding = encoding_of(spec.weight_type);
@@ -286,7 +287,8 @@ void Plan::set_tokens(const Common& common, const TokenSpec& t) {
   c.shape.tokens = t.tokens;
   const Shape shape = shape_of(common, c, spec, pass);
   c.policy.order = task_order(arch, shape, spec.return_mode, common.limits.processors, common.asked);
-  // Behind the stop words of a backward pass come other tasks, which an early stop would only bring forward.
+  // After the stop words, clusters of a backward pass compute gradients of weights. If clusters stopped early, they
+  // would only begin these earlier.
   if (pass == Pass::kBackward) c.policy.order.link_clusters = 0;
   args.few_parts = few_parts(arch, c.shape, encoding_of(spec.weight_type).bits);
   c.policy.log2_block = static_cast<uint32_t>(
@@ -318,8 +320,8 @@ RoutingLayout Plan::routing_layout(uint64_t tokens, const gpu::KeptRoom& room) c
 }
 
 bool Plan::suits(uint64_t tokens, const gpu::KeptRoom& room, const gpu::KeptRoom& needed) const {
-  // Up to a fifth more than needed is accepted. It stays allocated for as long as the graph lives, but the rows are not
-  // moved once more.
+  // Up to a fifth more than needed is accepted. The room stays allocated for as long as autograd's graph lives, but the
+  // rows need not be moved once more.
   const auto bytes = [&](const gpu::KeptRoom& of) { return kept_layout(tokens, of).routing.logits; };
   return room.has(needed) && 5 * bytes(room) <= 6 * bytes(needed);
 }
@@ -340,14 +342,14 @@ PassLayout Plan::pass_layout(uint64_t tokens, const KeptRows& rows) const {
           alone};
 }
 
-// Expects a sixteenth more than was needed, since a layer's calls differ a little. The expected room stays as long as
-// it suits the calls, so that all of them allocate memory of one size.
+// Expects a sixteenth more than was needed, since the calls of a layer differ a little. The expected room stays the
+// same as long as it suits the calls, so that all of them allocate memory of one size.
 void Plan::expect(const gpu::KeptRoom& needed) {
   const auto more = [](uint32_t count) { return count + count / 16; };
   expected_room = {more(needed.rows), more(needed.received), more(needed.pitch)};
 }
 
-// Sets where a call leaves what it keeps.
+// Tells the kernel where a forward pass leaves what it keeps.
 void Plan::set_kept(const Common& common, const TokenSpec& t) {
   if (!trains_in_group()) {
     const KeptLayout layout(spec, t.tokens);
@@ -364,7 +366,7 @@ void Plan::set_kept(const Common& common, const TokenSpec& t) {
   args.backward.z_columns = spec.gate_up_rows();
 }
 
-// Sets where the kept memory and the pass's own memory are. Returns the layout of the pass's own memory.
+// Tells the kernel where the kept memory and the backward pass's own memory are. Returns the layout of the latter.
 PassLayout Plan::set_rows(const GradientSpec& g) {
   const uint32_t tokens = args.call.shape.tokens;
   const PassLayout layout = pass_layout(tokens, g.rows);

@@ -15,7 +15,7 @@ struct Common {
   const Arch& arch;
   Limits limits;
   Call call;          // has the fields set that are the same for all layers
-  OrderPolicy asked;  // by the user; a field that is kBuiltIn is the engine's choice
+  OrderPolicy asked;  // by the user; the engine chooses the fields that are kBuiltIn
   HostFault* fault = nullptr;
   const char* reasons = nullptr;  // see KernelArgs
 };
@@ -41,15 +41,16 @@ struct Plan {
   // For passes that train: the memory that a backward pass uses.
   PassLayout pass_layout(uint64_t tokens, const KeptRows& rows) const;
   // Whether a call of so many tokens keeps its rows in `room` although it has needed only `needed`: `room` must have
-  // space for that, and not much more.
+  // space for `needed`, and not be much larger.
   bool suits(uint64_t tokens, const gpu::KeptRoom& room, const gpu::KeptRoom& needed) const;
-  // Says that the next calls may need about as much.
+  // Notes that the next calls may need about as much.
   void expect(const gpu::KeptRoom& needed);
   // For Pass::kBackward, after set_tokens(). Encodes the tensor maps of rows.
   void set_gradients(const GradientSpec& g);
   // Whether this is a pass that trains among several ranks.
   bool trains_in_group() const { return pass != Pass::kInference && args.call.shape.ranks != 1; }
-  // Whether the kernel for a few tokens takes the call; and the most tokens of this layer that the kernel takes.
+  // Whether the kernel for a few tokens takes the call; and the most tokens of a call that this kernel takes for this
+  // layer.
   bool few() const;
   uint32_t most_few() const;
 

@@ -9,37 +9,37 @@ namespace flashmoe::cuda {
 namespace {
 
 // Tiles of a band (OrderPolicy::raster). With several ranks, a band has room for all tiles of an expert of about a
-// thousand rows: four, and an open one (docs/decisions.md). A rank alone has twice kRaster if its shorter tasks, like
-// those of slices, go through fewer than kShortStages stages.
+// thousand rows: four full tiles and an open one (docs/decisions.md). A rank alone has kRaster; if its shorter tasks,
+// like those of slices, have fewer than kShortStages stages, it has twice as many.
 constexpr uint32_t kRaster = 8, kRasterOfSeveral = 6, kShortStages = 8;
 constexpr uint32_t kSenders = 16;
-// Clusters that stop early to reduce (OrderPolicy::link_clusters): on two H200s the fastest number of three layers, within
-// the noise of 2 and 6 (docs/measured.md).
+// Clusters that stop early to reduce (OrderPolicy::link_clusters): on two H200s, 2, 4 and 8 are equally fast for three
+// layers, within the noise (docs/measured.md).
 constexpr uint32_t kLinkClusters = 4;
 // Most rows of an expert, on average, in a call of few tokens.
 constexpr uint32_t kMostFewRows = 16;
-// The part of GEMM0 that goes before GEMM1 where the link does not keep up: all of it if link_over_gemm1 is kHeldUpTo or
-// less, none from kSoonFrom on, and in proportion between. Two H200s are fastest with all at 1.05 (OLMoE), with three
-// fifths or all at 1.4 (Qwen3), with a tenth at 2.1 (Qwen3-Next); see docs/measured.md.
+// The part of GEMM0 that goes before GEMM1 if the link does not keep up: all of it if link_over_gemm1 is kHeldUpTo or
+// less, none of it from kSoonFrom on, and in proportion between. Two H200s are fastest with all of it at 1.05 (OLMoE),
+// with three fifths or all of it at 1.4 (Qwen3), and with a tenth at 2.1 (Qwen3-Next); see docs/measured.md.
 constexpr double kHeldUpTo = 1.05, kSoonFrom = 1.85;
 // A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that is larger than any call's number of tasks: GEMM1 waits for
 // all of GEMM0.
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;
-// Tasks published ahead for each cluster: the most, the most if tasks are short, and the least. Together they should
-// make kStagesAhead stages of the pipeline. So the longer tasks are, the fewer are published ahead.
+// Tasks published ahead for each cluster: the most, the most if tasks are short, and the least. The tasks ahead should
+// together have kStagesAhead stages of the pipeline. So the longer tasks are, the fewer are published ahead.
 constexpr uint32_t kMostAhead = 4, kMostShortAhead = 8, kLeastAhead = 1;
-constexpr uint32_t kStagesAhead = 32;  // 20 us
+constexpr uint32_t kStagesAhead = 32;  // which take about 20 us
 
-// Operations of the GEMMs per second, and bytes per second out over the link, as measured on H200.
+// Operations of the GEMMs per second, and bytes per second that leave a GPU over the link, as measured on H200.
 constexpr double kGemmRate = 750e12, kLinkRate = 350e9;
-// Bytes of rows that Reduce sums per second, as it slows down the GEMMs beside it: what `reduced` adds to calls of
-// Qwen3-Next on two H200s and of Qwen2-MoE on four.
+// Bytes of rows per second that Reduce sums while it runs beside GEMMs and slows them down. The rate is computed from
+// the time that `reduced` adds to calls of Qwen3-Next on two H200s and of Qwen2-MoE on four.
 constexpr double kSumRate = 540e9;
 
 }  // namespace
 
 bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate) {
-  constexpr double kElementBytes = 2, kOperations = 6;  // per element of a row; per element and gated column of I
+  constexpr double kElementBytes = 2, kOperations = 6;  // kOperations: per element of a row and gated column of I
   const double others = ranks - 1;
   const double sent = others * (1 - std::pow(1 - 1.0 / ranks, top_k)), rows = top_k * others / ranks;
   const double gemms = top_k * kOperations * intermediate / kGemmRate;
@@ -60,8 +60,9 @@ uint32_t token_block(const Arch& arch, uint32_t tokens, uint32_t experts, uint32
 uint32_t few_most(const CallShape& s, uint32_t element_bytes, bool transposed) {
   if (transposed || s.ranks != 1) return 0;
   const uint32_t top_k = s.routed_top_k();
-  // In this kernel the slices of a shared expert are several choices; in the general kernel they are one. With several
-  // slices, calls of more tokens must give the bits of the general kernel.
+  // In this kernel the slices of a shared expert are several choices; in the general kernel they are one choice, so the
+  // bits may differ. If there are several slices, only calls of up to kFewExactTokens tokens may have other bits than
+  // the general kernel gives.
   const uint32_t most = element_bytes == 2 && s.shared <= 1 ? gpu::kFewTokens : gpu::kFewExactTokens;
   return min_of(most, min_of(gpu::kFewChoices / (top_k + s.shared), kMostFewRows * s.routed_experts() / top_k));
 }
@@ -75,7 +76,7 @@ bool few_in_group(const Limits& limits, const LayerSpec& spec) {
   if (!gpu::has_few_in_group(limits) || limits.machine_ranks != 0) return false;
   if (spec.transposed) return false;
   if (element_bytes(spec.y_type) != 2 || spec.weight_type == DType::kMxFp4) return false;
-  // That kernel stores intermediate rows in fp32, in the memory for tiles of rows in e4m3.
+  // That kernel stores intermediate rows in fp32, in the memory that the general kernel has for tiles of rows in e4m3.
   const uint64_t room = limits.max_tiles() * limits.tile_rows;
   if (spec.quantised() && gpu::few_rows(limits) * sizeof(float) > room) return false;
   if (spec.shared != 0 || spec.slices != 1 || spec.capacity_factor != 0) return false;
@@ -98,8 +99,8 @@ KernelsOfLayer kernels_of(const Limits& limits, const LayerSpec& spec, Pass pass
 
 uint32_t few_parts(const Arch& arch, const CallShape& s, uint32_t weight_bits) {
   // One token should give tasks to all multiprocessors, and each task should be long enough to be worth its start.
-  // Mixtral's single token has 64 tasks of 224 stages. A stage of 4-bit weights takes as long as four stages of 16
-  // bits, since it has as much to multiply.
+  // Without parts, a single token of Mixtral has 64 tasks of 224 stages. A stage of 4-bit weights takes as long as four
+  // stages of 16 bits, since it has four times as much to multiply.
   const uint32_t least_stages = weight_bits == 4 ? 4 : 16;
   if (s.ranks != 1 || s.tokens > gpu::kFewExactTokens) return 1;
   const uint32_t stages = ceil_div(s.intermediate * weight_bits / 8, arch.stage_bytes);
@@ -134,8 +135,9 @@ double link_over_gemm1(const Shape& s) {
   return (s.return_bytes * (s.ranks - 1) / kLinkRate) / (s.ranks * 2.0 * s.returning_k / kGemmRate);
 }
 
-// GEMM1's lag behind GEMM0 (OrderPolicy::gemm1_lag) where the link takes `link` times as long as GEMM1: the part of the
-// GEMM0 tasks that a rank has on average, with a tile per expert half full.
+// GEMM1's lag behind GEMM0 (OrderPolicy::gemm1_lag) if the link takes `link` times as long as GEMM1. It is a part of
+// the number of GEMM0 tasks that a rank has on average. (An expert's last tile is half full on average, so an expert
+// has half a tile more than its rows fill.)
 uint32_t lag_of(const Arch& arch, const Shape& s, double link, uint32_t clusters) {
   const double part = (kSoonFrom - link) / (kSoonFrom - kHeldUpTo);
   if (part >= 1) return kAlwaysHeld;
@@ -159,9 +161,10 @@ uint32_t tasks_ahead(const Arch& arch, const Shape& s) {
 }
 
 OrderPolicy task_order(const Arch& arch, const Shape& s, ReturnMode mode, uint32_t blocks, const OrderPolicy& asked) {
-  // Suppose result rows go as they are computed, and faster than the link takes them. Then they should use the link for
-  // long enough. So GEMM1 begins before GEMM0 has ended, the sooner the slower the link; where it is slowest, tiles with
-  // rows of other ranks go first. In other cases an early GEMM1 wins nothing.
+  // If GEMM1 makes result rows faster than the link takes them, and each row goes as soon as it is computed, then the
+  // link should carry rows for as long as possible. So GEMM1 begins before GEMM0 has ended: the slower the link, the
+  // sooner. If the link is slowest, tiles with rows of other ranks also go first. In all other cases an early GEMM1
+  // wins nothing.
   const double link = link_over_gemm1(s);
   const bool early = s.ranks > 1 && mode == ReturnMode::kDirect && link > 1;
   const uint32_t clusters = blocks / arch.cluster_blocks;
@@ -181,7 +184,8 @@ OrderPolicy task_order(const Arch& arch, const Shape& s, ReturnMode mode, uint32
   }
   const uint32_t service = 1 + arch.formers_of(s.ranks, s.local_experts, blocks, s.work_behind);
   chosen.senders = s.ranks == 1 ? 0 : min_of(chosen.senders, blocks - service);
-  // (`direct` has nothing to reduce. One cluster goes on to the end, to compute the later groups.)
+  // With `direct` there is nothing to reduce, so no cluster stops early. With `reduced`, at least one cluster goes on
+  // to the end, because the later groups must be computed.
   const bool reduced = s.ranks > 1 && mode == ReturnMode::kReduced;
   chosen.link_clusters = reduced ? min_of(chosen.link_clusters, clusters - 1) : 0;
   return chosen;

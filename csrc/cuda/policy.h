@@ -18,15 +18,15 @@ struct Shape {
   uint32_t tokens = 0;                                             // of this rank in this call
   uint32_t experts = 0;                                            // of all ranks
   uint32_t first_columns = 0;                                      // GEMM0 tasks of a tile
-  uint32_t returning_k = 0;  // columns over which GEMM1 contracts; of a backward pass, the product of dX
-  bool work_behind = false;  // warps behind the formers have a role (formers_of)
+  uint32_t returning_k = 0;  // columns over which GEMM1 contracts, or in a backward pass the product that makes dX
+  bool work_behind = false;  // warps of the thread blocks behind those with formers have a role (formers_of)
 };
 
-// Whether the return mode `auto` means `reduced`: whether a token's rows take less time with it. The time of either mode
-// is that of the link or that of the GPU, whichever is longer. On average (R - 1) (1 - (1 - 1 / R)^K) rows of a token go
-// to other ranks. With `reduced` as many come back, but the GPU reads K (R - 1) / R rows once more to sum them, beside
-// its GEMMs. With `direct` all of these come back. (With 4 ranks and 8 experts per token 2.7 rows go, and 2.7 or 6 come
-// back.)
+// Whether the return mode `auto` means `reduced`, which is if a token's rows take less time with it than with `direct`.
+// The time of either mode is that of the link or that of the GPU, whichever is longer. Of a token,
+// (R - 1) (1 - (1 - 1 / R)^K) rows go to other ranks on average. With `reduced` as many rows come back, but the GPU
+// reads K (R - 1) / R rows once more to sum them, beside its GEMMs. With `direct` all of these K (R - 1) / R rows come
+// back. (With 4 ranks and 8 experts per token 2.7 rows go, and 2.7 or 6 come back.)
 bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate);
 
 // How many tokens a token block has: as few as possible without making more token blocks than thread blocks
@@ -34,19 +34,19 @@ bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate);
 uint32_t token_block(const Arch& arch, uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);
 
 // Whether the kernel for a few tokens takes the call (decode/alone.cuh). That kernel computes the forward pass and
-// nothing else, reads weights along K, and has room for 2048 choices, including those of the shared expert's slices. Up
-// to about 16 rows per expert its time is that of reading the weights. element_bytes: of y.
+// nothing else, reads weights along the contracted axis, and has room for 2048 choices, where each slice of the shared
+// expert is a choice. Up to about 16 rows per expert its time is that of reading the weights. element_bytes: of y.
 bool is_few(const CallShape& shape, uint32_t element_bytes, bool transposed);
-// The most tokens with which it takes a call. Does not depend on shape.tokens.
+// The most tokens of a call that this kernel takes. Does not depend on shape.tokens.
 uint32_t few_most(const CallShape& shape, uint32_t element_bytes, bool transposed);
-// Whether all calls of a layer, in a context of so many ranks, go through the kernel for a few tokens for a rank of a
-// group (decode/group.cuh). A call's number of tokens cannot decide this, because each rank has its own number. What
-// all ranks have agreed on decides it: a context is for few tokens, or it is not.
+// Whether all calls of a layer, in a context of these limits, go through the kernel for a few tokens for a rank of a
+// group (decode/group.cuh). A call's number of tokens cannot decide this, because each rank has its own number. The
+// limits and the layer, on which all ranks agree, decide it.
 bool few_in_group(const Limits& limits, const LayerSpec& spec);
-// In how many parts GEMM1 sums the intermediate columns, in a call of few tokens. The number is the same for any number
-// of tokens up to kFewExactTokens. Beyond that, and in a group, it is 1. weight_bits: bits of an element of weights.
+// In how many parts GEMM1 sums the intermediate columns, in a call of few tokens. Calls of up to kFewExactTokens tokens
+// all have the same number of parts. Beyond that, and in a group, it is 1. weight_bits: bits of an element of weights.
 uint32_t few_parts(const Arch& arch, const CallShape& shape, uint32_t weight_bits);
-// Whether the only kernel for these weights is that for few tokens.
+// Whether the kernel for a few tokens is the only kernel for weights of this type.
 constexpr bool only_few(const LayerSpec& spec) {
   return spec.weight_type == DType::kMxFp4;
 }
@@ -63,19 +63,19 @@ KernelsOfLayer kernels_of(const Limits& limits, const LayerSpec& spec, Pass pass
 // token this pays if most tiles are full: while small tasks run, there is no time to join their rows.
 bool joins_rows(const Arch& arch, const Shape& shape, uint32_t tokens, uint32_t capacity);
 
-// Return groups of GEMM1's columns: the result is their number, and first[0 .. number] says where they begin. They must
-// not depend on the number of tokens, because each rank has its own: a group's signal must mean the same columns to
-// all. `whole`: rows are not cut. A rank alone does not cut them, since what its Combine wins by running beside GEMM1
-// is less than what groups cost. Nor are rows cut if peers are reached by puts.
+// Cuts GEMM1's columns into return groups: the result is their number, and first[0 .. number] says where they begin.
+// Groups must not depend on the number of tokens, because each rank has its own number, and a group's signal must mean
+// the same columns to all ranks. `whole`: rows are not cut. A rank alone does not cut rows, since what its Combine wins
+// by running beside GEMM1 is less than what groups cost. Nor are rows cut if peers are reached by puts.
 uint32_t return_groups(uint32_t columns, ReturnMode mode, bool whole, uint16_t (&first)[kMaxGroups + 1]);
 
-// How long the link takes for result rows to other ranks, over how long GEMM1 takes to compute them (of a backward
-// pass: the product of dX). Up to 1 the link keeps up.
+// How long the link takes to carry result rows to other ranks, divided by how long GEMM1 (in a backward pass, the
+// product of dX) takes to compute them. Up to 1 the link keeps up.
 double link_over_gemm1(const Shape& shape);
 
-// How many of the window's tasks each cluster has (OrderPolicy::window). With several ranks, rows become ready one
-// after the other. A task that becomes ready waits behind those that are published, so few should be published. Short
-// tasks need more to hide the scheduler's latency.
+// How many tasks of the window there are for each cluster (OrderPolicy::window). With several ranks, rows become ready
+// one after the other. A task that becomes ready waits behind those that are published, so few should be published.
+// Short tasks need more to hide the scheduler's latency.
 uint32_t tasks_ahead(const Arch& arch, const Shape& shape);
 
 // The order in which tasks run on `blocks` thread blocks, how many of these blocks send, and how many clusters stop

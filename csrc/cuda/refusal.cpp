@@ -41,8 +41,8 @@ void Context::refuse(const std::string& reason, DriverStream stream) {
   copies_.write(&c.status(c.rank)->entered, &epoch, sizeof(epoch));
   const std::string text = host::shortened(reason, kReasonBytes - 1);
   const Reasons reasons = cuda_reasons(common_.limits);
-  for (uint32_t i = 1; i <= c.shape.ranks; ++i) {  // this rank last: another rank may be waiting for nothing but this
-                                                   // refusal
+  for (uint32_t i = 1; i <= c.shape.ranks; ++i) {  // this rank's heap last, because the other ranks may be waiting for
+                                                   // this refusal
     const uint32_t q = (c.rank + i) % c.shape.ranks;
     copies_.write(reasons.of(c.memory.heaps[q], c.rank), text.c_str(), text.size() + 1);
     copies_.write(&c.fault(q, c.rank)->posted, &epoch, sizeof(epoch));
@@ -51,7 +51,7 @@ void Context::refuse(const std::string& reason, DriverStream stream) {
   refused_ = epoch;
 }
 
-// A call by which the host finds addresses in heaps and workspace.
+// A Call from which the host computes addresses in heaps and in the workspace.
 Call Context::call_on_host() const {
   Call c = common_.call;
   c.memory.heaps = group_->heaps();
@@ -105,7 +105,8 @@ void Context::await_peers(DriverStream stream) {
   refused_ = 0;
 }
 
-// What the device hands over (gpu/leave.cuh) when a kernel of this rank finds the fault. Here no kernel runs.
+// Reads what the device hands over (gpu/leave.cuh) when a kernel of this rank ends with a fault. Here no kernel runs,
+// so the host reads it.
 HostFault Context::read_fault(const Fault& fault) {
   Call c = call_on_host();
   c.epoch = fault.epoch;
@@ -117,7 +118,7 @@ HostFault Context::read_fault(const Fault& fault) {
   return to;
 }
 
-// Takes the error of calls that other ranks have refused, if the host does not know of them yet.
+// Takes the error of a call that another rank has refused, if the host does not know of the refusal yet.
 std::optional<Error> Context::take_refusal() {
   auto* const record = fault_page_.host<HostFault>();
   const uint64_t last = std::atomic_ref(record->last_refused).load(std::memory_order_acquire);
@@ -125,7 +126,7 @@ std::optional<Error> Context::take_refusal() {
   const std::atomic_ref refused(record->refused);
   const uint64_t first = refused.load(std::memory_order_acquire);
   told_of_ = max_of(first, last);
-  if (first == 0) {  // the device found an earlier error there, which has been raised since
+  if (first == 0) {  // the device found an earlier refusal in the page, which the host has raised since
     return Error(Error::Kind::kGroup, concat("a rank refused call ", last,
                                              "; its reason is lost, since the host had not read an earlier one"));
   }

@@ -13,7 +13,7 @@ void read_routing(const Call& c, const DeviceMemory& workspace, const Limits& li
   if (tokens > limits.max_tokens || top_k > limits.top_k) {
     throw Error(Error::Kind::kOther, "routing: expected no more than the context's limits");
   }
-  // A row of the workspace is as long as the largest K. The shared expert's slices follow a token's own K choices.
+  // A row of the workspace has room for the largest K. The shared expert's slices follow a token's own K choices.
   const uint64_t pitch = limits.choices_per_token(), words = tokens * pitch;
   std::vector<uint32_t> rows(words);
   auto read = [&](WorkField field, auto* to) {

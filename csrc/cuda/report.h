@@ -5,8 +5,8 @@
 
 namespace flashmoe::cuda {
 
-// Reads [tokens, top_k] chosen experts (or as Choice::recorded) and weights. limits: the limits that `workspace` was
-// made for. c: any call of the context; it gives the layout.
+// Reads [tokens, top_k] chosen experts (where there is none, Choice::recorded says why) and weights. limits: the limits
+// that `workspace` was made for. c: any call of the context; it gives the layout.
 void read_routing(const Call& c, const DeviceMemory& workspace, const Limits& limits, uint32_t tokens, uint32_t top_k,
                   int32_t* ids, float* weights);
 

@@ -1,5 +1,5 @@
-// Copies between the host and the ranks' heaps. They have a stream of their own, because a kernel of this rank may be
-// running and wait for others.
+// Copies between the host and the ranks' heaps. The copies have a stream of their own, because they must not wait for
+// this rank's kernel, which may run for long and wait for other ranks.
 #pragma once
 
 #include <mutex>

@@ -47,8 +47,8 @@ TensorMapShape transposed_shape(const Arch& arch, const Matrix& m, uint32_t elem
           {arch.stage_bytes / element_bytes, arch.stage_bytes / element_bytes, 1, 1, 1}};
 }
 
-// E need not be a multiple of 8, so rows do not come in groups. The map has dimensions of size 1, so that it looks like
-// the others to the kernel.
+// E need not be a multiple of 8, so rows do not come in groups of 8. The map has further dimensions of size 1, so that
+// the kernel can use it like the maps of the weights.
 TensorMapShape router_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t hidden,
                             uint32_t experts) {
   const uint64_t all = experts * m.row_bytes;

@@ -8,8 +8,8 @@
 
 namespace flashmoe::cuda {
 
-// Where the rows of the weight matrices of one or several experts lie, or the rows of the router. (Rows as they are in
-// memory: transposed weights have a row for each element of K.)
+// Where the rows of the weight matrices of one or several experts lie, or the rows of the router. These are rows in
+// memory: transposed weights have a row for each number that a product contracts over.
 struct Matrix {
   uint64_t data = 0;  // address on the device; 0: there is none
   uint64_t row_bytes = 0;
@@ -28,14 +28,14 @@ TensorMapShape gate_up_shape(const Arch& arch, const Matrix& m, uint32_t element
                              uint32_t intermediate, uint32_t experts, bool gated, gpu::GatedRows rows);
 TensorMapShape down_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t hidden,
                           uint32_t intermediate, uint32_t experts);
-// For transposed weights, for both products: an expert has K rows, of `halves` times `columns` features each. The
-// second half begins `up` features behind the first.
+// For transposed weights, for both products: an expert has `rows` rows, one for each number that the product contracts
+// over. A row has `halves` times `columns` features. The second half begins `up` features behind the first.
 TensorMapShape transposed_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t columns,
                                 uint32_t halves, uint32_t up, uint32_t rows, uint32_t experts);
 TensorMapShape router_shape(const Arch& arch, const Matrix& m, uint32_t element_bytes, uint32_t hidden,
                             uint32_t experts);
-// For a matrix whose rows go along K and whose columns go in spans, as those of transposed weights do. A row need not
-// be a multiple of 16 bytes.
+// For a matrix whose rows go along the contracted axis and whose columns are loaded in spans, like those of transposed
+// weights. The elements of a row need not fill a multiple of 16 bytes.
 TensorMapShape spans_shape(const Arch& arch, uint64_t row_bytes, uint32_t element_bytes, uint32_t columns,
                            uint32_t rows);
 TensorMapShape rows_shape(const Arch& arch, uint64_t row_bytes, uint32_t element_bytes, uint32_t columns,

@@ -10,7 +10,7 @@
 
 namespace flashmoe::host {
 
-// The first difference between two ranks' limits that no call could bridge, as a message; empty if there is none.
+// A message about the first of the limits that must be the same on both ranks but differ; empty if there is none.
 std::string difference(const Limits& mine, uint32_t rank, const Limits& theirs, uint32_t peer);
 
 // The configuration of a call of `layer`; the call's return groups must be set. columns_per_task: columns of a GEMM1

@@ -18,7 +18,7 @@ Bell::Bell() : event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
 
 void Bell::ring() {
   if (rung_.exchange(true, std::memory_order_acq_rel))
-    return;  // the sleeper has not taken the last ring yet; when it does, it sees this one's writes, too
+    return;  // the sleeper has not taken the last ring yet; when it does, it also sees what this thread has written
   const uint64_t one = 1;
   (void)!write(event_.get(), &one, sizeof(one));
 }

@@ -41,7 +41,7 @@ Error timeout_error(const HostFault& record, const Teller& teller) {
           concat("rank ", r.culprit, " holds up call ", r.epoch, ": ", state, "; rank ", r.rank, waited, awaited(r))};
 }
 
-// What a layer's fields are, by name, besides sizes and element types.
+// The names and values of a layer's fields, without sizes and element types.
 std::vector<std::pair<const char*, std::string>> options_of(AgreedLayer layer) {
   std::vector<std::pair<const char*, std::string>> options;
   for_each_agreed_field(layer, [&]<class T>(const char* name, T& field) {

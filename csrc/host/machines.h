@@ -7,8 +7,9 @@
 
 namespace flashmoe::host {
 
-// Bytes of rows in one message to a relay. They are enough to keep a network busy, and few enough that the relay passes
-// on the first messages while others are on their way. Tests make the number smaller, before there are calls.
+// The most bytes of rows in one message to a relay. They are enough to keep a network busy, and few enough that the
+// relay passes on the first messages while others are on their way. Tests set a smaller number, before there are
+// calls.
 inline uint64_t batch_bytes = 512 << 10;
 
 class MachineTables {

@@ -8,7 +8,8 @@
 namespace flashmoe::network {
 namespace {
 
-// After so many bytes other connections have their turn: some messages of the usual size.
+// After this many bytes, receive() and flush() stop, so that other connections have their turn. It is a few messages
+// of the usual size.
 constexpr uint64_t kBytesInARow = 2 << 20;
 constexpr const char* kNoMessage = "what it sends is no message of this version's";
 
@@ -68,14 +69,14 @@ bool Connection::receive(uint32_t peer, Receiver& receiver) {
   return came != 0;
 }
 
-// Where the next bytes go: the first incomplete part of the message.
+// Returns where the next bytes go: to the first incomplete part of the message that is coming.
 Receiver::Place Connection::next() {
   if (part_ == Part::kHeader) return {reinterpret_cast<uint8_t*>(&header_), sizeof(header_)};
   if (part_ == Part::kRanges) return {reinterpret_cast<uint8_t*>(ranges_.data()), ranges_.size() * sizeof(Range)};
   return places_[place_];
 }
 
-// Called when that part is complete.
+// Called when the part that next() has returned is complete. Goes on to the next part, or to the next message.
 void Connection::complete(uint32_t peer, Receiver& receiver) {
   if (part_ == Part::kHeader) {
     if (header_.ranges > header_.bytes / sizeof(Range)) throw host::Error(host::Error::Kind::kGroup, kNoMessage);

@@ -18,15 +18,16 @@ using host::concat;
 using host::Error;
 using host::monotonic_ns;
 
-// How often at least the courier sends this rank's status in a timeout. A waiting peer compares two looks at this
-// rank's progress, half its timeout apart.
+// During a call, the courier sends this rank's status at least this many times per timeout (less often only if the
+// interval would be shorter than kLeastStatusNs). A waiting peer compares two values of this rank's progress, which
+// it reads half of its timeout apart.
 constexpr uint64_t kStatusesPerTimeout = 16;
 constexpr uint64_t kMostStatusNs = 100'000'000, kLeastStatusNs = 2'000'000;
-// The longest sleep while there is no call: nobody watches then.
+// The courier's longest sleep while there is no call. This rank makes no progress then that a peer would have to see.
 constexpr uint64_t kIdleMs = 500;
-// How long a rank that ends waits for others to have what it sent.
+// How long, at most, a rank that leaves its group waits until the others have received what it has sent.
 constexpr uint64_t kFarewellNs = 5'000'000'000;
-// How often in a row the courier looks at the network, before letters and statuses have their turn.
+// How many times in a row the courier looks at the network before letters and statuses have their turn.
 constexpr int kLooks = 64;
 
 uint64_t load(const uint64_t* word) {
@@ -76,8 +77,8 @@ void Courier::start(const Place& place, const std::vector<std::string>& addresse
     if (peers_[q].mirror != nullptr) wire_->connect(q, addresses[q]);
   }
   wire_->deliver_to(*this);
-  for (uint32_t q = 0; q < ranks_; ++q) {  // the first message: every connection needs that each side hears from the
-                                           // other
+  for (uint32_t q = 0; q < ranks_; ++q) {  // a first message without data, because a connection counts as made only
+                                           // when each side has heard from the other
     if (peers_[q].mirror != nullptr) post(q, Packing(peers_[q].mirror).take(Header::kData, nullptr, 0));
   }
   thread_ = std::thread([this] { run(); });
@@ -118,8 +119,8 @@ void Courier::begin_call(const SpreadCall& call) {
   bell_.ring();
 }
 
-// Picks up the last signals in the calling thread. Then makes sure that the data of messages that have not gone is
-// copied, because the next call's actors overwrite it.
+// Picks up the call's last signals in the calling thread. Then has the data of all messages that are not sent yet
+// copied from the mirrors into the messages, because the actors of the next call overwrite the mirrors.
 void Courier::end_call() {
   std::unique_lock lock(mutex_);
   if (call_ == nullptr) return;
@@ -128,7 +129,7 @@ void Courier::end_call() {
   for (const Letter& l : letters_) l.message->pack();
   packing_ = !packed_;
   bell_.ring();
-  news_.wait(lock, [&] { return !packing_; });  // this wait ends, since the courier's thread waits for nobody
+  news_.wait(lock, [&] { return !packing_; });  // ends soon: the courier's thread waits for no other actor
 }
 
 void Courier::tell(uint32_t q, const void* from, uint64_t bytes, const uint64_t* at, uint64_t word) {
@@ -202,7 +203,7 @@ bool Courier::deliver_and_send() {
     const std::lock_guard lock(mutex_);
     if (bell_.take()) {
       busy = true;
-      status_due_ = true;  // a call has begun or ended, or an actor has signalled
+      status_due_ = true;  // for example, a call has begun or ended, or an actor has signalled
       if (call_ != nullptr) pick_up();
     }
     note_losses();
@@ -231,7 +232,8 @@ void Courier::note_losses() {
   if (any) news_.notify_all();
 }
 
-// Sends this rank's status, and how many messages have come, now and then or when there is a reason.
+// Sends to each mirrored rank this rank's status, and how many of that rank's messages have come: every status_ns_,
+// or earlier if status_due_ is set, but at intervals of at least kLeastStatusNs.
 void Courier::send_status() {
   const uint64_t now = monotonic_ns();
   const bool often = now - status_sent_ns_ < kLeastStatusNs;
@@ -252,8 +254,9 @@ void Courier::send_status() {
 
 // ---- What comes ---------------------------------------------------------------------------------------------------
 
-// Only messages of a rank of the group come here, and in order. If a message does not lie within the heap all the same,
-// its sender has another version or is damaged. Then the connection is given up.
+// TLS lets in only messages from a rank of the group, and keeps their order. If a message nevertheless has bytes that
+// would not lie within the heap, its sender is of another version or is damaged. Then this rank gives up the
+// connection.
 std::vector<Receiver::Place> Courier::places(uint32_t q, const Header& header, const std::vector<Range>& ranges) {
   Peer& peer = peers_[q];
   if (header.kind == Header::kStatus) return {{reinterpret_cast<uint8_t*>(&peer.status), sizeof(Status)}};
@@ -280,7 +283,8 @@ void Courier::arrived(uint32_t q, const Header& header) {
     if (word.offset != Word::kNone) store(reinterpret_cast<uint64_t*>(place_.heap + word.offset), word.value);
   }
   const std::lock_guard lock(mutex_);
-  // A peer that begins, or that leaves, waits for the acknowledgement. All others get it in time with the next status.
+  // A peer that has just connected, or that leaves, waits for the acknowledgement of its message, so it gets the next
+  // status at once. For all others the acknowledgement can come with the next regular status.
   if (header.kind == Header::kGoodbye) peer.gone = true;
   if (header.kind == Header::kGoodbye || (header.kind != Header::kStatus && peer.received == 1)) status_due_ = true;
   peer.acknowledged = std::max(peer.acknowledged, header.received);

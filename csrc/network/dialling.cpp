@@ -15,7 +15,8 @@ namespace {
 using host::concat;
 using host::monotonic_ns;
 
-// An address that this rank cannot reach may swallow what is sent to it, without an error.
+// The longest wait for an address to answer. An address that this rank cannot reach may swallow what is sent to it,
+// without an error.
 constexpr uint64_t kMostConnectNs = 2'000'000'000;
 constexpr uint64_t kPauseNs = 50'000'000;  // pause before the next address
 

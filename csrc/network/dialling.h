@@ -1,5 +1,5 @@
-// Connects a rank to another's door. It tries the door's addresses one after the other, again and again, until one
-// answers and has proved to be that rank.
+// Connects this rank to the door of another rank (door.h). It tries the door's addresses one after the other, again
+// and again, until one of them answers and whoever answers has proved to be that rank.
 #pragma once
 
 #include <memory>
@@ -13,12 +13,13 @@ namespace flashmoe::network {
 
 class Dialling {
  public:
-  // addresses: the door's. Throws Error for a text that is not an address.
+  // addresses: Door::addresses() of the peer. Throws Error for a text that is not an address.
   Dialling(const TlsOfRank& tls, uint32_t peer, const std::string& addresses);
 
-  // Returns the connection, once; null while there is none. Does not block.
+  // Goes on dialling, without blocking. Returns the connection when its handshake is over, before that null. After
+  // that, a further call dials anew.
   std::unique_ptr<Tls> progress();
-  // Why the last address did not answer.
+  // Why the address that was tried last has given no connection.
   const std::string& why() const { return why_; }
 
  private:

@@ -12,7 +12,7 @@
 namespace flashmoe::network {
 namespace {
 
-// So many guests are let in at a time; then those that are in have their turn.
+// A listener lets in at most this many guests at a time. Then the guests that are already in have their turn.
 constexpr int kGuestsInARow = 64;
 
 }  // namespace
@@ -70,8 +70,8 @@ void Door::let_in(int listener) {
   }
 }
 
-// If there are too many guests, closes the oldest guest of the host that has the most. So whoever floods the door takes
-// no other host's place.
+// If there are too many guests, closes the connection of one: the oldest guest of the host that has the most guests.
+// So a host that floods the door takes places only from its own guests.
 void Door::make_room() {
   if (guests_.size() < kMostGuests) return;
   std::map<std::string, size_t> of_host;

@@ -1,5 +1,6 @@
-// The door of a rank while its group joins: other ranks connect to it. Anybody may come as a guest. A guest that does
-// not prove within some seconds to be a rank of the group is closed. The door is closed when all ranks have come.
+// A rank's door: where it listens while its group joins, so that other ranks can connect to it. Anybody may connect.
+// Whoever has connected, and has not proved yet to be a rank of the group, is a guest. The door closes the connection
+// of a guest that does not prove this within kMostNs. When all ranks have come, the door itself is closed (wire.h).
 #pragma once
 
 #include <list>
@@ -14,16 +15,16 @@ namespace flashmoe::network {
 
 class Door {
  public:
-  static constexpr size_t kMostGuests = 64;  // guests that have proved nothing yet
+  static constexpr size_t kMostGuests = 64;  // guests at a time
   static constexpr uint64_t kMostNs = 10'000'000'000;
 
   // at: see own_addresses(). Throws Error.
   Door(const TlsOfRank& tls, const std::string& at);
 
-  // The door's addresses, as text for others' address_of(), separated by commas.
+  // The door's addresses, separated by commas, each as a text that address_of() reads.
   std::string addresses() const;
-  // Lets guests in, and continues the handshakes of guests that can continue. Returns those that have proved to be
-  // ranks. Does not block.
+  // Accepts new guests, and continues the handshakes of guests that have sent something. Returns the connections of
+  // those that have proved to be ranks. Does not block.
   std::vector<std::unique_ptr<Tls>> progress();
 
  private:

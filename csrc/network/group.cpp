@@ -21,7 +21,7 @@ class NetworkGroup final : public host::Group {
       if (is_here(p)) {
         heaps_.push_back(here_->heaps()[p]);
       } else {
-        mirrors_[p] = host::Mapping(-1, bytes);  // takes memory only as data to send is written
+        mirrors_[p] = host::Mapping(-1, bytes);  // takes memory only where actors write data to send
         heaps_.push_back(place.mirrors[p] = mirrors_[p].base());
       }
     }

@@ -12,7 +12,7 @@
 
 namespace flashmoe::network {
 
-// How the ranks are spread, as they have found out.
+// How the ranks are spread over machines, as they have found out when they met.
 struct Spread {
   std::vector<uint32_t> here;          // ranks of this machine, this one among them, ascending
   std::vector<std::string> addresses;  // by rank: addresses of their couriers

@@ -1,7 +1,7 @@
-// A message from a rank to a rank on another machine. It has parts of the receiver's symmetric heap. If it is the last
-// message of what a signal announces, it also has the signal. Other messages have the sender's status, or say that the
-// sender leaves. Messages to a rank come in the order in which they are sent, from a rank that has proved who it is
-// (tls.h).
+// A message from a rank to a rank on another machine. Most messages have data for the receiver's symmetric heap. The
+// data that one signal announces may take several messages; the last of these also has the signal. Other messages
+// have the sender's status, or say that the sender leaves. Messages arrive in the order in which they are sent, and
+// from a rank that has proved which rank it is (tls.h).
 #pragma once
 
 #include <cstring>
@@ -18,8 +18,8 @@ struct Range {
   uint64_t offset, bytes;
 };
 
-// A word of a heap. It is written after everything that was sent before it has been written, so no signal is written
-// before the data that it announces.
+// A word for the receiver's heap. The receiver writes it after all data that was sent before it, so no signal is
+// written before the data that it announces.
 struct Word {
   static constexpr uint64_t kNone = ~uint64_t{0};
   uint64_t offset = kNone, value = 0;
@@ -27,26 +27,26 @@ struct Word {
 
 struct Header {
   enum Kind : uint32_t {
-    kData = 0,     // `ranges`, their bytes one behind the other, and `word`
-    kStatus = 1,   // the sender's Status, which is not for the receiver's heap
-    kConfigs = 2,  // `ranges` of the sender's heap, not the receiver's: to describe a disagreement
+    kData = 0,     // ranges of the receiver's heap, their bytes one behind the other, and `word`
+    kStatus = 1,   // the sender's Status, for the receiver's mirror of the sender's heap
+    kConfigs = 2,  // the same, but for that mirror: configurations about which ranks disagree
     kGoodbye = 3,  // the sender needs and sends nothing more, once its messages are acknowledged
   };
-  uint64_t bytes;  // number of bytes behind the header
+  uint64_t bytes;  // how many bytes follow the header
   uint32_t kind, ranges;
-  uint64_t received;  // how many of the receiver's messages have come, of all kinds but kStatus
+  uint64_t received;  // how many messages the sender has got from the receiver, of all kinds but kStatus
   Word word;
 };
 
 class Message {
  public:
-  // bytes: the number behind the header. The caller fills these bytes in.
+  // bytes: how many follow the header. The caller fills them in.
   explicit Message(uint64_t bytes) : size(sizeof(Header) + bytes) {
     header.bytes = bytes;
     allocate();
   }
-  // A message of parts of a heap. They are copied when the message's turn comes (pack()), and must stay as they are
-  // until then.
+  // A message of parts of a heap. pack() copies the parts later, when the message is about to be sent. Until then,
+  // they must stay as they are.
   Message(const uint8_t* heap, std::vector<Range> ranges, uint64_t bytes)
       : size(sizeof(Header) + ranges.size() * sizeof(Range) + bytes), heap_(heap), ranges_(std::move(ranges)) {
     header.bytes = size - sizeof(Header);
@@ -56,7 +56,8 @@ class Message {
   Header header{};
   const uint64_t size;  // bytes in all
 
-  // The message in the form in which it is sent: the header, ranges, their bytes. Only once it is packed.
+  // The message in the form in which it is sent: the header, the ranges, the bytes of the ranges. Only once the
+  // message is packed.
   const uint8_t* bytes() const { return bytes_.get(); }
   uint8_t* behind_header() { return bytes_.get() + sizeof(Header); }
   uint64_t payload() const { return header.bytes - header.ranges * sizeof(Range); }
@@ -74,7 +75,7 @@ class Message {
       to += r.bytes;
     }
   }
-  // Writes the header. Called when the header does not change any more.
+  // Writes the header in front of the packed bytes. Called when the header will not change any more.
   void seal() { std::memcpy(bytes_.get(), &header, sizeof(Header)); }
 
  private:
@@ -85,11 +86,12 @@ class Message {
   std::unique_ptr<uint8_t[]> bytes_;
 };
 
-// The size of a message, if there are enough tokens: large enough for a fast network, and small enough that a receiver
-// need not keep much data that it cannot use yet. Tests make it smaller, before there is a courier.
+// The most bytes of data that a message has (more only if one add() of Packing has more). This is enough for the
+// speed of a fast network, and so few that a receiver need not keep much data that it cannot use yet. Tests make the
+// number smaller, before there is a courier.
 inline uint64_t most_message_bytes = 512 << 10;
 
-// Makes messages of parts of a heap. A message that is full is closed, and the next one begins.
+// Makes messages of parts of a heap. When a message is full, the next one begins.
 class Packing {
  public:
   explicit Packing(const uint8_t* heap) : heap_(heap) {}
@@ -106,7 +108,7 @@ class Packing {
     }
   }
 
-  // All messages. The last one has the word.
+  // Returns all messages. The last one has `word`, which belongs at `word_at` in the heap, unless word_at is null.
   std::vector<std::unique_ptr<Message>> take(Header::Kind kind, const uint64_t* word_at, uint64_t word) {
     close();
     Header& last = messages_.back()->header;

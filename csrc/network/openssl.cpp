@@ -10,7 +10,7 @@ namespace {
 using host::concat;
 using host::Error;
 
-// The same as in python/flashmoe/system/openssl.py.
+// The same text as INSTALL in python/flashmoe/system/openssl.py.
 constexpr const char* kInstall = "a system's package of OpenSSL 3, such as Debian's libssl3";
 constexpr unsigned long kOldest = 0x30000000;
 

@@ -1,8 +1,8 @@
-// OpenSSL 3, whose TLS carries messages between machines. It is loaded at run time, so that neither a build nor a wheel
-// needs it.
+// OpenSSL 3, whose TLS carries messages between machines. The library is loaded at run time, so that neither a build
+// nor a wheel needs it.
 //
-// This file declares the part of its interface that is used. OpenSSL keeps these functions and numbers for all releases
-// of libssl.so.3.
+// This file declares the part of OpenSSL's interface that is used. In all releases of libssl.so.3, these functions
+// and numbers are the same.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace flashmoe::network {
 
-// OpenSSL's own types, of which this project knows only addresses.
+// OpenSSL's own types. This project has only pointers to them.
 struct SslCtx;
 struct Ssl;
 struct SslSession;
@@ -22,10 +22,10 @@ struct Bio;
 struct BioMethod;
 
 inline constexpr int kTls13 = 0x0304;
-inline constexpr unsigned char kAes128GcmSha256[2] = {0x13, 0x01};  // its name in a handshake
-// For SSL_CTX_ctrl().
+inline constexpr unsigned char kAes128GcmSha256[2] = {0x13, 0x01};  // as a handshake names this cipher
+// Commands for SSL_CTX_ctrl().
 inline constexpr int kCtrlMode = 33, kCtrlReadAhead = 41, kCtrlLeastProtocol = 123, kCtrlMostProtocol = 124;
-// A write returns when one record is written, and may continue from memory at another address.
+// SSL_write_ex() returns as soon as one record is written. The caller writes the rest by further calls.
 inline constexpr long kPartialWrites = 1 << 0;
 inline constexpr uint64_t kIgnoreUnexpectedEof = 1 << 7;
 inline constexpr int kVerifyPeer = 1;
@@ -33,8 +33,8 @@ inline constexpr int kVerifyPeer = 1;
 inline constexpr int kErrorSsl = 1, kErrorWantRead = 2, kErrorWantWrite = 3, kErrorSyscall = 5, kErrorZeroReturn = 6;
 inline constexpr int kKeyUpdateOfOwn = 0;  // for SSL_key_update(): the peer need not change its key
 
-// For a BIO, through which OpenSSL reads and writes: a type for the application's use, the flags which say that a call
-// must be repeated, and the command which asks that written data be sent.
+// For a BIO, the object through which OpenSSL reads and writes: a type for the application's own BIOs, the flags that
+// say that a call must be repeated, and the command that asks for written data to be sent.
 inline constexpr int kBioOfApplication = 0x400 | 128;
 inline constexpr int kBioRead = 0x01, kBioShouldRetry = 0x08, kBioFlags = 0x0f;
 inline constexpr int kBioCtrlFlush = 11;
@@ -94,7 +94,8 @@ struct OpenSsl {
 #undef FLASHMOE_OPENSSL_MEMBER
 };
 
-// The library libssl at `path`, loaded once for the process. Throws Error, which says what to install.
+// The library libssl at `path`. A process loads it once: later calls return the same library, whatever their path.
+// Throws Error, which says what to install.
 const OpenSsl& openssl(const std::string& path);
 
 }  // namespace flashmoe::network

@@ -10,7 +10,7 @@ bool is_backward(const Call& c) {
   return (c.config.groups & CallConfig::kBackward) != 0;
 }
 
-// Calls f(token, k) for each of rank q's choices of an expert that computes here.
+// Calls f(token, k) for each choice of rank q's tokens whose expert is computed on this rank.
 template <class F>
 void for_each_choice_of(const Call& c, uint32_t q, F&& f) {
   for (uint32_t b = 0; b < c.blocks_of(q); ++b) {

@@ -1,8 +1,9 @@
-// Makes messages of what a signal to a rank on another machine announces. These are the parts of that rank's heap which
-// this rank's actors wrote before they signalled. The actors wrote them to the rank's mirror here.
+// Each function makes the messages for one signal to a rank on another machine. The messages have the signal, and the
+// data that it announces. This rank's actors wrote that data before they signalled, to the mirror of the other rank's
+// heap.
 //
-// The caller of each function has acquired the signal, so all data that the signal announces may be read. It calls
-// before the call's actors start another call. The data is copied when a message goes, or when the call ends
+// The caller of each function has acquired the signal, so the data may be read. The functions are called before the
+// next call of the layer begins. The data is copied when a message is about to be sent, or when the call ends
 // (Message::pack()).
 #pragma once
 
@@ -16,15 +17,16 @@ namespace flashmoe::network {
 
 using Messages = std::vector<std::unique_ptr<Message>>;
 
-// The call's configuration, and its call signal, which is `word`.
+// The call's configuration for rank q. The signal is the call signal, `word`.
 Messages pick_up_call(const Call& c, uint32_t q, uint64_t word);
-// For a relay: the n-th batch of `each` token blocks. It has the rows that the relay's machine needs, one for each
-// token, and the data that says which ranks need them.
+// The n-th batch, of `each` token blocks, for a relay: the rows that the relay's machine needs (each token's once, in
+// a backward pass that dispatches x again also its row of x), and the data that says which ranks need them.
 Messages pick_up_batch(const SpreadCall& c, uint32_t relay, uint32_t n, uint32_t each, uint64_t word);
-// All rows that go home to rank q, in one return group; in a backward pass also the gradients of combine weights.
+// All rows that go home to rank q, in a backward pass also the gradients of combine weights. (On the CPU engine, such
+// a group has one return group, whose signal `word` is.)
 Messages pick_up_returns(const SpreadCall& c, const GradientLayout& gradients, uint32_t q, uint64_t word);
-// This rank's fault record. For a disagreement the two configurations are sent before it, because others need them for
-// the message.
+// This rank's fault record. If ranks disagree on the call, the two configurations are sent before it, because rank q
+// needs them for its error message.
 Messages pick_up_fault(const Call& c, uint32_t q);
 
 }  // namespace flashmoe::network

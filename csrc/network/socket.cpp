@@ -38,7 +38,8 @@ Address copy_of(const sockaddr* from) {
   return a;
 }
 
-// Other hosts cannot use a link-local address, which needs an interface's name beside it.
+// Whether the address is link-local. Other hosts could not use it, because it is valid only together with the name of
+// an interface.
 bool is_of_a_link(const sockaddr* a) {
   return a->sa_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(a)->sin6_addr);
 }
@@ -60,7 +61,8 @@ FileDescriptor opened(const Address& a) {
   return FileDescriptor(socket(a.bytes.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
 }
 
-// A message is complete when it is sent, so TCP must not wait for more data.
+// Turns off TCP's delay: it would hold back the end of what is sent, to wait for more data, but a message is complete
+// when it is sent.
 void send_at_once(int socket) {
   const int yes = 1;
   setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));

@@ -15,25 +15,26 @@ struct Address {
   socklen_t length = 0;
 };
 
-// "10.0.0.1:4711", "[fd00::1]:4711".
+// The address as text: "10.0.0.1:4711", "[fd00::1]:4711".
 std::string text_of(const Address& address);
-// The host alone; guests are counted by it.
+// The address without its port. Door counts the guests of each host by this text.
 std::string host_of(const Address& address);
 // The address whose text_of() is `text`. Throws Error.
 Address address_of(const std::string& text);
 
 // The addresses, with port 0, at which others may reach this host. `at` names interfaces or addresses, separated by
-// commas. If it is empty, these are all addresses but those that no other host reaches. Throws Error if nothing usable
-// has such a name.
+// commas. If `at` is empty, these are all addresses that another host can reach. Throws Error if nothing that can be
+// used has one of the names.
 std::vector<Address> own_addresses(const std::string& at);
 
 // A socket that listens at the address. Sets the address's port. Throws Error.
 host::FileDescriptor listening(Address& address);
-// The next connection to a listener, and where it comes from; -1 if there is none.
+// The next connection to a listener; `from` becomes the address from which it comes. -1 if there is none.
 host::FileDescriptor accepted(int listener, Address& from);
-// Begins a connection; -1 if it cannot be begun, with errno.
+// Begins to connect, and returns the socket. It is -1, with errno, if connecting has failed at once.
 host::FileDescriptor connecting(const Address& to);
-// What became of connecting(): 0 if it is connected, EINPROGRESS while that is not decided, else the error.
+// What became of a socket of connecting(): 0 if it is connected, EINPROGRESS while this is not decided, else the
+// error.
 int connected(int socket);
 
 }  // namespace flashmoe::network

@@ -1,6 +1,6 @@
-// TLS 1.3 between the ranks of one group, who share one key (RFC 8446, an external PSK with Diffie-Hellman). Both sides
-// prove that they know the key, and say which ranks they are. What they then send is encrypted, authenticated and in
-// order. There are no certificates, tickets or early data, and no other version or cipher.
+// TLS 1.3 between the ranks of one group, which share one key (RFC 8446, an external PSK with Diffie-Hellman). Each
+// side proves that it knows the key, and says which rank it is. What the sides then send is encrypted, authenticated
+// and in order. There are no certificates, tickets or early data, and no other version or cipher.
 //
 // Used by one thread at a time.
 #pragma once
@@ -15,7 +15,7 @@
 
 namespace flashmoe::network {
 
-// Drawn anew for each group, so a recording of another group's handshakes proves nothing.
+// The key of a group. It is drawn anew for each group, so a recording of another group's handshakes proves nothing.
 using GroupKey = std::array<uint8_t, 32>;
 
 // What a rank's connections have in common.
@@ -30,7 +30,7 @@ class TlsOfRank {
   const OpenSsl& api;
   const GroupKey key;
   const uint32_t rank;
-  BioMethod* const sockets;  // how OpenSSL reads and writes
+  BioMethod* const sockets;  // the functions by which OpenSSL reads and writes
   SslCtx* const context;
 };
 
@@ -38,8 +38,8 @@ class TlsOfRank {
 class Tls {
  public:
   static constexpr uint32_t kAnyone = ~uint32_t{0};
-  // The side that connects, to `peer`. With kAnyone the side that accepts any rank that proves itself. `of` must
-  // outlive this object.
+  // This is the side that connects, to rank `peer`. With kAnyone, it is the side that accepts any rank that proves
+  // which rank it is. `of` must outlive this object.
   Tls(const TlsOfRank& of, host::FileDescriptor socket, uint32_t peer);
   ~Tls();
   Tls(const Tls&) = delete;
@@ -52,8 +52,9 @@ class Tls {
   };
   Result handshake();
   Result read(uint8_t* to, size_t most, size_t& got);
-  // Makes one record at most. The record is kept until flush(), or until many are kept: one packet of the network for
-  // each record would cost the sender as much as the cipher does. kWaits: kept records have to leave first.
+  // Encrypts at most one record's worth of the bytes; `put` becomes their number. The record is kept until flush(),
+  // or until many records are kept. If each record were sent in a packet of its own, this would cost the sender as
+  // much as the cipher does. kWaits: records that are kept must be sent first.
   Result write(const uint8_t* from, size_t bytes, size_t& put);
   // Sends the kept records.
   Result flush();
@@ -76,7 +77,7 @@ class Tls {
   Result fail(const std::string& why);
   bool renew_key();
 
-  // Which rank connects to which, as the handshake says it.
+  // Which rank connects to which. The connecting side sends this in the handshake.
   struct Identity {
     char protocol[16];
     uint32_t from, to;
@@ -89,13 +90,13 @@ class Tls {
   Identity identity_;
   Ssl* const ssl_;
   uint64_t records_ = 0;       // records sent with the present key
-  std::vector<uint8_t> kept_;  // records, of which `gone_` bytes have been sent
+  std::vector<uint8_t> kept_;  // records; the first gone_ bytes of them have been sent
   size_t gone_ = 0;
   int error_ = 0;  // the system's error for the socket
   std::string why_;
 };
 
-// A key of AES-GCM may protect 2^24.5 records (RFC 8446, 5.5). A fast network sends these within minutes. So a sender
+// A key of AES-GCM may protect 2^24.5 records (RFC 8446, 5.5), which a fast network sends within minutes. So a sender
 // takes the next key after this many records. Tests make the number smaller, before there is a connection.
 inline uint64_t records_per_key = uint64_t{1} << 22;
 

@@ -42,15 +42,15 @@ std::string Wire::trouble(uint32_t peer) const {
   return p.dialling != nullptr ? p.dialling->why() : std::string();
 }
 
-// Goes on with the peers that connect here, and with those that this rank connects to.
+// Goes on making connections: with peers that connect to this rank, and with peers that this rank connects to.
 void Wire::meet() {
   if (door_ != nullptr) {
     for (std::unique_ptr<Tls>& tls : door_->progress()) {
       const uint32_t q = tls->peer();
       const bool wanted = q > rank_ && q < peers_.size() && peers_[q].expected && !peers_[q].connection.is_open() &&
                           peers_[q].connection.lost().empty();
-      if (wanted) peers_[q].connection.begin(std::move(tls), true);  // otherwise the rank is not expected, or has come
-                                                                     // already
+      if (wanted) peers_[q].connection.begin(std::move(tls), true);  // else closes it: the rank is not expected, or is
+                                                                     // connected already
     }
   }
   bool all = true, all_came = true;

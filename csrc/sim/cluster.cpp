@@ -63,14 +63,14 @@ typename Cluster<P>::Slot Cluster<P>::look_up(const Task& task) const {
   return s;
 }
 
-// The leading block's clerk (roles/clerk.cuh, lead_tasks).
+// The clerk of the first block (roles/clerk.cuh, lead_tasks).
 template <class P>
 void Cluster<P>::lead() {
   World& world = World::of_lane();
   for (uint64_t n = 0;; ++n) {
     if (n >= kSlots) await(retired_, n + 1 - kSlots);
     if (n != 0) {
-      // Waits until the loaders have kAhead stages of the task before left to begin.
+      // Waits until the loaders have only kAhead stages of the previous task left to begin.
       const Slot& before = slot(n - 1);
       await(started_, n);
       const uint32_t begun = before.stages > kAhead + kStages ? before.stages - kAhead - kStages : 0;
@@ -78,7 +78,7 @@ void Cluster<P>::lead() {
     }
     const uint64_t ticket = P::broadcast(take_ticket<P>(c_), 0);
     const Task task = wait_task<P>(c_, ticket);
-    P::acquire(c_.queue_slot(ticket), kDevice);  // rows and shape are loaded side by side: one round trip
+    P::acquire(c_.queue_slot(ticket), kDevice);  // the loads of rows and shape go side by side: one round trip
     P::sync();
     slot(n) = look_up(task);
     slot(n).handed = world.now();
@@ -117,8 +117,9 @@ void Cluster<P>::compute() {
   }
 }
 
-// Rows of other ranks go out while the epilogue stores them. The task does not end before the last byte has left, and
-// is written when that byte is there.
+// Sends the result rows whose homes are other ranks. They go out while the epilogue stores them. Returns the time at
+// which the last byte has left, because the task does not end before. Slot::written becomes the time at which that
+// byte has arrived.
 template <class P>
 Time Cluster<P>::send_results(Slot& s) {
   Group& group = Group::of_lane();
@@ -137,7 +138,7 @@ Time Cluster<P>::send_results(Slot& s) {
   return sent;
 }
 
-// The other block's clerk (roles/clerk.cuh, follow_tasks).
+// The clerk of the second block (roles/clerk.cuh, follow_tasks).
 template <class P>
 void Cluster<P>::retire_tasks() {
   for (uint64_t n = 0;; ++n) {
@@ -152,8 +153,9 @@ void Cluster<P>::retire_tasks() {
   }
 }
 
-// The loader warp of a block that has nothing to load in tasks on intermediate rows (roles/loaders.cuh, load_tasks). If
-// ranks are on several machines, the warp has no registers left for sums.
+// A block's second loader warp. In tasks that read intermediate rows it has nothing to load, so it sums rows
+// meanwhile (roles/loaders.cuh, load_tasks). If ranks are on several machines it sums none, because the kernel then
+// has no registers left for sums in this warp.
 template <class P>
 void Cluster<P>::load(uint32_t b) {
   const bool returns = c_.shape.ranks > 1 && !SpansMachines<P>;
@@ -172,7 +174,7 @@ void Cluster<P>::load(uint32_t b) {
   help(b, kSecondLoader);
 }
 
-// The same if rows are joined as they come.
+// The second loader warp where late rows are joined: instead of summing, it finds late rows and joins them.
 template <class P>
 void Cluster<P>::load_and_join(uint32_t b) {
   for (uint64_t n = 0;; ++n) {
@@ -189,7 +191,7 @@ void Cluster<P>::load_and_join(uint32_t b) {
   help(b, kSecondLoader);
 }
 
-// Joins rows of earlier tasks until the n-th task's rows are stored. Then finds the n-th task's late rows.
+// Joins late rows of earlier tasks until the n-th task's rows are stored. Then finds the late rows among these.
 template <class P>
 void Cluster<P>::find_late_rows(uint32_t b, uint64_t n) {
   constexpr uint32_t kMost = kArch.tile_rows / kArch.cluster_blocks;
@@ -210,7 +212,7 @@ void Cluster<P>::find_late_rows(uint32_t b, uint64_t n) {
 
 template <class P>
 void Cluster<P>::start_helper(uint32_t b, uint32_t worker) {
-  if (c_.policy.joined != 0 && !joins()) return;  // with one row per token nothing is left to do
+  if (c_.policy.joined != 0 && !joins()) return;  // joined, with one row per token: nothing is left to do
   const uint32_t lanes = joins() ? Joining::kLanes : 1;
   World::of_lane().start(c_.rank, lanes, Watch::kSignals, [this, b, worker] { help(b, worker); });
 }
@@ -220,7 +222,7 @@ void Cluster<P>::end_relay(uint32_t b) {
   start_helper(b, kService);
 }
 
-// Run by every warp whose role has ended; in a warp that joins, by all lanes.
+// What a warp does when its role has ended. A warp that joins runs this on all its lanes.
 template <class P>
 void Cluster<P>::help(uint32_t b, uint32_t worker) {
   World::warp().worker = worker;

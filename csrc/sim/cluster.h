@@ -5,7 +5,7 @@
 // takes its next task, and how long the task's products take. The actions themselves are the protocol's: tickets,
 // waits, retirement, returns and late rows.
 //
-// P: the platform of a warp that has one lane, because here lanes only share work that takes no decisions.
+// P: the Platform of a warp of one lane. One lane is enough, because the lanes of these warps would only share work.
 #pragma once
 
 #include "flashmoe/actors/processor.h"
@@ -19,17 +19,19 @@ class Cluster {
  public:
   Cluster(const Machine& machine, RankState& rank, uint32_t id);
 
-  // Called when a block has dispatched and sent. When both blocks have, all actors begin.
+  // Called by each block when it has dispatched and sent. The cluster's actors begin when both blocks have called
+  // this.
   void block_is_free();
-  // A block's last warp is a relay. When its work as a relay is done, maybe while tasks run, it helps like other warps.
+  // begin_relay(): the block's last warp is a relay. end_relay(): this warp's work as a relay is done, maybe while
+  // tasks still run. From then on it sums rows, as other warps do when their roles have ended.
   void begin_relay(uint32_t block) { block_[block].relays = true; }
   void end_relay(uint32_t block);
 
  private:
-  // The platform of warps that join rows. It has enough lanes to join as many rows at a time as a GPU does.
+  // The Platform of warps that join rows. It has enough lanes for as many rows as a warp of a GPU joins at a time.
   using Joining = MappedPlatform<8>;
   static constexpr uint32_t kSlots = 5;   // roles/ring.cuh
-  static constexpr uint32_t kAhead = 10;  // roles/clerk.cuh: stages still to begin when the next task is taken
+  static constexpr uint32_t kAhead = 10;  // roles/clerk.cuh: stages left to begin when the next task is taken
   static constexpr uint32_t kStages = 4;  // machine/pipeline.cuh: by how many stages loaders are ahead of consumers
 
   struct Slot {
@@ -52,7 +54,7 @@ class Cluster {
   struct Block {
     ReturnCursors<CursorOfWarp> returns{};
     LateRows late{};
-    uint64_t loaded = 0;  // tasks whose loads have begun
+    uint64_t loaded = 0;  // tasks whose slots the block's second loader does not read any more
     bool relays = false;
   };
 
@@ -76,7 +78,7 @@ class Cluster {
   RankState& rank_;
   const Call& c_;
   const uint32_t id_;
-  Time relays_piece_;  // least time of a piece that a former relay sums; longer while tasks run beside it
+  Time relays_piece_;  // least time of a piece that a warp sums after its work as a relay; longer while tasks run
   uint32_t free_blocks_ = 0;
   Block block_[kArch.cluster_blocks];
   Slot slots_[kSlots] = {};

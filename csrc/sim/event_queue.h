@@ -1,10 +1,10 @@
-// The queue of events, in the order of (time, number). Times are in picoseconds (`Time` in world.h). Events of the next
-// millisecond lie on a wheel of buckets, each of which is 66 ns of the clock. Later events lie in a heap.
+// The queue of events, in the order of (time, number). Times are in picoseconds (`Time` in world.h). Events of the
+// next millisecond lie on a wheel of buckets, each of which is 66 ns of the clock. Later events lie in a heap.
 //
-// The earliest bucket is sorted; later buckets have their events as they came. So most events cost no walk through a
-// heap of all pending events, which with tens of thousands of actors would take most of a simulation's time. A new
-// event may be earlier than the earliest bucket, because the clock is still before the first event. Such an event goes
-// to the earliest bucket.
+// Only the earliest bucket is sorted; the others have their events in the order in which they were pushed. So most
+// events need no walk through a heap of all pending events, which with tens of thousands of actors would take most of
+// a simulation's time. The clock may still be before the earliest bucket. So a new event may be earlier than this
+// bucket, too; it then goes into this bucket.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace flashmoe::sim {
 
-// Event: has `at`, `number` and operator<, by which the earlier event is greater.
+// Event: has `at`, `number` and operator<, by which the earlier of two events is the greater one.
 template <class Event>
 class EventQueue {
  public:
@@ -45,7 +45,8 @@ class EventQueue {
     --size_;
     return e;
   }
-  // The n-th event after the earliest, if it is known already; else null. A hint for what to fetch from memory.
+  // The n-th event after the earliest, if the earliest bucket has so many; else null. The caller may prefetch what
+  // this event will touch.
   const Event* next(uint32_t n) const { return n < now_.size() ? &now_[now_.size() - 1 - n] : nullptr; }
 
  private:
@@ -59,7 +60,7 @@ class EventQueue {
     used_[i / 64] |= uint64_t{1} << i % 64;
   }
 
-  // Goes to the next bucket that has events.
+  // Makes the next bucket that has events the earliest one.
   void advance() {
     const uint64_t next = next_used(), of_far = far_.empty() ? ~uint64_t{0} : far_.front().at >> kLog2Width;
     first_ = std::min(next, of_far);
@@ -76,7 +77,7 @@ class EventQueue {
     std::sort(now_.begin(), now_.end());
   }
 
-  // The first bucket that has events behind the earliest, or the largest number.
+  // The number of the first bucket behind the earliest that has events; if none on the wheel has, the largest number.
   uint64_t next_used() const {
     for (uint64_t n = 1; n < kBuckets;) {
       const uint64_t i = (first_ + n) % kBuckets, bits = used_[i / 64] >> i % 64;
@@ -86,10 +87,10 @@ class EventQueue {
     return ~uint64_t{0};
   }
 
-  uint64_t first_ = 0, size_ = 0;  // first_: the earliest bucket
+  uint64_t first_ = 0, size_ = 0;  // first_: number of the earliest bucket
   std::vector<Event> now_;         // the earliest bucket's events, the earliest event last
   std::vector<std::vector<Event>> wheel_ = std::vector<std::vector<Event>>(kBuckets);
-  std::array<uint64_t, kBuckets / 64> used_{};  // a bit says whether the bucket has events
+  std::array<uint64_t, kBuckets / 64> used_{};  // a bit for each bucket: whether it has events
   std::vector<Event> far_;                      // events beyond the wheel, as a heap
 };
 

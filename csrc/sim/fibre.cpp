@@ -76,8 +76,8 @@ namespace {
 
 constexpr size_t kSlabStacks = 1024;
 
-// A fibre never returns from its last frames. So AddressSanitizer would apply what it knows of these frames to the next
-// user of the memory.
+// Tells AddressSanitizer that there are no frames in this memory. A fibre never returns from its last frames. So
+// without this call AddressSanitizer would apply what it knows of these frames to the next user of the memory.
 void forget([[maybe_unused]] uint8_t* memory, [[maybe_unused]] size_t bytes) {
 #if defined(__SANITIZE_ADDRESS__)
   __asan_unpoison_memory_region(memory, bytes);
@@ -93,7 +93,8 @@ Stacks::~Stacks() {
 uint8_t* Stacks::take() {
   if (free_.empty()) {
     uint8_t* const slab = slabs_.emplace_back(-1, kSlabStacks * kBytes).base();
-    // Without huge pages a switch misses the TLB. The call may be refused; then switches miss it.
+    // Asks for huge pages, because with small pages a switch of fibres misses the TLB. If the system refuses,
+    // switches are only slower.
     madvise(slab, kSlabStacks * kBytes, MADV_HUGEPAGE);
     for (size_t i = kSlabStacks; i-- != 0;) free_.push_back(slab + i * kBytes);
   }
@@ -106,7 +107,8 @@ Fibre Stacks::begin(uint8_t* stack, void (*enter)()) {
   forget(stack, kBytes);
   auto* top = reinterpret_cast<uint64_t*>(stack + kBytes);
 #if defined(__x86_64__)
-  // As after a call, the stack pointer is 8 below a multiple of 16, where a return address would be.
+  // When enter() begins, the stack pointer is to be 8 below a multiple of 16, as it is after a call. The zero lies
+  // where a call would have put the return address.
   *--top = 0;
   *--top = reinterpret_cast<uint64_t>(enter);
   for (int i = 0; i < 6; ++i) *--top = 0;

@@ -6,7 +6,7 @@ namespace flashmoe::sim {
 namespace {
 
 constexpr uint64_t kPage = 4096;
-constexpr uint64_t kWordBytes = 32;  // the least that a store takes on NVLink
+constexpr uint64_t kWordBytes = 32;  // what the smallest store takes on NVLink
 
 // Bytes of the workspace without the rows at its end.
 uint64_t touched_work(const Limits& limits) {
@@ -47,8 +47,8 @@ Group::Peer Group::peer(uint32_t from, uint32_t to) const {
   return {to % gpus_, to >= gpus_};
 }
 
-// The heap of a rank d machines on is moved by (ranks - d gpus) sources. So `rank` writes to the place of a source d
-// machines back.
+// `rank` addresses the heap of a rank that is d machines further on (ranks - d * gpus) sources too far. So what
+// `rank` writes lands in the place of a source that is d machines back.
 std::vector<uint8_t*> Group::heaps_of(uint32_t rank) const {
   std::vector<uint8_t*> heaps(ranks_);
   for (uint32_t q = 0; q < ranks_; ++q) {
@@ -68,14 +68,15 @@ void Group::signal(uint32_t from, uint64_t* word, uint64_t value, Time at) {
                                                         : message_of_slot(from, to, in_heap - layout_.first_slot);
   if (message != 0) return send_message({from, to, message, word, value}, at);
   if (to == from) return world_.write_at(at + machine_.costs.store, word, value);
-  // Within a machine, entries are sent before their packet's signal, and their bytes are counted with the signal.
+  // Within a machine, senders store a packet's entries before its signal. Here the bytes of the entries go over the
+  // link together with the signal.
   const bool packet = in_heap < layout_.first_slot && layout_.signals.place(word).kind == SignalMap::kPackets;
   const uint64_t entries = packet ? Signal::payload(value) : 0;
   world_.write_at(links_.send(from, to, kWordBytes + entries * sizeof(Entry), at).there, word, value);
 }
 
-// Bytes of the message with a source's word, if the word goes to another machine; else 0. Packets are signalled within
-// a machine, whichever source they come from.
+// Bytes of the message that has the word of a source, if the word goes to another machine; else 0. Packet signals
+// never go to another machine: there the relay stores them, in the source's name.
 uint64_t Group::message_of_source(uint32_t from, uint32_t to, uint64_t in_heap, const uint64_t* word) const {
   const uint32_t kind = layout_.signals.place(word).kind;
   if (kind == SignalMap::kPackets || kind == SignalMap::kNone) return 0;
@@ -91,7 +92,8 @@ uint64_t Group::message_of_source(uint32_t from, uint32_t to, uint64_t in_heap, 
   return bytes;
 }
 
-// The same for a relay's word. A batch's signal comes from another machine; a signal of sums comes from this one.
+// The same for a word in a relay's slot. The signal of a batch comes from another machine. The signal of a sum comes
+// from the relay's own machine, so it takes no message.
 uint64_t Group::message_of_slot(uint32_t from, uint32_t to, uint64_t in_slots) const {
   const uint64_t in_slot = in_slots % layout_.slot_bytes, slot = in_slots / layout_.slot_bytes;
   if (in_slot >= layout_.signal_bytes) return 0;
@@ -99,8 +101,8 @@ uint64_t Group::message_of_slot(uint32_t from, uint32_t to, uint64_t in_slots) c
   return sizeof(uint64_t) + bytes_of_batch(*calls_[from].sending, rank_of(to, slot + 1), batch);
 }
 
-// A message joins the queue of the other interface when its first byte leaves this one, behind all messages that are
-// there.
+// When a message's first byte leaves the interface of the sending rank, the message joins the queue of the interface
+// of the receiving rank, behind all messages that are in this queue by then.
 void Group::send_message(const Message& m, Time at) {
   const Time leaves = links_.leave(m.from, m.bytes, at);
   world_.start(m.to, 1, Watch::kWords, [this, m, leaves] {

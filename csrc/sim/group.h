@@ -1,9 +1,10 @@
 // The simulated ranks: their memory, which ranks are peers, and how words and rows travel between them.
 //
-// Either the ranks of all machines are simulated, or (folded) only those of the first machine, as if every machine did
-// the same. When folded, what is sent to a rank d machines on arrives here as if it came from d machines back. If
-// routing is the same on every machine, counted from the machine itself, this is not an approximation: a step of one
-// machine maps the group to itself.
+// Either the ranks of all machines are simulated, or only those of the first machine, as if every machine did the
+// same (the group is then *folded*). If it is folded, what is sent to a rank d machines further on arrives at the
+// first machine, as if it came from d machines back. This is no approximation if the tokens of every machine choose
+// as those of the first machine do, counted from their own machine: then moving all ranks by one machine gives the
+// same group again.
 #pragma once
 
 #include <vector>
@@ -32,15 +33,17 @@ class Group {
   Links& links() { return links_; }
   World& world() { return world_; }
   uint8_t* work(uint32_t rank) const { return memory_.base() + work_at_ + rank * work_stride_; }
-  // [ranks] for a simulated rank: every rank's heap as this rank addresses it.
+  // [ranks]: the heap of every rank, at the address that the simulated rank `rank` uses for it.
   std::vector<uint8_t*> heaps_of(uint32_t rank) const;
 
-  // Where relays' fields begin in a heap: for relays of the own machine, and for those of other machines. If folded, a
-  // rank's heap stands for another rank's, and what is sent there must have the slot of a source further back.
+  // Machines::behind, which says where the fields of relays begin in a heap: behind_own() for what a rank reads and
+  // writes as a relay or on its own machine, behind_others() for what its senders write to relays on other machines.
+  // They differ if the group is folded, because a heap then stands for a heap of another machine: what is sent there
+  // must get into the slot of a source further back.
   const RelayLayout& relay_layout() const { return layout_.relay; }
   uint64_t behind_own() const { return layout_.slot_bytes; }
   uint64_t behind_others() const { return folded_ ? 0 : layout_.slot_bytes; }
-  // A rank's call, and its senders' call. They say what a message carries.
+  // Sets a rank's call, and its senders' call. The size of a message is computed from them.
   void set_calls(uint32_t rank, const SpreadCall& call, const SpreadCall& sending) { calls_[rank] = {&call, &sending}; }
 
   struct Peer {
@@ -48,19 +51,20 @@ class Group {
     bool remote;    // the peer is on another machine
   };
   Peer peer(uint32_t from, uint32_t to) const;
-  // Sends to a rank of the same machine, which is given by its number in the group.
+  // Sends over NVLink, to a rank of the same machine. `to` is its number in the group.
   Links::Transfer send(uint32_t from, uint32_t to, uint64_t bytes, Time at) {
     return links_.send(from, peer(from, to).rank, bytes, at);
   }
 
-  // A rank stores a word, which becomes visible later. If the word goes to another machine, one message brings it
-  // together with the data that it announces.
+  // Called when a rank stores a word. The word becomes visible later. If it goes to another machine, one message
+  // brings the word and the data that it announces.
   void signal(uint32_t from, uint64_t* word, uint64_t value, Time at);
 
  private:
   static Group* group_;
 
-  // The rank for which a simulated rank stands, as seen by a rank that seems to be so many machines back.
+  // The rank for which a simulated rank stands when it gets a message. `machines_back`: the number of the machine on
+  // which the source seems to be, if the group is folded.
   uint32_t rank_of(uint32_t simulated, uint64_t machines_back) const {
     return folded_ ? static_cast<uint32_t>((ranks_ - machines_back * gpus_) % ranks_) + simulated : simulated;
   }

@@ -38,7 +38,7 @@ SourceLayout::SourceLayout(const Limits& limits, uint32_t gpus) : heap(make_heap
     if (of_source >= 0) heap.stride[static_cast<uint32_t>(field.field)][of_source] = source_bytes;
   }
   for (uint32_t f = 0; f < RelayLayout::kFields; ++f) {
-    relay.offset[f] += first_slot - slot_bytes;  // Machines::behind is one slot larger (Group::behind_own)
+    relay.offset[f] += first_slot - slot_bytes;  // Group::behind_own(), which is added, is one slot
     relay.stride[f][0] = slot_bytes;
   }
   constexpr auto kRows = static_cast<uint32_t>(HeapField::kRows);
@@ -51,7 +51,7 @@ SourceLayout::SourceLayout(const Limits& limits, uint32_t gpus) : heap(make_heap
   signals.end_sources = first_source + source_bytes * limits.ranks;
 }
 
-// Places signals first, because they are looked at most.
+// Places the signals first, because they are read most often.
 void SourceLayout::place_sources(const Limits& limits) {
   constexpr HeapField kSignals[SignalMap::kKinds] = {HeapField::kCallSignal, HeapField::kPacketSignal,
                                                      HeapField::kReturnSignal, HeapField::kFault};
@@ -75,7 +75,7 @@ void SourceLayout::place_sources(const Limits& limits) {
   }
 }
 
-// Places the fields of a slot and returns the slot's bytes. Sums are rows, so they take none.
+// Places the fields of a slot, and returns the bytes of a slot. The sums in a slot are rows, so they take no bytes.
 uint64_t SourceLayout::place_slots(const Limits& limits) {
   relay = make_relay_layout(limits);
   signal_bytes = relay.stride[static_cast<uint32_t>(RelayField::kSignal)][0];

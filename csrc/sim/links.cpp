@@ -24,8 +24,8 @@ Time time_of(uint64_t bytes, double rate) {
 
 }  // namespace
 
-// Bytes join the queues of both ends as if they came now, even if they come later (`at`), or still wait on their way
-// out. So they keep neither end from other bytes that come meanwhile.
+// The bytes join the queues of both ends now, even if they are sent later (at the time `at`), or still wait for the
+// way out. So bytes that are still to come do not keep either end from passing others meanwhile.
 Links::Transfer Links::send(uint32_t from, uint32_t to, uint64_t bytes, Time at) {
   sent_[from].nvlink += bytes;
   const Time takes = time_of(bytes, machine_.links.nvlink), latency = machine_.costs.peer_store;
@@ -37,7 +37,8 @@ Links::Transfer Links::send(uint32_t from, uint32_t to, uint64_t bytes, Time at)
   return {sent, std::max(sent + latency, in)};
 }
 
-// Messages over the network are long. So each joins the other end's queue only when it gets there.
+// Messages over the network are long. So a message joins the receiving end's queue only when its first byte leaves
+// the sending end (arrive()).
 Time Links::leave(uint32_t from, uint64_t bytes, Time at) {
   sent_[from].nic += bytes;
   sent_[from].messages += ceil_div(bytes, network::most_message_bytes);

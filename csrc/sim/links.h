@@ -1,9 +1,10 @@
 // NVLink and network interfaces: which rank sends how many bytes to which, and when they are there.
 //
-// A GPU's link has a way out and a way in. Each passes messages in the order in which they come, at the measured rate.
-// A message passes both ways at once, as far as both are free. The switch between the GPUs of a machine, and the
-// network between machines, never limit the rate. What a message costs whoever puts it on a network, the host's thread
-// or the network interface, is not known and is left out.
+// A GPU's link has a way out and a way in. Each way passes messages in the order in which they come, at the measured
+// rate. A message passes the sender's way out and the receiver's way in at the same time, as far as both are free.
+// The switch between the GPUs of a machine, and the network between machines, never limit the rate. Whatever puts a
+// message on a network (a thread of the host, or the network interface) takes time for each message; this time is not
+// known, and is left out.
 #pragma once
 
 #include <vector>
@@ -17,13 +18,13 @@ class Links {
   Links(const Machine& machine, uint32_t ranks) : machine_(machine), nvlink_(ranks), nic_(ranks) {}
 
   struct Transfer {
-    Time sent, there;  // when the last byte has left, and when it is there
+    Time sent, there;  // when the last byte has left, and when it has arrived
   };
   // Sends over NVLink, between simulated ranks.
   Transfer send(uint32_t from, uint32_t to, uint64_t bytes, Time at);
 
-  // Sends over the network. leave() returns when the first byte leaves. The caller calls arrive() at that time, which
-  // returns when the last byte is there.
+  // Send over the network. leave() returns the time at which the first byte leaves. At that time the caller calls
+  // arrive(), which returns the time at which the last byte has arrived.
   Time leave(uint32_t from, uint64_t bytes, Time at);
   Time arrive(uint32_t to, uint64_t bytes);
 
@@ -35,7 +36,7 @@ class Links {
 
  private:
   struct Port {
-    Time out = 0, in = 0;  // when each way is free
+    Time out = 0, in = 0;  // from when on each way is free
   };
 
   const Machine& machine_;

@@ -17,14 +17,14 @@ inline constexpr uint32_t kWarps = kArch.fused.threads / 32;  // of a thread blo
 
 // Times of a GPU's memory operations and instructions.
 struct Costs {
-  Time meeting = 0;     // a warp's instructions between two of its collectives
+  Time meeting = 0;     // of a warp's instructions between two of its collectives
   Time load = 0;        // load of a word from the L2
   Time store = 0;       // until a word that was stored in the L2 can be loaded
   Time atomic = 0;      // until a fetch-add's answer is there
   Time peer_store = 0;  // until a word stored to a GPU of the same machine can be loaded there
-  Time network = 0;     // until a message is at a GPU of another machine, besides its bytes' time
-  // What code costs extra when it first runs in a call, because it comes from memory: the code of a former, of the OS
-  // actor, and of a clerk with everything else that a first task needs.
+  Time network = 0;     // until a message is at a GPU of another machine, in addition to the time of its bytes
+  // What code costs in addition when it first runs in a call, because it has to be loaded from memory: the code of a
+  // former, of the OS actor, and of a clerk together with everything else that a first task needs.
   Time first_former = 0, first_os = 0, first_task = 0;
 };
 
@@ -37,8 +37,8 @@ struct LinkRates {
 struct TaskTimes {
   struct Point {
     uint32_t rows;
-    double stage_us;     // time of a k-block of 64 elements
-    double epilogue_us;  // from accumulators to memory
+    double stage_us;     // of a stage, which has 64 elements of each row
+    double epilogue_us;  // of the way from accumulators to memory
   };
   std::array<std::vector<Point>, kProducts> of;  // ascending rows
 
@@ -50,14 +50,14 @@ struct Machine {
   LinkRates links;
   TaskTimes tasks;
   uint32_t blocks = 0;         // thread blocks of a GPU
-  Time gate = 0, packets = 0;  // gate of a token block; from the gate to the block's packets
+  Time gate = 0, packets = 0;  // of a token block: its gate; from the gate's end to the block's packets
   double memory = 0;           // bytes a second that all warps' sums together read and write
-  // sum_piece: the least time of a piece that one warp sums. sum_beside_tasks: the same while the warp's block computes
-  // tasks.
+  // sum_piece: the least time of a piece that one warp sums. sum_beside_tasks: the same for a warp whose block
+  // computes tasks meanwhile.
   Time sum_piece = 0, sum_beside_tasks = 0;
   // From the look-up of a task's rows to its first product, if nothing was loaded ahead.
   Time fill = 0;
-  Time launch = 0;  // of the kernel, with its end
+  Time launch = 0;  // of the kernel's launch and its end
 };
 
 }  // namespace flashmoe::sim

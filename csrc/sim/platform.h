@@ -1,7 +1,9 @@
-// The simulation's Platform (flashmoe/protocol/platform.h). Each operation costs what it was measured to cost on a GPU.
+// The simulation's Platform (flashmoe/protocol/platform.h). Each operation costs what it was measured to cost on a
+// GPU.
 //
-// A lane waits for a load's answer only when its warp meets. So several loads are under way together, as on a GPU. What
-// a lane stores for others becomes visible later, at the time that it tells World::write_at. Counters change at once.
+// A lane waits for the answers of its loads only when its warp meets. So several loads are under way at the same
+// time, as on a GPU. What a lane stores for others becomes visible later, at the time that is given to
+// World::write_at. Counters change at once.
 #pragma once
 
 #include <algorithm>
@@ -110,7 +112,7 @@ struct Memory {
   }
 
  private:
-  // When the rows that the lane has sent earlier are where they belong.
+  // The time at which a release may happen: not before the rows that the warp has sent are at their destinations.
   static Time released() { return std::max(World::lane().at, World::warp().written); }
   static void begin_to_use() {
     Warp& warp = World::warp();
@@ -122,7 +124,7 @@ struct Memory {
   }
 };
 
-// A warp of so many lanes. With one lane, a collective is a meeting of the lane with itself.
+// A warp of `Lanes` lanes. If it has one lane, a collective is a meeting of this lane with itself.
 template <uint32_t Lanes>
 struct Meetings : Memory {
   static constexpr uint32_t kLanes = Lanes;
@@ -161,25 +163,27 @@ struct Meetings : Memory {
   }
 };
 
-// For GPUs whose memory is mapped. Memory of another machine is also stored to as if it were mapped (csrc/network).
+// For GPUs that have mapped one another's memory. Actors also store to the memory of other machines as if it were
+// mapped, as on the CPU engine (csrc/network).
 template <uint32_t Lanes>
 struct MappedPlatform : Meetings<Lanes> {
   static constexpr bool kPeersMapped = true;
   static constexpr bool kSpansMachines = false;
 };
 
-// The same if ranks are on several machines. Relays are warps of their own, as on a GPU.
+// The same for ranks on several machines. Relays are warps of their own, as on a GPU.
 template <uint32_t Lanes>
 struct SpreadLanes : SpreadPlatform<MappedPlatform<Lanes>, true> {};
 static_assert(RunsProtocol<MappedPlatform<32>> && RunsProtocol<SpreadLanes<1>>);
 
-// For a relay that is one lane. On a GPU a warp looks at 32 of a packet's tokens at a time.
+// For a relay, which is one lane here. A ballot takes no time, because here it looks at one of a packet's tokens, and
+// on a GPU at 32 of them.
 struct RelayThread : SpreadLanes<1> {
   static uint32_t ballot(bool predicate) { return predicate; }
 };
 
-// For the team that builds packets, which is one lane here. Its operations take no time, because Machine::packets has
-// the time of the whole team.
+// For the team that builds packets, which is one lane here. Its loads and collectives take no time, because
+// Machine::packets is the time of the whole team.
 struct UntimedPlatform : Memory, OneLane {
   static constexpr bool kPeersMapped = true;
   static constexpr bool kSpansMachines = false;

@@ -5,8 +5,8 @@
 namespace flashmoe::sim {
 namespace {
 
-// The engine of a Sender. A row is on its way at once, and the warp's later releases wait until the row is there. A row
-// to another machine is copied for its batch's message, and goes with the message.
+// The engine of a Sender. Rows for a rank of this machine leave at once, and the warp's later releases wait until the
+// rows have arrived. Rows for another machine are copied into the message of their batch, and go with this message.
 class RowEngine {
  public:
   RowEngine(const SpreadCall& call, MemoryPort& memory) : c_(call), memory_(memory) {}
@@ -29,8 +29,8 @@ class RowEngine {
 
 static_assert(SendsRows<RowEngine>);
 
-// The engine of a RelayWorker. A warp has four KiB of loads under way at a time. When the loads are there, what it
-// stores goes over the link.
+// The engine of a RelayWorker. A warp loads 4 KiB at a time. When all of its rows are loaded, it stores them to the
+// other rank over NVLink.
 class RelayEngine {
  public:
   explicit RelayEngine(const Call& call) : c_(call) {}
@@ -53,7 +53,7 @@ class RelayEngine {
 
 static_assert(PassesRows<RelayEngine> && HasSpans<RelayEngine>);
 
-// The machine of each rank.
+// [ranks]: the machine of each rank.
 std::vector<uint32_t> machines_of(const Group& group) {
   std::vector<uint32_t> of(group.ranks());
   for (uint32_t r = 0; r < group.ranks(); ++r) of[r] = r / group.gpus();
@@ -105,7 +105,7 @@ void Rank<Platform>::start() {
   }
 }
 
-// All lanes of a warp run run_os_actor() and run_former_actor(). What the lanes share belongs to the first lane.
+// All lanes of a warp run run_os_actor(), or run_former_actor(). Lane 0 owns what the lanes of the warp share.
 template <template <uint32_t> class Platform>
 void Rank<Platform>::run_os_actor() {
   struct Shared {
@@ -176,7 +176,7 @@ void Rank<Platform>::free_block(uint32_t block) {
   cluster.block_is_free();
 }
 
-// Builds the token block's packets. Returns how many entries the packet for the own rank has.
+// Builds the token block's packets. Returns how many entries the rank's packet for itself has.
 template <template <uint32_t> class Platform>
 uint32_t Rank<Platform>::dispatch(uint32_t token_block) {
   const CallShape& s = call_.shape;

@@ -14,7 +14,8 @@
 
 namespace flashmoe::sim {
 
-// What a rank computes: which experts its tokens choose, and which ranks own them for this rank.
+// What a call of one rank is about: which experts the rank's tokens choose, and to which rank it sends its tokens for
+// each expert.
 struct RankProblem {
   std::vector<int32_t> ids;                           // [T, K]
   std::vector<uint32_t> owner, by_owner, owner_base;  // tables of CallPlacement
@@ -25,14 +26,14 @@ struct RankProblem {
 template <template <uint32_t> class Platform>
 class Rank {
  public:
-  // call: the same for every rank, without what differs between ranks.
+  // call: what is the same for all ranks. The constructor adds what differs.
   Rank(Group& group, const Call& call, const Limits& limits, RankProblem problem, uint32_t rank);
   Rank(const Rank&) = delete;
   Rank& operator=(const Rank&) = delete;
 
   // Starts all actors.
   void start();
-  // Before start().
+  // Called before start(), if state().spans is wanted.
   void keep_spans() { state_.spans.keep(call_.policy.clusters); }
   const RankState& state() const { return state_; }
   const Call& call() const { return call_; }
@@ -59,10 +60,10 @@ class Rank {
   const RankProblem problem_;
   const std::vector<uint8_t*> heaps_;
   host::MachineTables tables_;
-  SpreadCall call_, sending_call_;  // the senders' call has another view of heaps (Group::behind_others)
+  SpreadCall call_, sending_call_;  // the senders' call has another Machines::behind (Group::behind_others)
   RankState state_;
   std::deque<Cluster<Thread>> clusters_;
-  std::vector<uint32_t> sending_;  // [block] warps that still send
+  std::vector<uint32_t> sending_;  // [block] how many of its warps still send
 };
 
 }  // namespace flashmoe::sim

@@ -17,14 +17,14 @@ namespace {
 using host::concat;
 using host::Error;
 
-// Draws a number below `below`, evenly. The numbers are the same on every machine that compiles this.
+// Draws a number below `below`; all are equally likely. The numbers are the same on every machine that compiles this.
 uint32_t draw(std::mt19937& random, uint32_t below) {
   return static_cast<uint32_t>(uint64_t{random()} * below >> 32);
 }
 
 // Where a group's experts are. Each rank holds equally many experts, in order. If there are more ranks than experts,
-// each rank holds one. Then a machine sends to the copies that come first when ranks are counted from its own first
-// rank on.
+// each rank holds one expert, so an expert has several copies. A machine sends to the copies that come first when
+// ranks are counted from the machine's own first rank.
 class Placed {
  public:
   explicit Placed(const Setup& s) : ranks_(s.machines * s.gpus), gpus_(s.gpus), experts_(s.layer.experts) {
@@ -52,8 +52,8 @@ class Placed {
       }
       p.owner_base.push_back((q + 1) * local_);
     }
-    // If all machines are alike, a rank chooses as the same rank of the first machine does, a step of experts further
-    // for each machine.
+    // If all machines are alike, a rank's tokens choose as the tokens of the rank with the same place on the first
+    // machine do, but all expert numbers are moved on by the number of experts that lie on the machines before.
     const uint32_t like = s.alike ? rank % gpus_ : rank, step = s.alike ? machine * gpus_ * local_ % experts_ : 0;
     std::seed_seq seed{s.seed, uint64_t{like}};
     std::mt19937 random(seed);
@@ -92,8 +92,8 @@ void check(const Setup& s) {
     throw Error(Error::Kind::kInvalidArgument, "return_mode: expected reduced with several machines, got direct");
 }
 
-// Several machines return sums, one from each machine. For the GPUs of one machine the CUDA engine chooses
-// (csrc/cuda/policy.h).
+// On several machines, results are reduced: one sum returns from each machine. On one machine, the mode is what the
+// CUDA engine would choose (csrc/cuda/policy.h).
 ReturnMode mode_of(const Setup& s) {
   if (s.return_mode) return *s.return_mode;
   const bool reduces = s.machines > 1 || cuda::reduces(s.gpus, s.layer.top_k, s.layer.intermediate);

@@ -16,33 +16,34 @@ namespace flashmoe::sim {
 
 struct Setup {
   Machine machine;
-  LayerSpec layer;                              // its return mode is not read
+  LayerSpec layer;                              // its return mode is not read, but return_mode below
   uint32_t tokens = 0;                          // tokens of each rank
   uint32_t machines = 1, gpus = 1;              // gpus: GPUs of a machine
-  std::optional<ReturnMode> return_mode;        // none: the engine's own choice; several machines have kReduced alone
-  OrderPolicy order = OrderPolicy::built_in();  // what is asked for
-  // Simulates only the ranks of the first machine; the other machines are like it (Group).
+  std::optional<ReturnMode> return_mode;        // none: the CUDA engine's choice; on several machines always kReduced
+  OrderPolicy order = OrderPolicy::built_in();  // as a user asks for it
+  // Whether only the ranks of the first machine are simulated, as if all machines did the same (Group).
   bool folded = false;
-  // The tokens of every machine choose as those of the first one, counted from their own machine. If false, all tokens
-  // choose for themselves.
+  // Whether the tokens of every machine choose as those of the first machine, counted from their own machine. If not,
+  // the tokens of each rank choose independently.
   bool alike = false;
-  uint64_t seed = 1;   // seed of the choices, which are even
-  bool spans = false;  // keeps when clusters do what
+  uint64_t seed = 1;   // seed of the choices; all experts are equally likely
+  bool spans = false;  // whether Result::spans is wanted
 };
 
 struct Result {
-  // In microseconds, for the slowest rank, from the call's begin: to its end, to the begin of the first task, and to
-  // the end of the last task.
+  // Microseconds from the begin of the call, on the rank where it takes longest: to the end of the call, to the begin
+  // of the first task, and to the end of the last task.
   double call = 0, first_task = 0, last_task = 0;
-  double busy = 0;  // mean over ranks of the mean time that a cluster spends in tasks
+  double busy = 0;  // microseconds that a cluster spends in tasks: mean over all clusters
   uint64_t tasks = 0, events = 0;
-  Links::Bytes sent;         // mean over ranks
-  std::vector<double> ends;  // end of each simulated rank
-  // What the clusters of each simulated rank do when, if Setup::spans.
+  Links::Bytes sent;         // by a rank: mean over ranks
+  std::vector<double> ends;  // microseconds to the end of each simulated rank
+  // Of each simulated rank: what its clusters do, and when. Empty unless Setup::spans is set.
   std::vector<std::vector<Spans::Span>> spans;
 };
 
-// Throws host::Error if this simulation does not cover how the kernel computes the call.
+// Throws host::Error if the setup is not valid, or if the simulation cannot say how the kernel would compute this
+// call.
 Result simulate(const Setup& setup);
 
 }  // namespace flashmoe::sim

@@ -1,4 +1,4 @@
-// When the clusters of a simulated rank do what.
+// What the clusters of a simulated rank do, and when.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,8 @@
 
 namespace flashmoe::sim {
 
-// Kept for pictures. What a cluster's warps do in one phase at the same time is one span.
+// Spans are kept to draw pictures. If warps of one cluster are in the same phase at overlapping times, this is one
+// span.
 class Spans {
  public:
   struct Span {
@@ -20,7 +21,7 @@ class Spans {
     Time begin, end;
   };
   void keep(uint32_t clusters) { last_.resize(clusters); }
-  // Does nothing unless spans are kept. Spans of a phase come in the order of their ends.
+  // Does nothing unless keep() was called. A cluster's spans of one phase must be added in the order of their ends.
   void add(uint32_t cluster, Phase phase, Time begin, Time end) {
     if (last_.empty()) return;
     uint32_t& last = last_[cluster][static_cast<size_t>(phase)];
@@ -37,7 +38,7 @@ class Spans {
  private:
   static constexpr size_t kPhases = std::size(Names<Phase>::kAll);
   std::vector<Span> spans_;
-  std::vector<std::array<uint32_t, kPhases>> last_;  // [cluster][phase] number of the last span; 0: there is none
+  std::vector<std::array<uint32_t, kPhases>> last_;  // [cluster][phase] number of the last span, from 1; 0: none
 };
 
 }  // namespace flashmoe::sim

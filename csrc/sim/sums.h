@@ -1,5 +1,5 @@
-// The sums of a Returner and a Joiner. Nothing is added; a sum takes the time in which memory reads and writes the
-// rows.
+// The engines of a Returner and a Joiner. They add nothing: a sum takes the time that the GPU's memory needs to read
+// and write the rows.
 #pragma once
 
 #include "flashmoe/actors/processor.h"
@@ -10,11 +10,12 @@
 
 namespace flashmoe::sim {
 
-// A GPU's memory, as far as sums read and write it. Requests are served in the order in which they come.
+// A GPU's memory, as far as sums and copies of rows read and write it. Requests are served in the order in which they
+// come.
 class MemoryPort {
  public:
   explicit MemoryPort(const Machine& machine) : machine_(machine) {}
-  // When so many bytes have been read or written, if they are asked for at that time.
+  // Returns the time at which `bytes` have been read or written, if this is asked for at the time `at`.
   Time pass(uint64_t bytes, Time at) {
     free_ = std::max(free_, at) + static_cast<Time>(static_cast<double>(bytes) * 1e12 / machine_.memory);
     return free_;
@@ -29,7 +30,8 @@ class MemoryPort {
 struct RankState {
   RankState(const Machine& machine, const SpreadCall& the_call) : call(the_call), memory(machine) {}
 
-  // How many rows came back for a token of this rank. May be called when all have come: every choice is known then.
+  // How many rows came back for a token of this rank. May be called only when all rows have come, because all choices
+  // are known only then.
   uint32_t returned(uint32_t token) {
     if (!call.reduced()) return call.shape.top_k;
     if (rows_back_.empty()) count_rows_back();
@@ -57,17 +59,17 @@ struct RankState {
   std::vector<uint16_t> rows_back_;  // [T]
 };
 
-// The engine of a Returner. A block is a processor, its warps are the workers. An item is 512 bytes of a row.
+// The engine of a Returner. A processor is a thread block, its warps are the workers. An item is 512 bytes of a row.
 class SumEngine {
  public:
   static constexpr uint32_t kItemBytes = 512, kWideBytes = 2 * kItemBytes;
-  // Bytes that memory reads and writes, and bytes that go to another rank of this machine.
+  // memory: how many bytes memory reads and writes. sent: how many bytes go to rank `to` of this machine.
   struct Piece {
     uint64_t memory = 0, sent = 0;
     uint32_t to = 0;
   };
 
-  // least: the least time of a piece. It is read when a piece is begun.
+  // least: the least time of a piece. It may change: each piece takes the value that is there when the piece begins.
   SumEngine(RankState& rank, uint32_t block, const Time& least)
       : rank_(rank), c_(rank.call), block_(block), least_(least) {}
 
@@ -82,8 +84,8 @@ class SumEngine {
     constexpr uint32_t kMost = 10;
     return min_of(max_of(ceil_div(items, blocks() * kWarps * 2), 1u), kMost);
   }
-  // Reads a token's rows, if the token has any here, and writes their sum to the token's home. If the home is on
-  // another machine, writes the sum as fp32 to the home's relay.
+  // A piece reads the rows of tokens that have any here, and writes a token's sum to the token's home. If the home is
+  // on another machine, it writes the sum, as fp32, to the relay that this machine has for the home.
   Piece reduce_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
     const Machines& m = c_.spread;
     const bool stays = m.sums && !m.together(p, c_.rank);
@@ -97,8 +99,8 @@ class SumEngine {
     });
     return piece;
   }
-  // Reads the sums that ranks of this machine have left, and writes their sum to the place from which a message is
-  // made.
+  // A piece reads the sums that the ranks of this machine have left for tokens, and writes a token's total to the
+  // place from which a message takes it.
   Piece machine_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each, uint32_t all) const {
     const Machines& m = c_.spread;
     const RelayPlace from(c_, m, c_.rank, p);
@@ -135,7 +137,7 @@ class SumEngine {
  private:
   uint32_t blocks() const { return c_.policy.clusters * kArch.cluster_blocks; }
   uint32_t items_of_token(uint32_t g) const { return ceil_div(bytes_of_group(c_, g), kItemBytes); }
-  // Calls visit(token, items) for the tokens of the n-th piece of `each` of `all` items.
+  // Calls visit(token, items) for each token of piece n. A piece has `each` items; there are `all` items together.
   template <class Visit>
   void for_each_token(uint32_t g, uint32_t n, uint32_t each, uint32_t all, Visit&& visit) const {
     const uint32_t of_token = items_of_token(g), end = min_of((n + 1) * each, all);
@@ -158,10 +160,10 @@ class JoinEngine {
  public:
   static constexpr uint32_t kJoinedAtOnce = 6;  // roles/join.cuh
 
-  // least: the least time that a warp takes for its rows.
+  // least: the least time that a warp takes for the rows that it joins at a time.
   JoinEngine(RankState& rank, uint32_t cluster, Time least) : rank_(rank), cluster_(cluster), least_(least) {}
 
-  // For each late row two rows are read and one is written, with the columns of a task.
+  // For each late row, memory reads two rows and writes one, each with the columns of one task.
   void join(uint32_t, uint32_t count) const {
     Lane& lane = World::lane();
     if (lane.index != 0) return;

@@ -14,7 +14,7 @@ World* World::world_ = nullptr;
 
 SignalMap::Place SignalMap::place(const void* word) const {
   const auto at = static_cast<uint64_t>(static_cast<const uint8_t*>(word) - base);
-  if (at >= heap_bytes * ranks) return {0, kNone};  // unsigned, so this also catches a word before base
+  if (at >= heap_bytes * ranks) return {0, kNone};  // `at` is unsigned, so this is also true of a word before base
   const uint64_t in_heap = at & (heap_bytes - 1);
   if (in_heap < first_source || in_heap >= end_sources) return {0, kNone};
   const uint64_t in_source = (in_heap - first_source) % source_bytes;
@@ -87,8 +87,8 @@ void World::run() {
   }
 }
 
-// Runs the next events until a warp goes on. If nothing is left to do, the caller of run() goes on. The fibre `from` is
-// left.
+// Takes the next events, until one of them lets a warp go on. If no event is left, the caller of run() goes on.
+// `from` is the fibre that calls this; it stops here.
 void World::run_on(Fibre& from) {
   while (!queue_.empty()) {
     const Event e = queue_.pop();
@@ -107,7 +107,7 @@ void World::run_on(Fibre& from) {
   if (&main_ != &from) switch_fibres(from, main_);
 }
 
-// Prefetches warps that go on soon, because there are too many warps for the cache.
+// Prefetches the memory of warps that go on soon, because the cache cannot hold all warps.
 void World::fetch_next() const {
   const Event* next = queue_.next(10);
   if (next != nullptr && next->warp != nullptr) next->warp->fetch();
@@ -134,7 +134,8 @@ void World::next_lane(Lane& lane) {
   switch_fibres(lane.fibre, current_->fibre);
 }
 
-// A lane's first and last function. All lanes of a warp go through the same meetings, so they end in turn.
+// The function in which a lane begins and ends. All lanes of a warp go through the same meetings, so they end one
+// after the other.
 void World::enter() {
   Lane& lane = *current_;
   Warp& warp = *lane.warp;
@@ -142,7 +143,7 @@ void World::enter() {
   if (++warp.ended_ != warp.lanes_) {
     world_->next_lane(lane);
   } else {
-    world_->finish(warp);  // nobody takes the warp's stacks before the switch
+    world_->finish(warp);  // this stack is free now, but nobody takes it before the switch
     world_->run_on(lane.fibre);
   }
   std::terminate();  // nobody switches to a lane that has ended
@@ -163,7 +164,7 @@ void World::meet(uint64_t value, Time cost, bool waits) {
     warp.met_ = warp.latest_ + cost;
     warp.latest_ = 0;
     if (queue_.empty() || queue_.front().at > warp.met_) {
-      now_ = std::max(now_, warp.met_);  // no event comes before that time
+      now_ = std::max(now_, warp.met_);  // there is no event before that time
     } else if (warp.met_ > now_) {
       push(warp.met_, &warp, nullptr, warp.generation_);
       suspend(lane);
@@ -213,7 +214,7 @@ bool World::has_news(const Warp& warp) const {
                      [](const Warp::Look& look) { return *look.word != look.seen; });
 }
 
-// Puts the warp to sleep; the words that it waits for still have the values that it has seen.
+// Puts the warp to sleep. Called while all words that the warp waits for still have the values that it has seen.
 void World::watch(Warp& warp) {
   ++warp.generation_;
   warp.waiting_ = true;
@@ -239,7 +240,8 @@ void World::add_watcher(uint32_t& head, const uint64_t* word, Warp& warp) {
   head = i;
 }
 
-// Wakes the word's watchers. Removes them from the list, and all others in it that do not wait any more.
+// Wakes the watchers of the word in a list of watchers. Removes them from the list, and also all watchers that do not
+// wait any more.
 void World::notify(uint32_t& head, const uint64_t* word, Time at) {
   uint32_t* link = &head;
   while (*link != kNobody) {

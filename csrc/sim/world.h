@@ -1,11 +1,12 @@
-// The virtual clock, and which actors run when. Actors are warps of fibres. They sleep until a time, or until a word
-// changes that they have looked at. One thread runs all of them in the order of (time, number of the event), so the
-// same inputs give the same run.
+// The virtual clock, and which actor runs when. Actors are warps, and the lanes of a warp are fibres. An actor sleeps
+// until a time, or until a word changes that it has looked at. One thread runs all actors in the order of (time,
+// number of the event), so the same inputs give the same run.
 //
-// Running itself takes no time. Whoever does something that costs time says so (spend(), the Platform's operations). A
-// lane runs ahead of the clock by what it has spent since its warp last met, less than a microsecond. What it reads
-// meanwhile is as old as the clock says. Words for which others wait are written by events of their own, at the time at
-// which the words become visible.
+// Code that runs takes no virtual time by itself. Code that stands for something that costs time says so
+// (sleep_until(), meet(), the Platform's operations). A lane may be ahead of the clock by what it has spent since its
+// warp last met, which is less than a microsecond. What the lane reads meanwhile is the memory of the clock's time,
+// not of the lane's. Words for which others wait are written by events of their own, at the time at which the words
+// become visible.
 #pragma once
 
 #include <array>
@@ -25,47 +26,47 @@ inline constexpr Time kNanosecond = 1000, kMicrosecond = 1000 * kNanosecond;
 class Warp;
 
 struct Lane {
-  uint64_t value[2] = {};  // what the lane says at a meeting, and at the one before or after
+  uint64_t value[2] = {};  // what the lane says at its n-th meeting (in n % 2), and what it said at the one before
   Fibre fibre;
   uint8_t* stack = nullptr;
   Warp* warp = nullptr;
   uint32_t index = 0, meeting = 0;
-  Time at = 0;  // the clock, plus what the lane has spent
-  // When the loads that are under way are there. The lane's next meeting does not end sooner.
+  Time at = 0;  // the lane's own time: the clock, plus what the lane has spent
+  // When the answers of all loads that are under way will be there. The lane's next meeting does not end before.
   Time pending = 0;
 };
 
-// Where in a heap the words lie that peers write; it is the same for all ranks. So a look at such a word can be
-// recognised.
+// Where in a heap the signals lie, the words that peers write. These places are the same in the heaps of all ranks.
+// With this map, World recognises a look at a signal.
 struct SignalMap {
   static constexpr uint32_t kCalls = 0, kPackets = 1, kReturns = 2, kFaults = 3, kKinds = 4, kNone = kKinds;
   const uint8_t* base = nullptr;       // the first rank's heap; the others follow, heap_bytes apart
   uint64_t heap_bytes = 0, ranks = 0;  // heap_bytes: a power of two
-  // Where in a heap the words of source 0 begin, how far apart two sources' words are, and where the last source's
-  // words end.
+  // Where in a heap the signals of source 0 begin, how far apart the signals of two sources are, and where the fields
+  // of the last source end.
   uint64_t first_source = 0, source_bytes = 0, end_sources = 0;
-  uint64_t end[kKinds] = {};  // where each kind of a source's words ends; the kinds lie in order
+  uint64_t end[kKinds] = {};  // where each kind of a source's signals ends; the kinds lie in order
 
   struct Place {
-    uint32_t rank, kind;  // kNone: another word
+    uint32_t rank, kind;  // kNone: the word is no signal
   };
   Place place(const void* word) const;
 };
 
-// What a warp waits for: each word that it has looked at; or, of the signals that peers write, any signal of a kind. (A
-// former looks at thousands of signals.)
+// What wakes a warp that waits. kWords: a change of a word that it has looked at. kSignals: the same, but if it has
+// looked at a signal, any new signal of this kind wakes it. (A former looks at thousands of signals.)
 enum class Watch : uint8_t { kWords, kSignals };
 
-// Fibres that run side by side and meet in collectives. Every actor is a warp. It has 32 lanes, or one lane if lanes
-// only share work that takes no decisions. The data that each step of a warp touches lies together.
+// Fibres that run side by side and meet in collectives. Every actor is a warp. It has up to 32 lanes, or only one if
+// its lanes would only share work and decide nothing. The members that each step of a warp touches lie together.
 class alignas(64) Warp {
  public:
   static constexpr uint32_t kMostLanes = 32;
 
-  uint32_t rank = 0, worker = 0;      // worker: its number among its block's warps
-  Time first_use = 0, used_from = 0;  // what its code costs when it first runs; until when that lasts
-  bool used_by_fence = false;         // its code first runs when the warp publishes, not when it first finds something
-  // When the rows that it has sent are at their destinations. Its releases wait for that.
+  uint32_t rank = 0, worker = 0;      // worker: the warp's number in its block
+  Time first_use = 0, used_from = 0;  // extra cost of its code's first run; when that run ends
+  bool used_by_fence = false;         // its code first runs at the warp's first release fence, not at its first acquire
+  // When the rows that the warp has sent will be at their destinations. The warp's releases wait until then.
   Time written = 0;
 
  private:
@@ -77,7 +78,7 @@ class alignas(64) Warp {
     uint64_t seen;
   };
 
-  // Prefetches what its next step touches; for a warp of one lane, all of it.
+  // Prefetch what the warp's next step touches: of this object (for a warp of one lane, all of it), and of the stack.
   void fetch() const {
     const auto* const lines = reinterpret_cast<const uint8_t*>(this);
     for (uint32_t line = 0; line < 5; ++line) __builtin_prefetch(lines + line * 64);
@@ -90,14 +91,14 @@ class alignas(64) Warp {
   Watch watch_ = Watch::kWords;
   bool waiting_ = false;
   uint32_t lanes_ = 0, ended_ = 0, arrived_ = 0;
-  uint32_t generation_ = 0;  // of its looks: looks before its last wait do not wake it
+  uint32_t generation_ = 0;  // grows at each wait, so that watchers of an earlier wait do not wake the warp
   uint32_t next_look_ = 0;
   Time latest_ = 0, met_ = 0;
   Lane* resumed_ = nullptr;
-  // The words that it has looked at since it last waited, with the values that it saw: the last kLooks of them.
+  // The words that the warp has looked at since it last waited, and the values that it saw: the last kLooks of them.
   std::vector<Look> looks_;
-  // For each kind of signal: how many had arrived when it first looked at that kind since it last waited; kUnseen: it
-  // has not looked.
+  // For each kind of signal: how many signals of the kind had arrived when the warp first looked at one after its
+  // last wait. kUnseen: it has not looked at one since.
   static constexpr uint64_t kUnseen = ~uint64_t{0};
   std::array<uint64_t, SignalMap::kKinds> signals_seen_{};
   uint32_t bits_[2] = {};
@@ -115,17 +116,17 @@ class World {
 
   void set_signals(const SignalMap& signals);
 
-  // Starts a new warp now. `body` runs on all its lanes.
+  // Starts a new warp now. All its lanes run `body`.
   Warp& start(uint32_t rank, uint32_t lanes, Watch watch, std::function<void()> body);
-  // Runs until nothing is left to do. Throws host::Error if a warp is still waiting then.
+  // Runs all actors until no event is left. Throws host::Error if a warp is still waiting then.
   void run();
 
   Time now() const { return now_; }
   uint64_t events() const { return events_; }
 
-  // Writes the word at that time, and wakes the warps that wait for it.
+  // Writes the word at the time `at`, and then wakes the warps that wait for it.
   void write_at(Time at, uint64_t* word, uint64_t value);
-  // The word has been written: wakes the warps that wait for it, at that time.
+  // Called when the word has been written. Wakes, at the time `at`, the warps that wait for it.
   void changed(const uint64_t* word, Time at);
 
   // ---- called by the running lane -------------------------------------------------------------------------------
@@ -133,23 +134,24 @@ class World {
   static Warp& warp() { return *current_->warp; }
   static World& of_lane() { return *world_; }
 
-  // Notes a look at a word, for the warp's next wait.
+  // Notes that the warp has looked at a word. The warp's next wait is also for this word.
   void look(const uint64_t* word);
-  // All lanes call this: they meet, and go on at the time of the last lane, plus `cost`. `value` is what a lane says;
-  // the others can read it.
+  // All lanes of a warp call this. They go on together, `cost` later than the last of them has come. `value` is what
+  // this lane says; after the meeting, the others can read it.
   void meet(uint64_t value, Time cost) { meet(value, cost, false); }
   uint32_t ballot() const { return warp().bits_[met()]; }
   uint64_t value(uint32_t of) const { return warp().lane_[of].value[met()]; }
-  // All lanes call this: they wait until a word changes that a lane has looked at since the warp last waited.
+  // All lanes of a warp call this. They go on when a word has changed that one of them has looked at since the warp
+  // last waited.
   void wait() { meet(0, 0, true); }
-  // For a warp of one lane: goes on at that time.
+  // For a warp of one lane: goes on at the time `at`.
   void sleep_until(Time at);
 
  private:
   struct Event {
     Time at;
     uint64_t number;
-    Warp* warp;  // the warp that wakes, if its generation is `value`; null: a word is written
+    Warp* warp;  // the warp that goes on, if its generation is `value`; null: `value` is written to `word`
     uint64_t* word;
     uint64_t value;
     bool operator<(const Event& other) const { return at != other.at ? at > other.at : number > other.number; }
@@ -191,7 +193,7 @@ class World {
   std::deque<Warp> warps_;
   std::vector<Warp*> idle_;
   SignalMap signals_;
-  std::vector<uint64_t> arrived_;      // [rank, kind] signals
+  std::vector<uint64_t> arrived_;      // [rank, kind] signals that have arrived
   std::vector<uint32_t> for_signals_;  // [rank, kind] first watcher
   std::vector<uint32_t> for_words_;    // [bucket] first watcher
   std::vector<Watcher> watchers_;

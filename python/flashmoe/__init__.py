@@ -6,7 +6,7 @@ from flashmoe_layer import refuse_other_distributions
 
 from .system.interrupts import deferred
 
-refuse_other_distributions()  # before modules of theirs are imported as if they were ours
+refuse_other_distributions()  # before the imports below can take another distribution's modules for this package's
 
 with deferred():
     from ._version import __version__
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `flashmoe.nn` when it is first used, because it imports PyTorch."""
+    """Imports `flashmoe.nn` only when it is first used, because `flashmoe.nn` imports PyTorch."""
     if name != "nn":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -19,7 +19,7 @@ _BLAS = _LIBRARY.with_name("libflashmoe_blas.so")
 @functools.cache
 def library() -> Any:
     """The loaded library. Raises `FlashMoEError` if the library is missing or cannot be loaded."""
-    with deferred(), hidden("torch"):  # where PyTorch is installed, TVM FFI imports it, which takes seconds
+    with deferred(), hidden("torch"):  # TVM FFI would import an installed PyTorch, which takes seconds
         import tvm_ffi
 
     if not _LIBRARY.exists():
@@ -42,8 +42,8 @@ def library() -> Any:
 
 
 def blas_config() -> str:
-    """What the CPU engine's OpenBLAS says of itself: its version, and for which processors its kernels are. Raises
-    `OSError` if it cannot be loaded."""
+    """OpenBLAS's own description of the CPU engine's OpenBLAS: its version, and for which processors its kernels are.
+    Raises `OSError` if OpenBLAS cannot be loaded."""
     config = ctypes.CDLL(str(_BLAS)).flashmoe_scipy_openblas_get_config
     config.restype = ctypes.c_char_p
     return config().decode()
@@ -53,8 +53,8 @@ def layout_fields(engine: str, limits: dict[str, int], machines: Sequence[int] =
     """The fields of heap and workspace that the engine lays out for `limits`, which are
     `flashmoe.contexts.limits.ContextSpec.limits`.
 
-    `machines` has the machine of each rank, by rank; empty: all ranks are on one machine. Each field is a dict of name,
-    region ("heap" or "workspace"), shape (a tuple), elem_bytes, bytes, writer and why.
+    `machines` has the machine of each rank, by rank; empty: all ranks are on one machine. Each field is a dict with the
+    keys name, region ("heap" or "workspace"), shape (a tuple), elem_bytes, bytes, writer and why (its purpose).
     """
     fields = library().cuda_layout_fields if engine == "cuda" else library().layout_fields
     return [

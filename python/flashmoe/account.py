@@ -1,9 +1,9 @@
 """Where the processors' time of a traced call went.
 
-A processor's time is what its first warp does (CPU engine: its thread). This warp computes tasks until none are left.
-Each nanosecond from the call's start to its end belongs to the innermost span around it. Time before the first span is
-``start``, time after the last span is ``tail``. Time between two spans belongs to no part; `Account.uncovered_ns`
-counts it.
+A processor's time is the time of its first warp (CPU engine: of its thread), which computes tasks until none are left.
+A trace has spans: what the warp did, from when to when. Spans may lie within other spans. Each nanosecond from the
+call's start to its end belongs to the part of the innermost span around it. Time before the first span is ``start``,
+time after the last span is ``tail``. Time between two spans belongs to no part; `Account.uncovered_ns` counts it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Account:
 
     @property
     def uncovered_ns(self) -> int:
-        """The time that no span covers."""
+        """The processors' time that belongs to no part."""
         return self.total_ns - sum(self.ns.values())
 
     @property
@@ -74,9 +74,9 @@ class Account:
 def accounts(traces: Sequence[CallTrace]) -> list[Account]:
     """Each rank's account of one call. `traces`: the call's traces of all known ranks, which have the same engine.
 
-    A rank waits for packets until its formers report that all packets have become tiles. The CPU engine has no formers:
-    there a rank waits for packets until the last of `traces` has dispatched. A call of few tokens on a GPU has no
-    packets.
+    A processor without a task waits for packets or for tasks. On a GPU, it waits for packets until the rank's formers
+    have made tiles of all packets; a call without formers (of few tokens) has only waits for tasks. The CPU engine has
+    no formers: there, processors wait for packets until the last rank of `traces` has dispatched its tokens.
     """
     traces = [trace.on_host_clock() for trace in traces]
     dispatched = [event.end_ns for trace in traces for event in trace.events if event.kind == "dispatch"]
@@ -99,7 +99,8 @@ class Piece(NamedTuple):
 
 
 def pieces(events: Iterable[Event]) -> Iterator[Piece]:
-    """One warp's time in order, cut where the innermost span changes. No time occurs twice."""
+    """The time that one warp's spans (`events`) cover, in order, cut where the innermost span changes. No nanosecond is
+    in two pieces."""
     stack: list[Event] = []
     now = 0
 
@@ -132,7 +133,7 @@ def _account(trace: CallTrace, dispatched_ns: int) -> Account:
         if not events:
             continue
         ns["start"] += min(event.start_ns for event in events) - trace.start_ns
-        if number not in trace.left_out:  # otherwise what follows the last event is not known
+        if number not in trace.left_out:  # otherwise spans are missing, and the last one recorded is not the last
             ns["tail"] += trace.end_ns - max(event.end_ns for event in events)
         for piece in pieces(events):
             if piece.event.kind == "wait":

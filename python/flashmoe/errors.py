@@ -44,8 +44,8 @@ class UnknownOption(InvalidArgument, TypeError):
 class GroupError(FlashMoEError):
     """The ranks do not act as a group: a rank is missing, ranks disagree on what they compute, or a rank has refused
     the call. Only after a refused call, "rank 1 refused call 17: ...", may the context be used further. Calls of the
-    CUDA engine do not wait, so there a later call raises this error, although that call is made, or a wait for the
-    device raises it."""
+    CUDA engine do not wait, so there this error is raised by a later call, which is made nevertheless, or by a wait for
+    the device."""
 
 
 class PeerTimeout(GroupError):

@@ -1,48 +1,48 @@
 """How far an engine's gradients may be from the reference's, derived as `flashmoe.tolerance` derives it for y.
 
-The gradients are computed in float32 from what the forward pass has kept (pre-activations, weights) and from dY. They
-are rounded to their tensors' types in these places alone:
+The gradients are computed in float32 from what the forward pass has kept (pre-activations, weights) and from dY.
+Numbers are rounded to the types of their tensors in these places alone:
 
-1. the pre-activations, when they are kept;
-2. a row's part of a token's dX, ``dz @ gate_up``, before it travels home;
+1. the pre-activations z, when they are kept;
+2. a row's part of a token's dX, ``dz @ gate_up`` (dz is the gradient of z), before it travels home;
 3. ``reduced`` only: the sum of a token's rows on one rank, where it is the sum of at least two;
 4. every result, once;
-5. on a GPU also: dz, ``w a`` and the gradients of logits, since tensor cores multiply by them; and the experts' part of
-   dX and the router's part, before they are added.
+5. on a GPU also: dz, ``w a`` (the combine weight times the activated row) and the gradients of logits, since tensor
+   cores multiply by them; and the experts' part of dX and the router's part, before they are added.
 
 **A row of an expert.** ``z = gate_up @ x + b`` has the forward pass's error and, unless it is in float32, the error of
-place 1. ``g = dY @ down`` has the error of a dot product over H. The gradient of z is made of both. Its variance, that
-of ``w g act'(z)``, is the sum of what the variance of each factor leads to; for act' this is found with the second
+place 1. ``g = dY @ down`` has the error of a dot product over H. The gradient of z is ``dz = w g act'(z)``. Its
+variance is the sum of three parts, one from the variance of each factor; the part of act'(z) is found with the second
 derivative. Where act' jumps (relu at 0, the limits of a clamp) and z is within 8 standard deviations of the jump,
-engine and
-reference may be on different sides: the deviation is then the jump. The gradient of w is ``a . g + b . dY``, added up
-in float64.
+engine and reference may be on different sides: the deviation is then the jump. The gradient of w is
+``a . g + b . dY``, where b is `down_bias`, added up in float64.
 
-**The router.** The gradients of logits are computed in float64 from the logits and the gradients of weights, and
-rounded to float32, or as place 5 says. The errors of logits and of the gradients of weights are carried to them by the
-Jacobian and its derivatives, which are taken by differences.
+**The router.** The gradients of logits are computed in float64 from the logits and the gradients of combine weights,
+and rounded to float32, or as place 5 says. They get errors from the logits and from the gradients of combine weights:
+these errors times the derivatives of the gradients of logits, which for the logits are computed from differences.
 
-**Gradients of weights** are sums over rows, added up in float32, of the outer product of two rows, each with its
-variance. An error in one row is an error in a whole matrix, but the errors of different rows are independent. So the
-tail bound treats a row as the bound of y treats a token. In addition it treats each element of the sum so, for the
-roundings of the sum itself. Biases are added up in float64.
+**Gradients of experts' weights** are sums over rows, added up in float32, of the outer product of two rows, each with
+its variance. An error in one row is an error in a whole matrix, but the errors of different rows are independent. So
+the tail bound gets one variance for each row, as the bound of y gets one for each token. For the roundings of the sum
+itself it also gets one variance for each element of the sum. Biases are added up in float64.
 
-**float32 on a GPU.** The tensor cores take TF32: they ignore the 13 low bits of an operand's 23, always towards zero.
-So all products shrink, and this does not average out. Its effect on tensors of the call is known. So everything is
-computed a second time, with truncated operands wherever tensor cores multiply. The derivation above holds for these
-numbers, and the norm of the difference between each gradient and the true one is added to its bound. dz, ``w a`` and
-the gradients of logits are truncated, too, but their low bits depend on earlier roundings. For them the mean, half a
-step of 2^-10 of the binade towards zero, goes into the second computation, and step^2 / 12 is added to the variances.
-(Operands rounded to nearest would stay below half of this bound.)
+**float32 on a GPU.** The tensor cores take TF32: they ignore the low 13 of the 23 bits of an operand's mantissa, which
+rounds towards zero. So all products shrink, and this does not average out. For tensors of the call, the effect can be
+computed. So everything is computed a second time, with truncated operands wherever tensor cores multiply. The
+derivation above holds for these numbers, and the norm of the difference between each gradient and the true one is added
+to its bound. dz, ``w a`` and the gradients of logits are truncated, too, but their low bits depend on earlier
+roundings. A step is 2^-10 of the binade. For these operands the mean error, half a step towards zero, goes into the
+second computation, and step^2 / 12 is added to the variances. (Operands rounded to nearest would stay below half of
+this bound.)
 
 Tensor cores align the products of an instruction, and the sum so far, to the largest of them, and cut off below 2^-23
-of it, towards zero. mma.sync adds at least 4 products at a time. So a sum of n products has n/4 such errors, each half
-of the largest in the mean: together (n/8) 2^-23 of partial sums. As in tests/gpu/bounds.py, the square of this is taken
-as a variance. exp and the reciprocal are within 2^-20 of their values, which is worth 28 roundings. The polynomial for
-gelu's tail beside TF32 is within 5.4e-6, of which at most half counts: 80 roundings.
+of it, towards zero. mma.sync adds at least 4 products at a time. So a sum of n products has n/4 such errors, each in
+the mean half of 2^-23 of the partial sum: together (n/8) 2^-23. As in tests/gpu/bounds.py, the square of this is taken
+as a variance. exp and the reciprocal are within 2^-20 of their values, which counts as 28 roundings of float32. In
+calls with TF32, the polynomial for gelu's tail is within 5.4e-6, of which at most half counts: 80 roundings.
 
-`exact` calls have neither error: products are fused multiply-adds one by one, gelu's tail is within 1.5e-7, and 28
-roundings cover it.
+`exact` calls have no error of TF32 and of alignment: products are fused multiply-adds one by one, gelu's tail is within
+1.5e-7, and 28 roundings cover it.
 
 Domain: as in `flashmoe.tolerance`; nothing may overflow or be subnormal.
 """
@@ -73,27 +73,27 @@ from .tolerance import (
 
 _FLOAT64 = 16.0 * 2.0**-53  # a few roundings of float64
 _TF32_STEP = 2.0**-10  # of an operand, relative to its binade
-_OF_EXP, _OF_TAIL = 28.0, 80.0  # roundings that float32 functions of a GPU are worth, see above
+_OF_EXP, _OF_TAIL = 28.0, 80.0  # errors of a GPU's functions of float32, counted in roundings: see above
 
 
 @dataclass(frozen=True, eq=False)
 class RankCall:
-    """One rank's part of a call, as the reference's numbers."""
+    """One rank's part of a call, in the numbers of the reference."""
 
     x: np.ndarray
     """[T, H], of the layer's type."""
     grad: np.ndarray
-    """[T, H]: dY."""
+    """[T, H]: dY, the gradient of y."""
     ids: np.ndarray
     """[T, K]: the experts chosen, dropped ones included."""
     computed: np.ndarray
     """[T, K]: the experts chosen, -1 where dropped."""
     weights: np.ndarray
-    """[T, K]."""
+    """[T, K]: the combine weights."""
     owners: Sequence[int]
-    """For each expert the rank that computes it for these tokens."""
+    """For each expert, the rank that computes it for these tokens."""
     weight_variance: np.ndarray | float = 0.0
-    """[T, K]: the variance of weights which the engine computes (`flashmoe.tolerance.router_error`)."""
+    """[T, K]: the variance of the combine weights, if the engine computes them (`flashmoe.tolerance.router_error`)."""
     logits: np.ndarray | None = None
     """[T, E], if there is a router."""
     rank: int = 0
@@ -107,8 +107,8 @@ class _Found:
     error: CallError
 
     def widened(self, true: _Found) -> CallError:
-        """The error relative to `true`. The values here were computed from truncated operands, so the difference is
-        added."""
+        """The error relative to `true`. These values were computed from truncated operands, so their difference from
+        the true ones is added."""
         shift = float(np.linalg.norm(self.values - true.values))
         return CallError(self.error.rms + shift, self.error.bound + shift)
 
@@ -139,11 +139,11 @@ class _Sum:
         return _Found(self.total, _tail_bound(self.variances(layer, in_float32)))
 
     def variances(self, layer: _Layer, in_float32: bool = True) -> np.ndarray:
-        """The variances of errors that are independent of one another."""
+        """The variances of independent errors: one of each row, then one of each element of the sum."""
         own = _rounding(self.total, layer.dtype)
         if in_float32 and layer.tf32:
             own = own + _cut_off(self.count) * (self.squares + self.total**2)
-        if in_float32:  # of the running sum; a term is exact in a fused multiply-add, otherwise rounded
+        if in_float32:  # roundings of the running sum, and of each term, if it is rounded by itself
             own = own + _VARIANCE32 * ((self.count + 2) * (self.squares / 6.0 + self.total**2 / 3.0) + self.squares)
         return np.concatenate([*self.rows, own.ravel()])
 
@@ -167,11 +167,11 @@ def gradient_errors(
 ) -> dict[str, Any]:
     """The error of each gradient of a call of several ranks, by the names of `flashmoe.moe`.
 
-    The tensors of all E experts have one `CallError` each. What each rank has for itself (x, topk_weights, the tensors
-    of the router and of the shared expert) has a list of them. `engine`: ``"cpu"`` or ``"cuda"``. `exact`: the call's.
-    `options`: the layer's. With `slices`, the experts, and the ids, weights and owners of the calls, are those of
-    slices; the router and the gradients of weights are those of whole experts. All else is as in
-    `flashmoe.tolerance.call_error`.
+    A tensor of the E experts has one `CallError`. A tensor that each rank has for itself (x, topk_weights, those of the
+    router and of the shared expert) has a list with one for each rank. `engine`: ``"cpu"`` or ``"cuda"``. `exact`: the
+    option of the call. `options`: those of the layer. With `slices`, the experts here, and the ids, weights and owners
+    of `calls`, are those of slices; the router, and the gradients of combine weights, are those of whole experts. All
+    else is as in `flashmoe.tolerance.call_error`.
     """
     given = {"return_mode": return_mode, "router": router, "router_bias": router_bias}
     given |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
@@ -187,7 +187,7 @@ def gradient_errors(
 
 
 def _each(fn: Callable[..., CallError], *found: Any) -> Any:
-    """`fn` of one, or of each in a list."""
+    """`fn` of the arguments `found`; if these are lists, a list of `fn` of their elements."""
     return [fn(*each) for each in zip(*found, strict=True)] if isinstance(found[0], list) else fn(*found)
 
 
@@ -248,7 +248,7 @@ def _found(
 
 @dataclass
 class _Sums:
-    """The sums of an expert's tensors."""
+    """The gradients of an expert's tensors, which are sums over rows."""
 
     NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
     of_up: _Sum
@@ -273,11 +273,11 @@ class _Layer:
     how: Options
     on_gpu: bool = False
     tf32: bool = False
-    """Whether operands are truncated."""
+    """Whether tensor cores multiply truncated operands; see the module's text."""
 
     @property
     def roundings(self) -> float:
-        """How many roundings a function is worth."""
+        """The error of a function such as exp, counted in roundings of float32."""
         if not self.on_gpu or self.dtype != "float32":
             return _FUNCTION_ROUNDINGS
         return _OF_TAIL if PLAIN[self.how.activation] == "gelu" and self.tf32 else _OF_EXP
@@ -298,7 +298,7 @@ class _Layer:
     def linear(
         self, x: np.ndarray, variance: np.ndarray | float, matrix: np.ndarray, bias: np.ndarray | float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As the function `_linear`, of operands that are truncated already."""
+        """As the function `_linear`, for operands that are already truncated. Adds what tensor cores cut off."""
         values, of_values = _linear(x, variance, matrix, bias)
         if self.tf32:
             of_values = of_values + _cut_off(x.shape[1]) * (x**2 @ (matrix**2).T + values**2)
@@ -306,7 +306,7 @@ class _Layer:
 
 
 def _cut_off(products: int) -> float:
-    """What tensor cores cut off from a sum of so many products, see above: a variance, relative to the sum's square."""
+    """What tensor cores cut off from a sum of so many products: a variance, relative to the square of the sum."""
     return (products / 8.0 * 2.0**-23) ** 2
 
 
@@ -331,7 +331,7 @@ class _Expert:
         up, down = layer.operand(self.up), layer.operand(self.down)
         of_x, of_dy = layer.operand(x), layer.operand(dy)
         on_gpu_input = on_input and layer.on_gpu
-        if on_gpu_input:  # a GPU keeps u, which the weight scales
+        if on_gpu_input:  # a GPU keeps u, before the weight multiplies it
             u, u_variance = layer.linear(of_x, 0.0, up, 0.0)
             if layer.dtype != "float32":
                 u_variance = u_variance + _rounding(u, layer.dtype)
@@ -353,7 +353,7 @@ class _Expert:
         dz, dz_variance = _backward(layer, z, z_variance, g, g_variance, weight, weight_variance)
         plain, plain_variance = of_plain, of_plain_variance = dz, dz_variance
         if layer.on_gpu:
-            if on_input:  # dz has the weight in products, and has not in the gradients of biases
+            if on_input:  # in products dz is multiplied by w, in the gradients of biases it is not
                 rows = of_x, exact(x)
                 dz, dz_variance = w * dz, w**2 * dz_variance + w_variance * dz**2 + _VARIANCE32 * (w * dz) ** 2
             plain_variance = plain_variance + _rounding(plain, layer.dtype)
@@ -373,7 +373,8 @@ class _Expert:
         dx, dx_variance = layer.linear(factor, factor_variance, up.T, 0.0)
         if on_gpu_input:
             of_weight = (of_plain * u).sum(axis=1)
-            # An error of u is an error of z and so of its gradient, too: both add up.
+            # An error of u is also an error of z and of dz. So the two factors' errors are not independent, and the
+            # sum of their variances is doubled.
             variance = 2.0 * (of_plain_variance * u**2 + of_plain**2 * u_variance).sum(axis=1) + _of_sum(of_plain * u)
         elif on_input:
             of_weight, variance = (dx * x).sum(axis=1), (dx_variance * x**2).sum(axis=1)
@@ -404,7 +405,7 @@ def _backward(
 ) -> tuple[np.ndarray, np.ndarray]:
     """``w g act'(z)`` and its variance."""
     how = layer.how.of_layer()
-    slope = activate_backward(z, np.ones_like(g), **how)  # the slope of the sum of all activated columns
+    slope = activate_backward(z, np.ones_like(g), **how)  # act'(z), for each pre-activation
     pairs = _pairs(g, layer)
     dz = w * pairs * slope
     of_slope = np.zeros(z.shape)
@@ -419,7 +420,7 @@ def _backward(
         smooth = per_unit**2 * _pair_sum(np.where(part, z_variance, 0.0), layer)
         jump = np.maximum(np.abs(far[0] - far[1]) - 2.0 * 8.0 * np.sqrt(smooth), 0.0)
         of_slope += smooth + jump**2
-    # The parts of a slope may cancel in it; they are at most about this.
+    # The terms that make up a slope may cancel one another. Together they are at most about this large.
     size = np.abs(slope) + _parts_of_slope(z, layer)
     of_slope += _VARIANCE32 * (layer.roundings * size) ** 2
     of_g = _pairs(g_variance, layer)
@@ -444,7 +445,7 @@ def _pair_sum(each: np.ndarray, layer: _Layer) -> np.ndarray:
 
 
 def _parts(z: np.ndarray, layer: _Layer) -> list[np.ndarray]:
-    """Which pre-activations are gates, and which are ups; or all of them, without a gate."""
+    """Two masks of z: which pre-activations are gates, and which are ups. Without a gate, one mask of all."""
     if layer.how.activation not in GATED:
         return [np.ones(z.shape, bool)]
     columns = np.zeros(z.shape, bool)
@@ -456,8 +457,8 @@ def _parts(z: np.ndarray, layer: _Layer) -> list[np.ndarray]:
 
 
 def _parts_of_slope(z: np.ndarray, layer: _Layer) -> np.ndarray:
-    """The size of what is added up, and may cancel, in a slope of silu or of a gelu: z times the slope of the sigmoid,
-    or of Phi."""
+    """The size of the terms that are added up, and may cancel one another, in a slope of silu or of a gelu: z times the
+    slope of the sigmoid, or of Phi."""
     plain = PLAIN[layer.how.activation]
     if plain in ("relu", "relu2"):
         return np.zeros(z.shape)
@@ -476,7 +477,7 @@ def _parts_of_slope(z: np.ndarray, layer: _Layer) -> np.ndarray:
 
 
 class _Home:
-    """A rank's tokens, and the parts of their dX."""
+    """A rank's tokens, the parts of their dX that are added up, and the gradients of their combine weights."""
 
     def __init__(self, call: RankCall, return_mode: str, ranks: int, layer: _Layer) -> None:
         self.call, self.reduced, self.layer = call, return_mode == "reduced", layer
@@ -485,7 +486,7 @@ class _Home:
         self.terms = np.zeros((ranks, len(self.x)))
         self.squares, self.variance = np.zeros(self.x.shape), np.zeros(self.x.shape)
         self.of_weights, self.of_weights_variance = (np.zeros(call.ids.shape) for _ in range(2))
-        self.further = 0  # terms that do not travel
+        self.further = 0  # terms of dX that are computed at home
 
     def add(self, t: np.ndarray, rows: np.ndarray, variance: np.ndarray, owner: int) -> None:
         self.by_rank[owner, t] += rows
@@ -494,7 +495,7 @@ class _Home:
         self.variance[t] += variance
 
     def add_term(self, values: np.ndarray, variance: np.ndarray) -> None:
-        """Adds a term that does not travel."""
+        """Adds a term of dX that is computed at home: that of the router, or of the shared expert's gate."""
         if self.layer.on_gpu:
             for each in (self.by_rank[self.call.rank], values):
                 self.variance += _rounding(each, self.call.x.dtype.name)
@@ -513,7 +514,7 @@ class _Home:
         return _Found(total, _tail_bound((variance + _rounding(total, dtype)).sum(axis=1)))
 
     def whole_weights(self, slices: int) -> tuple[np.ndarray, np.ndarray]:
-        """The gradients of whole experts' weights, and their variances."""
+        """The gradients of the combine weights of whole experts, each the sum over the slices, and their variances."""
         shape = len(self.x), self.call.ids.shape[1] // slices, slices
         values, variance = (each.reshape(shape).sum(axis=2) for each in (self.of_weights, self.of_weights_variance))
         return values, variance
@@ -525,7 +526,7 @@ class _Home:
         of_weights, of_weights_variance = self.whole_weights(slices)
         _, variance = _linear(self.x, 0.0, router, 0.0 if bias is None else np.asarray(bias, np.float64))
         grad = of_logits(logits, ids, of_weights, **rule)
-        # The reference, too, computes in float64: if everything cancels, its error is what is left.
+        # The second term: the reference computes in float64, too, and if everything cancels, its error is left.
         largest = np.abs(of_weights).sum(axis=1, keepdims=True)
         total = _VARIANCE32 * grad**2 + (_FLOAT64 * abs(self.layer.how.routed_scale) * largest) ** 2
         for k in range(ids.shape[1]):

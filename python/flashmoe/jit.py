@@ -1,15 +1,16 @@
 """The CUDA kernels, compiled once per machine, dtype and activation, and kept in a cache folder.
 
-The kernels' sources are part of the package. A kernel's name is made from sources, compiler and options, so a start
-with a filled cache reads a few small files and runs nothing. Any number of processes may ask for a kernel at once: one
-of them compiles it, under a lock that ends with its process, and moves the whole result into place.
+The kernels' sources are part of the package. A kernel's name is made from sources, compiler and options, so a process
+that finds its kernels in the cache only reads a few small files, and runs no compiler. Any number of processes may ask
+for a kernel at once: one of them compiles it, under a lock that ends with its process, and moves the whole result into
+place.
 
 A released package carries common kernels, compiled from the sources beside them. Their names are made in the same way
 but without the compiler, so no compiler is needed to find them. All other kernels are compiled. If the driver is too
 old for the carried kernels, all kernels are compiled.
 
-A name ends with a digest of the content. A file that was cut short or renamed does not match its digest, and is
-compiled again. `storage` makes sure that no other user has put the file there.
+The name of a kernel's file ends with a digest of the content. If a file was cut short or renamed, it does not match its
+digest, and the kernel is compiled again. `storage` makes sure that no other user has put the file there.
 """
 
 from __future__ import annotations
@@ -66,11 +67,12 @@ _REMEDY = "set FLASHMOE_CACHE to a folder of your own"
 
 
 _FIRST, _BETWEEN, _LAST = range(3)
-"""Where a word stands in a kernel's title: before its type and activation, after them, or at the end."""
+"""The places of a word in a kernel's title: before type and activation, after them, or at the end."""
 
 
 def _told(word: str, place: int = _BETWEEN) -> Any:
-    """An option of the kernel's build. The field's name gives its macro; `word` stands in the kernel's title."""
+    """A field of `Variant` for an option of the build. The macro is named like the field. `word` stands in the kernel's
+    title if the option is on."""
     return field(default=False, metadata={"word": word, "place": place})
 
 
@@ -82,7 +84,7 @@ class Variant:
     dtype: str = "bfloat16"
     activation: str = "swiglu"
     trace: bool = _told("traced", _LAST)
-    """The kernel records when it does what."""
+    """The kernel records when its actors do what."""
     exact: bool = _told("exact", _FIRST)
     """float32 products in float32, without the tensor cores."""
     rdma: bool = _told("RDMA", _LAST)
@@ -176,10 +178,10 @@ COMMON = (
 )
 """The kernels that a release carries: those for the layers of nearly all published models (docs/models.md), for layers
 of Llama 4 and gpt-oss as they are stored, for checkpoints in FP8 and for gpt-oss's in MXFP4; those for training with
-SwiGLU in bfloat16; and those that ``flashmoe run`` traces. Plain calls have two kernels, and ranks of a group have one
-more for few tokens. Published weights are in bfloat16, or quantised from it, so there are no further kernels for
-float16. Few models have other activations, and each kernel for any number of tokens takes some 800 KB, a fifth of a
-megabyte in the wheel."""
+SwiGLU in bfloat16; and those for traced calls, as ``flashmoe run`` makes them. A plain call may use one of two kernels,
+and in a group one more for few tokens. Published weights are in bfloat16, or quantised from it, so no further kernels
+for float16 are carried. Nor are those for other activations, because few models have them, and each kernel for any
+number of tokens takes some 800 KB, compressed in the wheel a fifth of a megabyte."""
 
 RELEASED_CUDA = (13, 0)
 """The CUDA release whose nvcc compiles what a release carries; kernels are measured with this nvcc. Drivers of an older
@@ -195,7 +197,7 @@ class Compiled:
     """Seconds that the compilation took; None: the kernel was already there."""
 
 
-_known: dict[Variant, int] = {}  # the files that this process has checked, open
+_known: dict[Variant, int] = {}  # descriptors of the files that this process has checked, which stay open
 
 
 def kernel(variant: Variant) -> Path:
@@ -244,14 +246,14 @@ def compiled_kernels() -> tuple[Path, int]:
 
 
 def shipped_kernels() -> list[Path]:
-    """The kernels that the package carries, if this machine's driver loads them; none unless the package is a
-    release's."""
+    """The kernels that the package carries, if this machine's driver can load them. Only packages of releases carry
+    kernels."""
     return [] if refused_by_driver() else _carried()
 
 
 def refused_by_driver() -> str:
-    """Why this machine's driver cannot load the kernels that the package carries; empty if it can, or if there are
-    none."""
+    """Why this machine's driver cannot load the kernels that the package carries; empty if the driver can, or if there
+    are no such kernels."""
     here = _older_driver()
     if not here or not _carried():
         return ""
@@ -259,8 +261,8 @@ def refused_by_driver() -> str:
 
 
 def _older_driver() -> str:
-    """The CUDA release of this machine's driver, such as "12.4", if it loads nothing that a release's nvcc compiles;
-    else empty."""
+    """The CUDA release of this machine's driver, such as "12.4", if the driver is too old for kernels that nvcc of
+    `RELEASED_CUDA` compiles; else empty."""
     release = driver.cuda_release()
     return "" if release is None or release[0] >= RELEASED_CUDA[0] else ".".join(map(str, release))
 
@@ -293,7 +295,7 @@ def _shipped(variant: Variant) -> tuple[Compiled, int] | None:
 
 
 def _obtain(variant: Variant) -> tuple[Compiled, int]:
-    """As `compile_kernel`, but also returns the file that was checked, open."""
+    """As `compile_kernel`, but also returns the descriptor of the checked file, which is open."""
     if (found := _shipped(variant)) is not None:
         return found
     root, nvcc = source_root(), find_nvcc(variant)
@@ -405,8 +407,8 @@ def find_nvcc(variant: Variant | None = None) -> Path:
 
 
 def remedy() -> str:
-    """What to install where there is no nvcc. For an older driver this is not the newest nvcc, whose kernels the driver
-    refuses."""
+    """What to install if there is no nvcc. For an older driver this is an older nvcc, because the driver refuses
+    kernels of the newest."""
     if not (here := _older_driver()):
         return INSTALL
     also = ", which also loads the kernels that the package carries" if _carried() else ""
@@ -452,8 +454,8 @@ def _stem(root: Path, variant: Variant, compiler: str | None = None) -> str:
 
 def sources_of(root: Path, variant: Variant) -> dict[Path, bytes]:
     """The files from which `variant` is compiled, sorted, each with its content: its source, and all headers of this
-    project that it includes. No such header includes another by a condition (tests/test_build_options.py), so these are
-    the files that ``nvcc -M`` finds."""
+    project that it includes. No such header includes another one under a condition (tests/test_build_options.py), so
+    these are the files that ``nvcc -M`` finds."""
     found: dict[Path, bytes] = {}
     todo = [entry_of(root, variant)]
     while todo:
@@ -479,7 +481,7 @@ def _version(nvcc: Path, cache: Folder) -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise FlashMoEError(f"nvcc: {nvcc} --version failed: {error}") from error
-    with contextlib.suppress(FlashMoEError):  # without it, the next process asks nvcc again
+    with contextlib.suppress(FlashMoEError):  # if it cannot be kept, the next process asks nvcc again
         cache.replace(memory, done.stdout.encode())
     return done.stdout
 

@@ -1,9 +1,9 @@
 """Ranks as processes of this machine: start them, give them work, collect the results, leave none behind.
 
-A rank's exception is raised here unchanged, with the rank's own traceback as its cause. A rank that dies without
-answering (a signal, an exit) is reported as dead, also if a process that it has forked lives on. A time limit covers
-all of a call: a rank may stop or hang before it takes its arguments, while it computes, or in the middle of its answer.
-Workers end with their pool, and with their parent.
+If ranks raise exceptions, the caller gets them unchanged, each with the rank's own traceback as its cause. A rank that
+dies without answering (by a signal or an exit) is reported as dead, even if a process that the rank has forked lives
+on. A time limit covers all of a call, because a rank may stop or hang before it takes its arguments, while it computes,
+or in the middle of its answer. Workers end with their pool, and with their parent.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from .spec import MAX_RANKS, bounded
 R = TypeVar("R")
 
 GRACE_SECONDS = 60.0
-"""How long the other ranks may take to end once one has failed. This is more than the engine's default time limit of 30
-s, so that they can report what they waited for."""
+"""How long the other ranks may take to answer once one has failed. This is more than a context's default timeout of
+30 s, so that they can report what they waited for."""
 
 _LOOK_SECONDS = 0.05
-"""How often a call checks that its ranks live. The end of a connection does not show this while a process that a rank
-has forked holds the connection."""
+"""The time between two checks of a call that its ranks live. The end of a rank's connection is not enough to see that
+it has died, because a process that the rank has forked may hold the connection open."""
 
 _REAP_SECONDS = 10.0
-"""How long a killed process may take to be gone. A process that the kernel holds (by a driver that hangs) may never be
-gone."""
+"""How long to wait until a killed process is gone. If a driver hangs, the operating system may keep a process for
+ever."""
 
-# Every rank has processors of its own: a BLAS that starts a thread per core in each only adds contention.
+# A rank's processors already use its share of the cores. If BLAS started a thread for each core in every rank, the
+# threads would only compete for the cores.
 _CHILD_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 _SPAWN = multiprocessing.get_context("spawn")  # fork would copy locks held by BLAS or the engine's threads
@@ -78,7 +79,7 @@ class RankFailed(FlashMoEError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback text of an exception that was raised in another process; only ever a cause."""
+    """The traceback text of an exception that was raised in another process. It is set as a cause, and never raised."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -171,17 +172,17 @@ class RankPool:
 
 @dataclass(frozen=True)
 class _Call:
-    """A checked order to all ranks."""
+    """A call in all ranks, whose arguments are checked and pickled."""
 
     name: str
     """The group's name."""
     what: str
     """The function's name, for messages."""
     messages: list[bytes]
-    """One for each rank. All are made before the first is sent, so that an argument that cannot be pickled starts no
-    rank."""
+    """One message for each rank. All are made before the first is sent, so that no rank has begun if an argument cannot
+    be pickled."""
     deadline: float
-    """A time of the monotonic clock."""
+    """When the call's time is over: seconds of the monotonic clock, infinite without a limit."""
 
     @classmethod
     def checked(
@@ -203,13 +204,13 @@ class _Call:
 
 def _pickled(fn: Callable[..., Any], place: tuple[int, int, str], args: Any) -> bytes:
     """The message for a rank. `place`: the rank's number, the number of ranks, and the group's name. Raises
-    `InvalidArgument`, which names the argument."""
+    `InvalidArgument`, which names the argument that cannot be pickled."""
     argument = f"per_rank_args[{place[0]}]"
     if not isinstance(args, tuple | list):
         raise InvalidArgument(f"{argument}: expected a tuple of arguments, got {type(args).__name__}")
     try:
         return pickle.dumps((fn, (*place, *args)))
-    except Exception as error:  # whatever a foreign type's __reduce__ raises
+    except Exception as error:  # the __reduce__ of another type may raise anything
         problem, what = error, "a tuple of what can be pickled"
     try:
         pickle.dumps(fn)
@@ -275,11 +276,11 @@ def _kill(workers: Sequence[_Worker]) -> None:
     taken for an answer to a later call."""
     started = [worker for worker in workers if worker.process.pid is not None]
     for worker in started:
-        worker.process.kill()  # all before waiting: otherwise ranks see others go, and complain
+        worker.process.kill()  # all are killed first, so that no rank sees another go and reports it
     deadline = time.monotonic() + _REAP_SECONDS
     for worker in started:
         worker.link.close()
-        while worker.ending() is None:  # not join(), which waits for the end of a pipe that others may hold
+        while worker.ending() is None:  # not join(): it waits for the end of a pipe that forks may hold
             if time.monotonic() > deadline:
                 _log.warning("rank %d: process %d was killed, but does not end", worker.rank, worker.process.pid)
                 break
@@ -297,7 +298,7 @@ def _collect(workers: Sequence[_Worker], call: _Call) -> tuple[dict[int, Any], d
     }
     while waiting:
         for worker, exchange in list(waiting.items()):
-            ending = worker.ending()  # before the link is read: it then holds all that an ended process sent
+            ending = worker.ending()  # asked first: the link then has all that an ended process sent
             if ending is None:
                 exchange.advance()
             else:
@@ -329,8 +330,8 @@ def _collect(workers: Sequence[_Worker], call: _Call) -> tuple[dict[int, Any], d
 
 
 def _serve(to_parent: socket.socket) -> None:
-    """A worker's life: take a call, answer it, until the link closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C goes to the whole group; the parent ends us
+    """What a worker's process runs: takes one call after the other and answers it, until the link closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent ends its workers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _interrupts_held
     to_parent.set_inheritable(False)  # no program that a rank starts inherits it
     groups: list[str] = []  # the group name of the call that is under way
@@ -363,8 +364,8 @@ def _portable(error: BaseException) -> BaseException:
 def _follow_parent(groups: list[str]) -> None:
     """End this process when its parent is gone, also in the middle of a call, and leave nothing of its `groups` behind.
 
-    Not prctl(PR_SET_PDEATHSIG): that fires when the thread that started this process ends, parent alive or
-    not.
+    prctl(PR_SET_PDEATHSIG) would not do, because it also ends this process when only the parent's thread that started
+    it ends.
     """
     wait([multiprocessing.parent_process().sentinel])
     try:
@@ -375,8 +376,8 @@ def _follow_parent(groups: list[str]) -> None:
 
 
 def _remove_segments(name: str) -> None:
-    """Free what ranks that died while they made the group `name` left in shared memory."""
-    for pattern in (f"flashmoe-{name}-*", f".flashmoe-{name}-*"):  # final and earlier names (csrc/host/segment.cpp)
+    """Free the shared memory that ranks have left if they died while they made the group `name`."""
+    for pattern in (f"flashmoe-{name}-*", f".flashmoe-{name}-*"):  # final and temporary names (csrc/host/segment.cpp)
         for segment in Path("/dev/shm").glob(pattern):
             with suppress(FileNotFoundError):
                 if segment.lstat().st_uid == os.geteuid():  # every user may make files there
@@ -386,9 +387,9 @@ def _remove_segments(name: str) -> None:
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Hold SIGINT back from this thread, and from a process that is started within the block. That process inherits the
-    mask, and ignores SIGINT once it is ready. Ctrl-C goes to the whole process group, and a rank that is still
-    importing would print a traceback."""
-    resource_tracker.ensure_running()  # otherwise the block starts it, which unblocks SIGINT
+    mask, and ignores SIGINT once it is ready. Otherwise Ctrl-C, which goes to the whole process group, would make a
+    rank print a traceback if it is still importing."""
+    resource_tracker.ensure_running()  # otherwise the block may start the tracker, and that would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -398,8 +399,8 @@ def _interrupts_held() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for processes that are started within the block: a BLAS reads them when it is
-    loaded."""
+    """Set environment variables for processes that are started within the block. They must be set before the process
+    starts, because a BLAS reads them when it is loaded."""
     before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:
@@ -413,7 +414,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _describe(error: BaseException) -> str:
-    """`Type: message`; the type is left out where the message says it all."""
+    """`Type: message`; only the message for the errors of this module, because it says everything."""
     if isinstance(error, RankKilled | RankOverdue):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -74,8 +74,8 @@ class Router(torch.nn.Module):
     `choice_bias` is a buffer, since it has no gradient. It is added to scores, so it stays float32 whatever type the
     module is converted to or loads.
 
-    A `weight` in float32 beside x of 16 bits (by ``layer.gate.float()``, or as a checkpoint has it) makes float32
-    logits of x in float32. PyTorch computes these logits, and the choice of experts, before the operator is called.
+    If `weight` is in float32 (by ``layer.gate.float()``, or as a checkpoint has it) and x has 16 bits, logits are
+    computed from x in float32. PyTorch computes them, and the choice of experts, before the operator is called.
     """
 
     def __init__(self, hidden: int, experts: int, *, bias: bool, choice_bias: bool = False, dtype: torch.dtype) -> None:
@@ -119,8 +119,9 @@ class Experts(torch.nn.Module):
     [El, H, I / 32, 16], `gate_up_proj_scales` [El, 2I or I, H / 32] and `down_proj_scales` [El, H, I / 32] instead,
     uint8, as checkpoints of gpt-oss have them.
 
-    ``load_state_dict`` takes each of them either for these El experts, as ``state_dict`` gives it, or for all E
-    experts, as a checkpoint does; then it picks the rows of `ids`. Another number of experts raises `InvalidArgument`.
+    ``load_state_dict`` takes each of these tensors either for these El experts, as ``state_dict`` gives it, or for all
+    E experts, as a checkpoint has it, and then picks the rows of `ids`. Another number of experts raises
+    `InvalidArgument`.
     In a layer whose experts are cut into slices, the experts here are slices; whole experts are cut when they are
     loaded.
     """
@@ -130,10 +131,10 @@ class Experts(torch.nn.Module):
         self.ids = list(ids)
         """Ids of this rank's experts, ascending."""
         self.total = layer.parts
-        """E: the experts of all ranks; slices, if experts are cut."""
+        """E, the number of experts of all ranks; of slices, if experts are cut."""
         self._slices = layer.slices
         self.form = {name: getattr(layer, name) for name in ("activation", "interleaved", "transposed")}
-        """What decides how the experts' tensors are stored."""
+        """The options of the layer that decide how the experts' tensors are stored."""
         local = len(self.ids)
 
         up, down = (layer.gate_up_rows, layer.hidden), (layer.hidden, layer.intermediate)
@@ -147,8 +148,9 @@ class Experts(torch.nn.Module):
     def forward(
         self, number: int | None, others: dict[str, Tensor | None], options: Options, main_grad: bool
     ) -> Tensor:
-        """The layer's output, from these parameters and from the `others` of `flashmoe.moe`. The layer calls this
-        module so that a wrapper of this module alone, such as FSDP2, has its parameters in place while they are used.
+        """The layer's output, from these parameters and from `others`, the other tensors of `flashmoe.moe`. The layer
+        makes its call here so that a wrapper of this module alone, such as FSDP2, has the parameters in place while
+        they are used.
         """
         own = {name: getattr(self, parameter) for name, parameter in (self.names | _BIASES).items()}
         tensors = Tensors(**{name: _local(each) for name, each in (own | others).items()})
@@ -178,8 +180,8 @@ class Experts(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _cut(self, state_dict: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-        """The entries for slices that replace the given entries for whole experts; none if whole experts are not
-        given."""
+        """The entries for slices, made from the entries of `state_dict` for whole experts, which they replace. Empty if
+        there are no entries for whole experts."""
         names = {ours: prefix + name for ours, name in (self.names | _BIASES).items()}
         given = {ours: state_dict.get(name) for ours, name in names.items()}
         up, down, mine = given["gate_up_proj"], given["down_proj"], getattr(self, self.names["down_proj"])
@@ -311,8 +313,8 @@ class MoE(torch.nn.Module):
         Whether a sigmoid of a projection of x weighs the shared expert's result.
     dtype: torch.dtype, str or None, default None
         ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``, or such a type's name; default: the context's, or
-        without one PyTorch's default.
-        Weights of experts are quantised if the context's are (its `weight_dtype`).
+        without a context PyTorch's default. Weights of experts are quantised if the context's `weight_dtype` is a
+        quantised type.
     weight_scales: str, default 'block'
         With weights in FP8: there is a scale for each ``"block"``, ``"row"`` or ``"tensor"``.
     count_load: bool, default False
@@ -491,9 +493,9 @@ class MoE(torch.nn.Module):
         context's engine computes: in host memory or on its GPU; without a context, in host memory.
 
         `layer` comes from `flashmoe.checkpoint.load_layer`. It decides the sizes, the rule of the router, what the
-        experts compute, and the dtype. The module lacks what the layer has `left_out`. `layer` may be this rank's part
-        alone. It may also be cut into slices already; `slices` need not be given then. The other parameters and the
-        errors are those of the class.
+        experts compute, and the dtype. The module lacks what `layer.left_out` names. `layer` may have this rank's
+        experts alone. It may also be cut into slices already; `slices` need not be given then. The other parameters and
+        the errors are those of the class.
         """
         if layer.own_router:
             raise InvalidArgument(f"layer: expected a router that flashmoe.moe computes, got {layer.own_router}")
@@ -549,8 +551,8 @@ class MoE(torch.nn.Module):
         """Moves the experts, or their slices, to the ranks of `placement` (None: of the context's placement); later
         calls use them there. Collective: see `flashmoe.placement.move`, which has the same `group` and errors.
 
-        The parameters are then new ones. Raises `LimitExceeded`, before anything is moved, if the context has no room
-        for `placement`.
+        The experts' parameters are new tensors afterwards. Raises `LimitExceeded`, before anything is moved, if the
+        context has no room for `placement`.
         """
         experts, room, parts = self.experts, self._room, self._layer.parts
         if not isinstance(experts, Experts) or "parametrizations" in experts._modules:
@@ -645,7 +647,7 @@ class MoE(torch.nn.Module):
             raise InvalidArgument(
                 f"main_grad: expected False with a router in {weight.dtype} and x in {x.dtype}, got True"
             )
-        with torch.autocast(x.device.type, enabled=False):  # it would round a float32 router's logits
+        with torch.autocast(x.device.type, enabled=False):  # autocast would round the logits
             routed = route(x, weight, bias, choice_bias, self._options)
         given = {"topk_ids": routed.ids, "topk_weights": routed.weights}
         return given, routed.logits if with_logits else None, self._options.of_given_routing()
@@ -658,8 +660,8 @@ class MoE(torch.nn.Module):
 
 
 def _room_alone(layer: LayerSpec) -> Room:
-    """The room of a context that a rank alone would make for any number of tokens of the layer, on the engine that
-    takes more. No memory is made."""
+    """The room of a context that a rank alone would make for the layer and any number of tokens, on the CPU engine,
+    because its limits are the larger ones. No memory is allocated."""
     return room_alone(
         engine="cpu",
         max_tokens=MAX_TOKENS,
@@ -676,16 +678,16 @@ def _option(name: str) -> property:
     return property(lambda layer: getattr(layer._options, name), doc=OPTIONS[name].text)
 
 
-for _name in OPTIONS.keys() - {"placement"}:  # which the layer holds itself
+for _name in OPTIONS.keys() - {"placement"}:  # `placement` is an attribute of each layer
     setattr(MoE, _name, _option(_name))
 
 
 _BESIDE_FLOAT32 = (torch.bfloat16, torch.float16)
-"""Types of x for which PyTorch, and not the operator, computes a float32 router."""
+"""Types of x for which PyTorch, and not the operator, computes the routing if the router is in float32."""
 
 
 def _of_one_type(before: Tensor | None, after: Tensor | None) -> Tensor | None:
-    """A buffer that was moved or cast: where it is now, but with the type and the bits that it had before."""
+    """The buffer `after`, which is `before` moved or cast, on its new device but with the type and bits of `before`."""
     if before is None or after.dtype == before.dtype:
         return after
     return before.to(after.device)
@@ -704,8 +706,8 @@ _FORWARDS = {kind: kind.forward for kind in _READ.values()}
 
 
 def _check_read(name: str, module: torch.nn.Module | None, kind: type) -> None:
-    """Raises `InvalidArgument` if a call of the submodule would run hooks or another forward: the layer does not call
-    it, so they would not run."""
+    """Raises `InvalidArgument` if the submodule has hooks, wrappers or another forward: the layer only reads the
+    submodule's parameters and does not call it, so they would not run."""
     if module is None:
         return
     own_class = not isinstance(module, kind) or type(module).forward is not _FORWARDS[kind]
@@ -761,7 +763,7 @@ def _described(module: Experts | SharedExpert) -> str:
 
 
 def _reset(module: Experts | SharedExpert, name: str, inputs: int, bias: torch.nn.Parameter | None = None) -> None:
-    """Draws new values for the matrices of that name, and clears their bias."""
+    """Draws new values for the parameter of that name, and clears `bias`, which belongs to it."""
     _draw(getattr(module, module.names[name]), inputs, bias, getattr(module, module.names[SCALE_OF[name]]))
 
 

@@ -35,8 +35,9 @@ def contiguous(experts: int, ranks: int) -> tuple[int, ...]:
 def hybrid(experts: int, ranks: int, tensor: int) -> tuple[int, ...]:
     """A placement of experts cut into `tensor` slices (see `flashmoe.slices`): expert times tensor parallelism.
 
-    Each `tensor` consecutive ranks are a group. Groups have contiguous shares of the experts. Each rank of a group has
-    one slice of every expert of the group. Raises `InvalidArgument` unless `tensor` divides R.
+    Every `tensor` consecutive ranks share the same experts: each of these ranks has one slice of each of the experts.
+    The experts are divided among such sets of ranks in contiguous shares. Raises `InvalidArgument` unless `tensor`
+    divides R.
     """
     if bounded("tensor", tensor, 1, ranks) and ranks % tensor:
         raise InvalidArgument(f"tensor: expected a divisor of R={ranks}, got {tensor}")
@@ -49,13 +50,13 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
     Parameters
     ----------
     load: [E]
-        What each expert has to compute for all ranks' tokens: for example, how many tokens chose it. The
-        tokens of every rank are assumed to make the same share of it.
+        What each expert has to compute for all ranks' tokens: for example, how many tokens chose it. It is assumed that
+        each rank's tokens make up 1 / R of it.
     ranks:
-        R.
+        R, the number of ranks.
     copies:
         The most copies of experts, besides the E experts. The busiest experts get copies, as far as that helps. Each
-        copy takes an expert's weights on a rank.
+        copy takes the memory of an expert's weights on one rank.
 
     Returns
     -------
@@ -70,7 +71,8 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
     loads = _checked_load(load)
     ranks = bounded("ranks", ranks, 1, MAX_RANKS)
     left = bounded("copies", copies, 0, len(loads) * (ranks - 1))
-    # A copy takes a place on a rank: if loads are even, more copies may make the ranks less even.
+    # Fewer copies are tried too: a copy takes a place on a rank, so if loads are even, more copies may make the ranks
+    # less even.
     default = contiguous(len(loads), ranks)
     found = [(float(np.bincount(default, loads, ranks).max()), 0, default)]
     while True:
@@ -82,7 +84,7 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
 
 def roomy(experts: int, ranks: int, copies: int) -> tuple[int, ...]:
     """A placement for a `Context` that is to have room for every placement that `balanced` makes with this number of
-    copies: one rank has as many experts as any rank has there. Raises `InvalidArgument`."""
+    copies: its rank 0 has as many experts as a rank of those placements may have. Raises `InvalidArgument`."""
     experts, ranks = bounded("experts", experts, 1, MAX_EXPERTS), bounded("ranks", ranks, 1, MAX_RANKS)
     copies = bounded("copies", copies, 0, experts * (ranks - 1))
     most = -(-(experts + copies) // ranks)
@@ -90,17 +92,18 @@ def roomy(experts: int, ranks: int, copies: int) -> tuple[int, ...]:
 
 
 def _placed_with(loads: np.ndarray, ranks: int, copies: int) -> tuple[float, int, Placed]:
-    """The load of the fullest rank, the number of copies, and the placement."""
+    """A placement with at most `copies` copies: the load of its fullest rank, the number of copies, and itself."""
     counts = _copies_of(loads, ranks, copies)
-    # Parts count in 1 / R of a load. Each holder serves itself, and its share of the ranks that have no copy.
+    # A part is one instance of an expert: (expert, the number of ranks whose tokens it gets). So its load is this
+    # number times 1 / R of the expert's load.
     parts = [(e, ranks // n + (i < ranks % n)) for e, n in enumerate(counts) for i in range(n)]
     slots = -(-len(parts) // ranks)
-    # Empty slots are copies of one more expert, which nobody chooses; so no rank has two of them.
+    # An empty slot gets a copy of an additional expert that nobody chooses, so that no rank has two empty slots.
     parts += [(len(loads), 0)] * (slots * ranks - len(parts))
     expert = np.array([e for e, _ in parts])
     all_loads = np.append(loads, 0.0)[expert]
     weight = all_loads * [share for _, share in parts]
-    order = np.lexsort((expert, -all_loads))  # the copies of an expert follow one another: on different ranks
+    order = np.lexsort((expert, -all_loads))  # an expert's copies are neighbours, so they get different ranks
     rank = np.empty(len(parts), np.int64)
     rank[order] = np.arange(len(parts)) % ranks
     _exchange(expert, weight, rank, ranks)
@@ -125,8 +128,8 @@ def move(tensors: Mapping[str, Tensor], before: Placement, after: Placement, gro
     """This rank's tensors of experts for the placement `after`, from the tensors that the ranks have by `before`.
 
     Collective over `group`. An expert comes from a rank that has it; if several ranks need it, from its holders in
-    turn. What a rank keeps is copied. This takes the memory of both shares, and no more: 64 experts of one tensor are
-    on their way at a time, straight to their places.
+    turn. What a rank keeps is copied. A rank needs memory for its experts by `before` and by `after`, and no more: 64
+    experts of one tensor are sent at a time, and each is received in its place in the new tensor.
 
     Parameters
     ----------
@@ -147,7 +150,7 @@ def move(tensors: Mapping[str, Tensor], before: Placement, after: Placement, gro
     Raises
     ------
     InvalidArgument
-        A placement or a tensor of this rank is not as above. The other ranks raise `GroupError`, which names it.
+        A placement or a tensor of this rank is not as above. The other ranks raise `GroupError`, which names this rank.
     GroupError
         The ranks disagree on placements, names, shapes or types. Nothing is sent then.
     """
@@ -225,7 +228,7 @@ def as_placed(placement: Any) -> Placed:
     """`placement`, any iterable of integers or of iterables of integers, as it is stored. Raises `InvalidArgument`."""
     try:
         entries = tuple(_entry(each) for each in itertools.islice(placement, MAX_EXPERTS + 1))
-    except Exception:  # whatever a foreign type's __iter__ or __index__ raises
+    except Exception:  # another type's __iter__ or __index__ may raise anything
         raise InvalidArgument(
             f"placement: expected rank numbers, one or more for each expert, got {placement!r}"
         ) from None
@@ -249,7 +252,7 @@ def checked(placement: Placement | None, experts: int, ranks: int) -> Placed:
     if placement is None:
         if (
             experts > MAX_EXPERTS
-        ):  # the size of a tensor: any number, if the tensor is empty in another dimension or its shape lies
+        ):  # `experts` may be a size of a tensor, and is any number if the tensor is empty or its shape is a lie
             raise InvalidArgument(f"experts: expected at most {MAX_EXPERTS}, got {experts}")
         return contiguous(experts, ranks)
     placed = as_placed(placement)
@@ -286,10 +289,10 @@ def _checked_load(load: Any) -> np.ndarray:
 
 
 def _copies_of(loads: np.ndarray, ranks: int, copies: int) -> list[int]:
-    """How many ranks are to hold each expert. The expert whose busiest holder has most to do gets more holders, as many
-    as it takes for that holder to have less."""
+    """How many ranks are to hold each expert. Again and again, the expert with the busiest holder gets more holders: as
+    many as it takes to give that holder less to do. This ends when there are too few copies left."""
     counts = [1] * len(loads)
-    served = [ranks] * len(loads)  # the ranks that the busiest holder of each expert serves
+    served = [ranks] * len(loads)  # for each expert, how many ranks its busiest holder serves
     left = copies
     while True:
         steps = [-(-ranks // (most - 1)) - n if most > 1 else left + 1 for n, most in zip(counts, served, strict=True)]
@@ -303,8 +306,8 @@ def _copies_of(loads: np.ndarray, ranks: int, copies: int) -> list[int]:
 
 
 def _exchange(expert: np.ndarray, weight: np.ndarray, rank: np.ndarray, ranks: int) -> None:
-    """Exchanges parts between two ranks, in `rank`, as long as that makes the ranks' loads more even. No rank gets two
-    parts of one expert."""
+    """Exchanges two parts that are on different ranks, in `rank`, as long as that makes the ranks' loads more even. No
+    rank gets two parts of one expert."""
     held = np.zeros((expert.max() + 1, ranks), bool)
     held[expert, rank] = True
     difference = weight[:, None] - weight

@@ -42,7 +42,7 @@ __all__ = [
 LARGEST = np.float32(448.0)
 """The largest number of e4m3."""
 _LEAST_SCALE = np.float32(2.0**-126)
-"""The scale of zeros: the smallest normal number."""
+"""The smallest scale, that of a block of zeros: the smallest normal number of float32."""
 _SCALES = ("block", "row", "tensor")
 _LARGEST_EXPONENT = 2
 """The exponent of e2m1's largest numbers; the largest is 1.5 2^2."""
@@ -117,10 +117,10 @@ def quantize_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Matrices [..., n] in MXFP4; n is a multiple of 32. Returns e2m1 [..., n / 32, 16] uint8, two to a byte with the
     first in the low bits, and for each 32 elements of a row a scale 2^(e - 127), given as e [..., n / 32] uint8.
 
-    This follows the OCP Microscaling Formats. e - 127 is the exponent of the block's largest magnitude less 2, which is
-    the exponent of e2m1's largest numbers; it is at least -127, also for zeros. An element is the number / scale,
-    rounded to nearest, ties to even; beyond 6 it is 6. So numbers between 7 and 8 scales are off by up to a quarter,
-    others by half a step.
+    This follows the OCP Microscaling Formats. e - 127 is the exponent of the block's largest magnitude minus 2, because
+    2 is the exponent of e2m1's largest numbers; it is at least -127, also for zeros. An element is the number / scale,
+    rounded to nearest, ties to even; beyond 6 it is 6. So numbers of 7 to 8 times the scale are off by up to a quarter
+    of their value, and other numbers by at most half a step of e2m1.
 
     Raises `InvalidArgument` for another n, and for numbers that are not finite.
     """
@@ -132,7 +132,7 @@ def quantize_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     blocks = matrices.reshape(*matrices.shape[:-1], -1, columns)
     largest = np.abs(blocks).max(axis=-1, initial=0.0)
     _check_finite(largest)
-    _, exponent = np.frexp(largest)  # for fractions in [0.5, 1)
+    _, exponent = np.frexp(largest)  # frexp's fractions are in [0.5, 1), so its exponent is larger by 1
     scale = np.where(largest > 0.0, np.maximum(exponent - 1 - _LARGEST_EXPONENT, -_SCALE_BIAS), -_SCALE_BIAS)
     codes = np.ldexp(blocks, -scale[..., None]).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     return codes[..., 0::2] | codes[..., 1::2] << 4, (scale + _SCALE_BIAS).astype(np.uint8)
@@ -156,8 +156,8 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 def quantize_layer(layer: MoELayer, scales: str = "block", dtype: Any = FP8) -> MoELayer:
     """The layer with its experts' matrices, and the shared expert's, in FP8 or in ``"mxfp4"``. In a layer in slices, a
-    row or a matrix that shares a scale is a slice's, not the whole expert's. In MXFP4 transposed matrices are turned,
-    as those of gpt-oss are, because blocks lie along the dimension that a product sums over.
+    row or a matrix that shares a scale is a slice's, not the whole expert's. In MXFP4, the matrices of a transposed
+    layer, such as gpt-oss's, are transposed back, because blocks lie along the dimension that a product sums over.
 
     Raises `InvalidArgument` for a layer that is already quantised, and for slices that cut blocks. In FP8 it also
     raises this for transposed matrices; in MXFP4 for scales other than those of blocks, and for an H or I that is not a
@@ -248,7 +248,7 @@ def _numbers(name: str, given: Any, axes: int, dtype: Any = np.float32) -> np.nd
         if array.dtype.kind == "c":
             raise TypeError(f"they are of {array.dtype}")
         numbers = array.astype(dtype, copy=False)
-    except Exception as error:  # whatever a foreign type raises
+    except Exception as error:  # another type may raise anything
         raise InvalidArgument(f"{name}: expected an array of numbers, got {type(given).__name__}: {error}") from None
     if array.ndim < axes or 0 in array.shape[-axes:]:
         expected = f"[..., {', '.join(symbols)}], at least 1 of each"
@@ -304,7 +304,7 @@ class _InFP8:
 
     @property
     def tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Of each tensor that is stored: its name, its type as a file names it, and its shape."""
+        """For each tensor that is stored: its name, its type as a file names it, and its shape."""
         scales = scale_shape(ENCODINGS[FP8], "block", self.of.shape, self._halves)
         return [(self.of.name, "F8_E4M3", self.of.shape), (f"{self.of.name}_scale_inv", "F32", scales)]
 

@@ -12,7 +12,7 @@ from .spec import LayerSpec
 from .trace import Event
 
 TASK_KINDS = ("gate", "gemm0", "gemm1", "reduce", "combine")
-"""The kinds of task, in the order in which a token meets them."""
+"""The kinds of task that a report counts, in the order in which they work on a token."""
 
 _ENTRY_BYTES = 12
 _SIGNAL_BYTES = 8
@@ -23,29 +23,28 @@ class CallReport:
     """One rank's account of one call. T is the number of its tokens, K the number of experts per token."""
 
     tokens: int
-    """T."""
+    """T, the number of this rank's tokens."""
     return_mode: str
-    """``direct`` or ``reduced``: what was used, never ``auto``."""
+    """``direct`` or ``reduced``: the mode that the call has used, never ``auto``."""
     topk_ids: np.ndarray
-    """int32 [T, K]: the experts chosen; -1 where there is none, because a capacity factor dropped the pair, none was
-    given, or the row is a bad one."""
+    """int32 [T, K]: the experts chosen; -1 where there is none, because a capacity factor dropped the pair, the given
+    routing names no expert, or the row is a bad one."""
     topk_weights: np.ndarray
-    """float32 [T, K]: the weight of each chosen expert, also of a dropped pair; else 0."""
+    """float32 [T, K]: the weight of each chosen expert, also of a dropped pair; 0 where no expert was chosen."""
     dropped: int
     """(token, k) pairs dropped by the capacity factor."""
     bad_rows: int
-    """Tokens without experts, because no choice can be made: one of their router logits is NaN or +inf, or all are
-    -inf. Their rows of y are NaN."""
+    """Tokens without experts, because no choice can be made (a router logit, or a number of `choice_bias`, is NaN or
+    +inf, or all logits are -inf), or because their given ids are wrong. Their rows of y are NaN."""
     tasks: dict[str, int]
     """Tasks that this rank executed, by kind (see `TASK_KINDS`). ``reduce`` and ``combine`` count the pieces of return
-    groups that processors took between other tasks. Where rows are joined as they come (a rank alone, ``direct``, K at
-    most 2, no capacity factor), ``combine`` counts token blocks instead. On a GPU the numbers are those that the
-    routing makes, whatever ran: ``reduce`` is always 0, since its pieces are not counted, and ``combine`` counts token
-    blocks. Calls of few tokens on one GPU (at most 256) are counted in the same way, although their kernel has tasks of
-    its own."""
+    groups that processors took between other tasks. In joined calls (a rank alone, ``direct``, K at most 2, no capacity
+    factor), ``combine`` counts token blocks instead. On a GPU all numbers are computed from the routing, not counted by
+    the kernel: ``reduce`` is always 0, and ``combine`` counts token blocks. Calls of the kernel for a few tokens have
+    the numbers that the general kernel would have, although their kernel has tasks of its own."""
     tiles: int
-    """Tiles that this rank formed: groups of rows that one expert computes together. On a GPU: as many as the routing
-    makes, also for calls of few tokens on one GPU (at most 256), whose kernel forms no tiles."""
+    """Tiles that this rank formed: groups of rows that one expert computes together. On a GPU, computed from the
+    routing, also for calls of the kernel for a few tokens, which forms no tiles."""
     tile_rows: int
     """Real rows in those tiles, padding not counted."""
     rows_sent: int
@@ -54,11 +53,12 @@ class CallReport:
     return_rows_sent: int
     """Result rows sent home to other ranks."""
     bytes_sent: int
-    """Bytes sent to other ranks: both kinds of row, their metadata and signals."""
+    """Bytes sent to other ranks: token rows, result rows, their metadata and signals."""
     padded_rows: int
-    """Rows, both ways together, that an all-to-all padded to a common capacity would send to other ranks."""
+    """Rows that an all-to-all would send to other ranks if it padded all experts to the same number of rows: token rows
+    and result rows together."""
     padded_bytes: int
-    """Bytes of those rows."""
+    """Bytes of the `padded_rows`."""
     phase_ns: dict[str, int]
     """Nanoseconds summed over the processors: by kind of task, and ``idle``. GPU: empty unless the call was traced."""
     wall_ns: int
@@ -88,28 +88,28 @@ class CallReport:
 
 @dataclass(frozen=True, eq=False)
 class GroupReport:
-    """The reports of one call from all ranks of a group, added up."""
+    """The reports of all ranks of a group on one call, added up."""
 
     tokens: int
     """Tokens of all ranks."""
     pairs: int
-    """(token, k) pairs computed: dropped ones are not counted."""
+    """(token, k) pairs computed, dropped pairs not counted."""
     dropped: int
     """(token, k) pairs dropped."""
     bad_rows: int
-    """Tokens for which no choice could be made."""
+    """Tokens whose rows are bad; see `CallReport.bad_rows`."""
     expert_load: np.ndarray
     """int64 [E]: (token, k) pairs that each expert computed."""
     rows_sent: int
-    """Rows that crossed between ranks, both ways."""
+    """Token rows and result rows that went to other ranks."""
     padded_rows: int
-    """Rows that a padded all-to-all would send, both ways."""
+    """Token rows and result rows that a padded all-to-all would send to other ranks."""
     bytes_sent: int
-    """Bytes that crossed between ranks."""
+    """Bytes that ranks sent to other ranks."""
     padded_bytes: int
     """Bytes that a padded all-to-all would send."""
     wall_ns: int
-    """Nanoseconds of the slowest rank."""
+    """Nanoseconds that the call took on the slowest rank."""
     idle_share: float
     """The share of all processors' time in which processors had no task, 0 to 1."""
 
@@ -127,8 +127,8 @@ class GroupReport:
 def expert_load(topk_ids: Sequence[np.ndarray], experts: int) -> np.ndarray:
     """Count the (token, k) pairs of every expert.
 
-    `topk_ids`: one int array [T_p, K] per rank. Numbers that name no expert, such as the -1 of a dropped pair, are not
-    counted. Returns int64 [experts].
+    `topk_ids`: for each rank an int array [T, K] with the rank's own T. Numbers that name no expert, such as the -1 of
+    a dropped pair, are not counted. Returns int64 [experts].
     """
     load = np.zeros(experts, np.int64)
     for ids in topk_ids:
@@ -152,11 +152,11 @@ def traffic(
     pairs: int,
     packets: int,
 ) -> dict[str, int]:
-    """The fields of a rank's `CallReport` about what crosses to other ranks.
+    """The fields of a rank's `CallReport` about what the rank sends to other ranks.
 
-    `ids`: the rank's routing, int [T, K]. `owners`: for each expert, the rank to which this rank sends its tokens. The
-    other arguments say what this rank sent: `rows` of tokens, `returned` rows of results, the entries of `pairs`
-    (token, k), and `packets`, each with its signal.
+    `ids`: the rank's routing, int [T, K]. `owners`: for each expert, the rank to which this rank sends its tokens for
+    the expert. The other arguments count what this rank sent: `rows` of tokens, `returned` rows of results, `pairs`
+    (token, k) with an entry each, and `packets` with a signal each.
     """
     # An all-to-all pads every expert to the largest number of this rank's tokens that one expert gets, there and back.
     # A capacity-based layer needs this padding in order to drop nothing.

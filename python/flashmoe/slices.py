@@ -34,8 +34,8 @@ def cut(
 ) -> dict[str, Any]:
     """The tensors of experts [E, ...] as tensors of their slices [E slices, ...], by the names of `flashmoe.moe`.
 
-    Tensors are of NumPy or PyTorch, and stored as the options say. The first slice gets the bias of the second product;
-    that of the others is 0. Raises `InvalidArgument` unless `slices` divides I. Where matrices have scales, slices must
+    Tensors are of NumPy or PyTorch, and stored as the options say. Of an expert's slices, the first gets `down_bias`,
+    and the others get zeros. Raises `InvalidArgument` unless `slices` divides I. If matrices have scales, slices must
     also consist of whole blocks: of 128 columns, or of 32 in MXFP4.
     """
     dtype = None if down_scale is None else STORED_AS.get(dtype_name(down_proj))
@@ -77,14 +77,14 @@ def cut_scales(
     down: tuple[int, ...],
     halves: int,
 ) -> dict[str, Any]:
-    """As `cut`, for scales alone. The experts' matrices are in `dtype` and have shapes `first` and `down`; the first
-    matrix consists of `halves` parts."""
+    """As `cut`, for scales alone. An expert's matrices are in `dtype` and have the shapes `first` and `down`; `halves`:
+    see `flashmoe.spec.halves_of`."""
     experts = len(down_scale)
     shapes = {
         "gate_up_proj": ((experts, *first), gate_up_scale.shape),
         "down_proj": ((experts, *down), down_scale.shape),
     }
-    # If the shapes allow several kinds of scales, these kinds are cut alike.
+    # If the scales' shapes fit several kinds, it does not matter which is found: these kinds are cut in the same way.
     kind = common_kind(ENCODINGS[dtype], shapes, halves)
     repeated, of_down = _repeated(gate_up_scale, slices), _repeated(down_scale, slices)
     return {
@@ -94,8 +94,8 @@ def cut_scales(
 
 
 def _columns(slices: int, tensor: Any, axis: int, of: int) -> Any:
-    """`tensor` [E, ...], cut along `axis`, the axis of intermediate columns, which consists of `of` parts, one after
-    the other."""
+    """`tensor` [E, ...] of experts as a tensor [E slices, ...] of their slices, cut along `axis`, the axis of
+    intermediate columns. This axis consists of `of` parts, one after the other; a slice gets its share of each."""
     shape = tuple(tensor.shape)
     apart = tensor.reshape(*shape[:axis], of, slices, shape[axis] // (of * slices), *shape[axis + 1 :])
     in_front = _moved(apart, axis + 1)
@@ -108,6 +108,6 @@ def _repeated(tensor: Any, times: int) -> Any:
 
 
 def _moved(tensor: Any, axis: int) -> Any:
-    """`tensor` with this axis moved behind the first."""
+    """`tensor` with `axis` moved behind the first axis."""
     order = [0, axis, *(each for each in range(1, tensor.ndim) if each != axis)]
     return tensor.permute(order) if hasattr(tensor, "permute") else tensor.transpose(order)

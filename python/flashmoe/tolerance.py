@@ -10,12 +10,12 @@ them:
 
 A shared expert is one further choice of every token: one row, rounded once, whose dot products are over all of its
 width Is. The GPU's kernel for few tokens has one choice for each of the Is / I slices instead: as many rows, each
-rounded. Neither bound contains the other. If slices cancel, the rounded rows err by more than their sum would. If n
-slices have one sign, there are n roundings of a share of 1/n, whose variance is 1/n of the whole row's. So it depends
-on what computed the call which bound is right.
+rounded. Neither of these two ways always has the larger error. If the rows of slices cancel one another, rounding each
+row errs by more than rounding their sum. If the rows of n slices are equal, each rounding is of a share of 1/n, and all
+n together have 1/n of the variance of rounding the whole row. So the bound depends on which kernel computed the call.
 
 **One rounding.** Round-to-nearest errs by a value uniform on +-ulp/2: variance ulp^2 / 12. Relative to the squared
-value that is at most u^2 / 3, whatever the mantissa.
+value, this is at most u^2 / 3, whatever the mantissa.
 
 **One float32 dot product** of n products p_j adds them to a running sum s_j and rounds n times: its variance is u32^2 /
 3 times the sum of the s_j^2. Averaged over the orders in which the products may come,
@@ -23,24 +23,24 @@ value that is at most u^2 / 3, whatever the mantissa.
     sum_j E[s_j^2] = (n + 1) (sum p^2 / 6 + (sum p)^2 / 3),
 
 which is n/2 squared results for products of random signs (a random walk, error ~ sqrt(n)) and n/3 for products of one
-sign. Engines that block or vectorise the sum have less.
+sign. Engines that block or vectorise the sum have a smaller variance.
 
 **A call** (`call_error`). Roundings of different elements are independent, so variances add, each carried to the output
-by the square of its derivative. They are computed from the very values of the call. So cancellation in a dot product,
-in an activation or in the sum over experts is part of the result, and so is subnormal float16; no allowance is made for
-them. With v_t the variance of token t's error, v their sum and m the largest,
+by the square of its derivative. The variances are computed from the values of the call itself. So they include what
+cancellation does, in a dot product, in an activation or in the sum over experts, and what subnormal float16 does; there
+is no extra allowance for these. With v_t the variance of token t's error, v their sum and m the largest,
 
     P[ |error|^2 > v + 2 sqrt(s sum v_t^2) + 2 s m ] <= exp(-s)
 
-is the tail bound of Hsu, Kakade and Zhang (2012) for quadratic forms of sub-Gaussian variables (a uniform one is
+is the tail bound of Hsu, Kakade and Zhang (2012) for quadratic forms of sub-Gaussian variables (a uniform variable is
 strictly sub-Gaussian). It assumes nothing about correlation inside a token. With s = 23, one false alarm in 10^10
 checks, the bound is 7.5 rms for one token, 1.5 for 128 equal ones and 1.1 for 2048: tight enough to notice one more
 rounding of the pre-activations to bfloat16.
 
 **FP8** (`docs/fp8.md`). The reference computes with the dequantised weights and with quantised rows, so quantising is
 no error as long as engine and reference quantise alike. They quantise x alike: both start from the same numbers, and
-every step is an operation of IEEE's. For an intermediate row they do not start from the same numbers. So, instead of
-rounding 1:
+every step is an IEEE operation. An intermediate row differs by roundings between the two, before they quantise it. So
+rounding 1 is replaced by three errors:
 
 - The scale of 128 elements is the largest of them / 448. The largest has a variance, so all 128 are off by one factor.
   Their contribution to a result, a part of the dot product, is off by the same factor.
@@ -48,23 +48,25 @@ rounding 1:
   e4m3 lies in this range, engine and reference round p alike. Otherwise they may differ by the step between these two
   numbers, with a probability q of at most exp(-z^2 / 2) / 2 for a midpoint z d away. A deviation of one step with
   probability q is sub-Gaussian about its mean. Its variance is (1 - 2q) / (2 log((1 - q) / q)) squared steps (Kearns
-  and Saul, 1998), to which the mean's q^2 are added. That is rare, since p is known to some 1e-6 and steps are 6 to 12
-  % of it. If two midpoints lie in the range, the deviation is taken to be d plus the larger step there: both roundings
-  err by half a step at most.
+  and Saul, 1998), to which the mean's q^2 are added. A midpoint seldom lies in the range, since p is known to some
+  1e-6 of its value, and steps are 6 to 12 % of it. If two midpoints lie in the range, the deviation is taken to be d
+  plus the larger step there, since both roundings err by half a step at most.
 - A dot product of 128 elements is multiplied by two scales before it is added: two more roundings of float32.
 
 The error of quantising itself is not in the bound: it is a property of the format, and the same in the reference.
 
 **MXFP4** (`docs/mxfp4.md`). The numbers that its elements stand for have at most two bits of mantissa, so the engine
-has them exactly; rows are not quantised. So the bound is that of the dequantised weights, without what FP8 adds.
+represents them exactly; rows are not quantised. So the bound is the one for the dequantised weights, without what FP8
+adds.
 
 **FP8 on tensor cores** (`tensor_cores`). Hopper's tensor cores add up products of e4m3 in steps of 32 products, each
 step together with the sum so far. All 33 terms are aligned to the largest of them and truncated, towards zero, at 13
 bits behind its leading one (DeepSeek-V3, section 3.3.2; SageAttention2, section 3.2). With G the largest, a term loses
-at most g = 2^-13 G, in the mean g / 2, with a variance of g^2 / 12. So a step has a variance of 33 g^2 / 12. Its mean
-is g / 2 for each positive term in excess of the negative ones. G is the sum so far or the largest product, which is at
-most (sum p^4)^(1/4). That is a relative error of some 5e-4 of a product's norm. With this error about one in a hundred
-elements of an intermediate row is rounded to the other side in e4m3; the text on FP8 above says what follows from that.
+at most g = 2^-13 G, in the mean g / 2, with a variance of g^2 / 12. So the error of a step has a variance of
+33 g^2 / 12. Its mean is g / 2 times the number of positive terms less that of negative ones. G is the sum so far or the
+largest product, which is at most (sum p^4)^(1/4). Together this is a relative error of some 5e-4 of a product's norm.
+With this error, about one in a hundred elements of an intermediate row is rounded to another number of e4m3 than in the
+reference; the text on FP8 above says what follows from that.
 
 **Domain.** Nothing may overflow; for float16 the limit is 65504, for the activated intermediate too. Values below the
 smallest normal number are in the domain of float16 (their ulp is fixed), but not of bfloat16 and float32, where engines
@@ -96,8 +98,8 @@ from .spec import GATED, PLAIN, LayerOptions, Options, halves_of
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
 _VARIANCE32 = UNIT_ROUNDOFF["float32"] ** 2 / 3.0  # of one float32 rounding, relative to the squared value
-_FUNCTION_ROUNDINGS = 4.0  # how many float32 roundings exp or erf, and what is computed around it, are worth
-_STEP, _TRUNCATED = 32, 2.0**-13  # Hopper's tensor cores: products of e4m3 in a step, precision beside the largest
+_FUNCTION_ROUNDINGS = 4.0  # the error of exp or erf, and of what is computed around it, in float32 roundings
+_STEP, _TRUNCATED = 32, 2.0**-13  # Hopper's tensor cores: products of e4m3 in a step; a term's error / the largest term
 _TAIL = 23.0  # exp(-23) = 1e-10
 
 
@@ -152,8 +154,8 @@ def call_error(
     a dropped pair). `weight_variance` [T, K] is the variance of weights that the engine computes (`router_error`).
     `placement` maps each expert to the rank that computes it for these tokens. `rank` is the call's own rank, which
     computes the shared expert: as one choice or, with `shared_in_slices`, as one choice for each of its slices, like
-    the GPU's kernel for few tokens. `tensor_cores`: Hopper's tensor cores add up products in FP8. `options`:
-    those that say what experts compute count.
+    the GPU's kernel for few tokens. `tensor_cores`: whether Hopper's tensor cores add up products in FP8. Of `options`,
+    only those count that say what experts compute.
     """
     how = Options(**options)
     dtype = "bfloat16" if x_scale is not None else x.dtype.name
@@ -174,10 +176,10 @@ def call_error(
     biases = [None if bias is None else np.asarray(bias, np.float64) for bias in (gate_up_bias, down_bias)]
     weight_variance = np.broadcast_to(weight_variance, topk_ids.shape)
     matrices = [*zip(gate_up_proj, down_proj, strict=True)]
-    if shared_down is not None:  # which every token chooses, too
+    if shared_down is not None:  # the shared expert is a further choice of every token
         up, down = (np.asarray(each, np.float64) for each in (shared_gate_up, shared_down))
         up, down = (up.T, down.T) if how.transposed else (up, down)
-        apart = shared_in_slices or (quantised and down_proj.shape[2] % BLOCK)  # the slices' blocks begin anew
+        apart = shared_in_slices or (quantised and down_proj.shape[2] % BLOCK)  # scales' blocks end with each slice
         width = down_proj.shape[2] if apart else down.shape[1]
         shared = [*zip(*_slices(up, down, width, how), strict=True)]
         further = len(matrices) + np.arange(len(shared))
@@ -226,13 +228,13 @@ def router_error(
     weights.
 
     The slack is 8 standard deviations of the difference between the token's two least certain values of
-    `reference.choice_values`. The relative error of a weight is the error of its score less the error of the sum that
-    divides it. With a softmax every score is divided by such a sum, so the error of its exponential takes the place of
-    the score's. `further` [T] is an additional error that a logit may have; it counts for the choice.
+    `reference.choice_values`. The relative error of a weight is that of its score minus that of the sum that divides
+    the score. With a softmax, every score is divided by such a sum, so the error of the score's exponential takes the
+    place of the error of the score. `further` [T] is an additional error that a logit may have; it widens the slack.
 
-    With `round_logits`, a logit that is rounded to x's type has no error, unless its value before may have been on
-    either side of the boundary between two numbers of that type. Then it may be off by the distance of these two
-    numbers, which is its deviation here.
+    With `round_logits`, a logit that is rounded to x's type has no error, unless its value before the rounding may have
+    been on either side of the boundary between two numbers of that type. Then it may be off by the distance of these
+    two numbers, which is taken as its standard deviation.
     """
     rule, bias = Options(**options), 0.0 if router_bias is None else np.asarray(router_bias, np.float64)
     logits, variance = _linear(np.asarray(x, np.float64), 0.0, np.asarray(router, np.float64), bias)
@@ -254,7 +256,7 @@ def router_error(
         of_choice = (relative + of_sum) * g**2
         if choice_bias is not None:
             of_choice = of_choice + _VARIANCE32 * (g + np.asarray(choice_bias, np.float64)) ** 2
-    # Two rounded logits are off by one distance each, and by no more.
+    # Each of two rounded logits is off by at most one distance, so their difference is off by at most two.
     deviations = 2.0 if rounded and of_choice is variance else 8.0 * math.sqrt(2.0)
     slack = deviations * np.sqrt(of_choice.max(axis=1, initial=0.0)) + 2.0 * further
 
@@ -268,7 +270,7 @@ def router_error(
     shares = shares / np.maximum(shares.sum(axis=1, keepdims=True), 1e-300)
     of_weight = np.take_along_axis(relative * (1.0 - 2.0 * shares), topk_ids, axis=1)
     of_weight += (relative * shares**2).sum(axis=1, keepdims=True)
-    of_weight += _VARIANCE32 * (3.0 + shares.shape[1] / 3.0)  # the sum itself, up to two quotients, a product
+    of_weight += _VARIANCE32 * (3.0 + shares.shape[1] / 3.0)  # of the sum itself, up to two quotients, a product
     return slack, topk_weights**2 * of_weight + _SMALLEST_NORMAL["float32"] ** 2
 
 
@@ -280,8 +282,8 @@ class _Products(NamedTuple):
     tensor_cores: bool
 
     def further(self, x: np.ndarray, of_scale: np.ndarray | float, matrix: np.ndarray) -> np.ndarray | float:
-        """The variance of ``matrix @ x[t]`` besides that of a float32 sum. `of_scale`: the relative variance of x's
-        scales."""
+        """The variance of ``matrix @ x[t]`` that is added to that of a sum in float32. `of_scale`: the relative
+        variance of x's scales."""
         if not self.quantised:
             return 0.0
         of_scales = _promoted(x, of_scale + 2.0 * _VARIANCE32, matrix)
@@ -334,8 +336,8 @@ def _gate(x: np.ndarray, gate: np.ndarray | None) -> tuple[np.ndarray, np.ndarra
 def _summed(
     partial_sums: np.ndarray, squares: np.ndarray, owners: np.ndarray, dtype: str, return_mode: str
 ) -> np.ndarray:
-    """Variance [T, H] of summing up the tokens' rows. `partial_sums`: the rows' sums by rank. `squares`: the sum of
-    their squares. `owners` [T, K]: the ranks of the rows, -1 for none."""
+    """Variance [T, H] of summing up the tokens' rows. `partial_sums`: the sums of each rank's rows. `squares`: the sum
+    of the rows' squares. `owners` [T, K]: the rank of each row, -1 where there is no row."""
     y = partial_sums.sum(axis=0)
     rows_by_rank = np.stack([(owners == rank).sum(axis=1) for rank in range(len(partial_sums))])
     several = rows_by_rank.sum(axis=0) > 1
@@ -351,8 +353,8 @@ def _summed(
 def _chosen_besides(
     routed: tuple[np.ndarray, np.ndarray, np.ndarray], further: np.ndarray, weight: np.ndarray, variance: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Choices [T, K], their weights and the variances of these weights, with further columns for the choices `further`
-    [n], which every token makes with one weight [T, 1]."""
+    """`routed` (choices [T, K], their weights and the variances of these weights), with n more columns: every token
+    also makes the choices `further` [n], all with the same `weight` and `variance`, both [T, 1]."""
     added = [np.broadcast_to(each, (len(weight), len(further))) for each in (further, weight, variance)]
     return tuple(map(np.hstack, zip(routed, added, strict=True)))
 
@@ -386,7 +388,7 @@ def _promoted(x: np.ndarray, relative: np.ndarray | float, matrix: np.ndarray) -
 
 
 def _truncated(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-    """The variance of ``matrix @ x[t]`` of e4m3 on tensor cores, as the module's text derives it."""
+    """The variance that tensor cores add to ``matrix @ x[t]`` of e4m3 by truncating, as the module's text derives."""
     variance, mean = np.zeros((len(x), len(matrix))), np.zeros((len(x), len(matrix)))
     for first in range(0, x.shape[1], _STEP):
         if first % BLOCK == 0:
@@ -428,7 +430,7 @@ def _scaled_linear(
     x: np.ndarray, weight: np.ndarray, of_weight: np.ndarray, matrix: np.ndarray, bias: np.ndarray | float
 ) -> tuple[np.ndarray, np.ndarray]:
     """``matrix @ (weight x[t]) + bias`` in float32, for weights of the given variance: values and their variances."""
-    scaled = weight * x  # rounded once; or else the sum of its products is
+    scaled = weight * x  # an engine rounds this, or else the sum of the products; the variances of both are added
     values, variance = _linear(scaled, _VARIANCE32 * scaled**2, matrix, bias)
     return values, variance + of_weight * (x @ matrix.T) ** 2 + _VARIANCE32 * (values - bias) ** 2
 
@@ -436,8 +438,8 @@ def _scaled_linear(
 def _activated(
     z: np.ndarray, variance: np.ndarray, how: Options, roundings: float = _FUNCTION_ROUNDINGS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``act(z)`` in float32, for z of the given variance: values and their variances. `roundings`: how many roundings
-    of float32 a function is worth."""
+    """``act(z)`` in float32, for z of the given variance: values and their variances. `roundings`: the error of a
+    function such as exp, counted in roundings of float32."""
     activation = how.activation
     if activation in GATED:
         if how.interleaved:
@@ -468,7 +470,7 @@ def _activated(
 
 
 def _of_sigmoid(z: np.ndarray, activation: str) -> tuple[np.ndarray, np.ndarray]:
-    """The argument y of the sigmoid that silu and gelu_tanh multiply z by, and its derivative."""
+    """The argument y of the sigmoid by which silu and gelu_tanh multiply z, and the derivative of y."""
     if activation != "gelu_tanh":
         return z, np.ones_like(z)
     factor = math.sqrt(8.0 / math.pi)

@@ -1,9 +1,9 @@
 """What every actor did when, as a Chrome trace (for Perfetto) and as a picture; docs/tracing.md.
 
-`flashmoe.Context.trace` returns a `CallTrace` for each call, `write_traces` writes those of all ranks. The functions
-below it take `events_by_rank`: the list of each rank's `Event`s, rank 0 first. An actor is ``os`` (scheduler and
-subscriber) or ``processor N``: a thread of the CPU engine or a thread block of a GPU. Times of all ranks must
-come from one clock; they are shown from the earliest event on.
+`flashmoe.Context.trace` returns a `CallTrace` for each call, and `write_traces` writes the traces of all ranks.
+`write_perfetto` and `write_timeline` take `events_by_rank`: a list of each rank's `Event`s, rank 0 first. An actor is
+``os`` (scheduler and subscriber) or ``processor N``: a thread of the CPU engine or a thread block of a GPU. Times of
+all ranks must come from one clock; they are shown from the earliest event on.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class Event(NamedTuple):
     """``gate``, ``dispatch``, ``gemm0``, ``gemm1``, ``reduce``, ``combine`` or ``wait``; in a backward pass also
     ``gradients`` (products over rows); for the OS actor ``schedule``. On a GPU also ``rehearse`` (a task without rows)
     and ``form`` (until all packets have become tiles); within products ``epilogue`` (from accumulators to memory);
-    around others ``send`` (rows to other ranks) and ``return`` (what follows a warp's role: sums, and waits for what
-    they need)."""
+    around other spans ``send`` (rows to other ranks) and ``return`` (what a warp does after its role: sums, and waits
+    for the rows that they need)."""
     start_ns: int
-    """Nanoseconds of CLOCK_MONOTONIC, which the processes of one machine share; on a GPU, of its global timer."""
+    """Nanoseconds of CLOCK_MONOTONIC, which the processes of one machine share; on a GPU, of the GPU's global timer."""
     end_ns: int
     """Nanoseconds, not before `start_ns`."""
     index: int
     """The tile, or the token block, that the task works on. On a GPU, where warps reduce and combine in pieces: the
     piece."""
     column: int
-    """The block of columns; 0 where the kind has none. ``reduce`` on a GPU: 256 x source rank + group of columns."""
+    """The block of columns; 0 for kinds without one. For ``reduce`` on a GPU: 256 x source rank + return group."""
     warp: int = 0
-    """On a GPU, the warp of the thread block. The first warp is one of the consumers; the account of its multiprocessor
-    is an account of this warp's time."""
+    """On a GPU, the warp's number in its thread block. Warp 0 is one of the consumers; `flashmoe.account` takes its
+    time for that of the processor."""
     expert: int = -1
-    """For a product: the expert; E means the shared expert. -1 where there is none."""
+    """For a product, its expert; E means the shared expert. -1 for an event without an expert."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class CallTrace:
     engine: str = "cpu"
     """``cpu`` or ``cuda``."""
     left_out: dict[int, int] = field(default_factory=dict)
-    """For processors with more events than there is room for: how many events are missing. These are the last ones."""
+    """For each processor that had more events than there was room for: how many are missing, the last ones."""
     offset_ns: int = 0
     """What to add to times to get the machine's CLOCK_MONOTONIC."""
     error_ns: int = 0
-    """How far the sum may be off: half the time that the device's answer took, and what the two clocks drifted apart
-    until a second answer."""
+    """How far a time plus `offset_ns` may be off: half the time that it took to read the device's clock, plus the drift
+    between the two clocks until a second reading."""
 
     @property
     def wall_ns(self) -> int:
@@ -103,8 +103,8 @@ class CallTrace:
         )
 
 
-# Colours by kind: the picture's (hex) and Chrome's (its reserved names). Sending is warm, computing cold,
-# returning green, and waiting pale enough that a busy rank looks full and an idle one empty.
+# For each kind of event, its colour in the picture (hex) and in Chrome (a reserved name). Sending has warm colours,
+# computing cold ones, returning green. Waiting is so pale that a busy rank looks full and an idle one empty.
 _COLOURS = {
     "gate": ("#8c6bb1", "vsync_highlight_color"),
     "dispatch": ("#f28e2b", "thread_state_iowait"),
@@ -123,15 +123,15 @@ _COLOURS = {
 }
 _WITHIN_TASKS = ("epilogue",)
 _AROUND_TASKS = ("wait", "return", "send")
-_OF_OTHER_WARPS = ("form",)  # beside what their processor does, so not in the picture
+_OF_OTHER_WARPS = ("form",)  # at the same time as their processor's other spans, so not in the picture
 _OTHER_COLOUR = ("#d4508b", "bad")
 
 
 def write_traces(path: str | Path, traces_by_rank: Sequence[Sequence[CallTrace]], about: Mapping[str, Any]) -> None:
     """Write what `Context.trace` returned on each rank, rank 0 first, by `write_perfetto`, on the machine's clock.
 
-    `about` becomes the file's ``otherData``. Each rank's ``clock_error_us`` is added to it: how far its spans may be
-    off against the host's clock. Between spans of two ranks both errors add up.
+    `about` becomes the file's ``otherData``, to which ``clock_error_us`` is added: for each rank, by how many
+    microseconds its spans may be off from the host's clock. Between spans of two ranks, the two errors add up.
     """
     events = [[event for trace in traces for event in trace.on_host_clock().events] for traces in traces_by_rank]
     errors = [max((trace.error_ns for trace in traces), default=0) / 1000 for traces in traces_by_rank]
@@ -176,7 +176,7 @@ def write_perfetto(
 
 
 def write_timeline(path: str | Path, events_by_rank: Sequence[Sequence[Event]], title: str = "") -> None:
-    """Draw a PNG: one panel per rank, one row per actor, time to the right, colour by kind of task.
+    """Draw a PNG: one panel per rank, one row per actor, time to the right, colour by kind of event.
 
     Readable from a handful of rows to a few hundred: rows shrink, and only as many are labelled as fit. Raises
     `FlashMoEError` if matplotlib is not installed.
@@ -218,7 +218,8 @@ def write_timeline(path: str | Path, events_by_rank: Sequence[Sequence[Event]], 
 def _draw_rank(
     axes: Any, events: Sequence[Event], names: Sequence[str], origin: int, unit_ns: int, row_inches: float
 ) -> None:
-    """Fill one panel: a rectangle per event, one collection per kind, so that 100,000 events stay quick."""
+    """Fill one panel: a rectangle per event. Matplotlib draws all events of a kind as one collection, because it would
+    be slow with 100,000 single rectangles."""
     from matplotlib.collections import PolyCollection
 
     rows = {actor: row for row, actor in enumerate(names)}
@@ -230,8 +231,8 @@ def _draw_rank(
         top, bottom = rows[event.actor] - 0.42, rows[event.actor] + 0.42
         corners = [(left, top), (right, top), (right, bottom), (left, bottom)]
         rectangles.setdefault(event.kind, []).append(corners)
-    # Waits are drawn first, so that a task within a wait covers it, and what lies within tasks is drawn last. Edges of
-    # the fill's colour keep a short task visible.
+    # Spans around tasks, such as waits, are drawn first, so that a task within one covers it. Spans within tasks are
+    # drawn last. Edges in the colour of the fill keep a short task visible.
     for kind in sorted(rectangles, key=lambda kind: (kind in _WITHIN_TASKS) - (kind in _AROUND_TASKS)):
         colour = _colour(kind)[0]
         edges = "none" if kind in _AROUND_TASKS else colour
@@ -249,7 +250,7 @@ def _draw_rank(
 
 
 def _span(events_by_rank: Sequence[Sequence[Event]]) -> tuple[int, int]:
-    """Start of the first event and end of the last, nanoseconds."""
+    """The earliest start and the latest end of all events, in nanoseconds."""
     events = [event for rank in events_by_rank for event in rank]
     if not events:
         raise InvalidArgument("events_by_rank: expected at least one event; was the call traced?")
@@ -257,12 +258,12 @@ def _span(events_by_rank: Sequence[Sequence[Event]]) -> tuple[int, int]:
 
 
 def _actors(events: Sequence[Event]) -> list[str]:
-    """The actors, ``os`` first, processors by number (2 before 10)."""
+    """The names of the actors, ``os`` first, then processors by number (2 before 10)."""
     return sorted({event.actor for event in events}, key=_order)
 
 
 def _rows(events: Sequence[Event]) -> list[tuple[str, int]]:
-    """The actors and their warps, in the order of `_actors`."""
+    """All pairs (actor, warp), in the order of `_actors` and then by warp."""
     return sorted({_row(event) for event in events}, key=lambda row: (_order(row[0]), row[1]))
 
 
@@ -276,12 +277,12 @@ def _order(actor: str) -> tuple[bool, list[tuple[int, str]]]:
 
 
 def _time_unit(span_ns: int) -> tuple[str, int]:
-    """The unit that keeps the axis below a few thousand: (name, nanoseconds)."""
+    """The unit of time that keeps the axis's numbers below a few thousand: its name, and its nanoseconds."""
     return ("µs", 1_000) if span_ns < 5_000_000 else ("ms", 1_000_000)
 
 
 def _colour(kind: str) -> tuple[str, str]:
-    """(hex, Chrome's name) of a kind of task."""
+    """The colours of a kind of event: hex, and Chrome's name."""
     return _COLOURS.get(kind, _OTHER_COLOUR)
 
 

@@ -1,8 +1,8 @@
 """What this distribution has outside of the folder ``flashmoe``: its name, and in `command` the entry of the command.
 
 Two other distributions of PyPI install files into a folder ``flashmoe`` as well: ``flashmoe-py``, which is by the
-authors of the paper on FlashDMoE, and a sample package named ``flashmoe``. pip lays the files of one over those of the
-other without a word. This module is in no such folder, so it is still ours, and says what has happened.
+authors of the paper on FlashDMoE, and a sample package named ``flashmoe``. pip overwrites the files of one with those
+of another without a warning. This module lies in another folder, so it is not overwritten, and can report the conflict.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def other_distributions(site: Path) -> list[str]:
             continue
         try:
             files = (site / name / "RECORD").read_text(encoding="utf-8")
-        except OSError:  # it was not installed by pip, or not to the end
+        except OSError:  # pip did not install it, or did not finish
             continue
         if any(line.startswith("flashmoe/") for line in files.splitlines()):
             found.append(distribution.replace("_", "-"))

@@ -1,4 +1,4 @@
-"""The entry of the command ``flashmoe``, which runs where the package itself cannot be imported."""
+"""The entry of the command ``flashmoe``. It also runs if the package ``flashmoe`` itself cannot be imported."""
 
 from __future__ import annotations
 

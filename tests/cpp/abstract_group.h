@@ -1,5 +1,6 @@
-// A group of ranks in one process that runs the whole protocol with an engine that computes nothing: rows are
-// words that name their token and call, and every task checks each word it reads and that it runs once.
+// A group of ranks in one process. It runs the whole protocol with an engine that computes nothing: the words of rows
+// are hashes of the call, the token and the place in the row. Every task checks each word that it reads, and that no
+// task runs twice.
 #pragma once
 
 #include <atomic>
@@ -29,7 +30,8 @@
 
 namespace flashmoe::test {
 
-// Zeroed memory of exactly the size a layout asks for: one byte more is AddressSanitizer's.
+// Zeroed memory of exactly the size that a layout asks for, so that AddressSanitizer reports an access to the byte
+// behind it.
 class Region {
  public:
   explicit Region(uint64_t bytes) : base_(static_cast<uint8_t*>(std::aligned_alloc(256, bytes))) {
@@ -44,7 +46,7 @@ class Region {
   std::unique_ptr<uint8_t, Free> base_;
 };
 
-// Bits that are set once: which columns of something were done.
+// Notes for each of n things which of its columns are done. No column may be done twice.
 class Once {
  public:
   explicit Once(size_t n) : bits_(n) {}
@@ -52,7 +54,7 @@ class Once {
     const uint32_t before = bits_[i].fetch_or(1u << column, std::memory_order_relaxed);
     CHECK((before >> column & 1u) == 0);
   }
-  // Whether exactly columns [0, n) were marked; forgets them.
+  // Whether exactly the columns [0, n) of thing i are marked. Unmarks them.
   bool whole(size_t i, uint32_t n) { return bits_[i].exchange(0, std::memory_order_relaxed) == (1u << n) - 1; }
   size_t size() const { return bits_.size(); }
 
@@ -60,7 +62,7 @@ class Once {
   std::vector<std::atomic<uint32_t>> bits_;
 };
 
-// What is checked on one rank's behalf, by whichever rank does the work.
+// What was done for one rank, whichever rank did it. Checked at the end of each call.
 struct Ledger {
   explicit Ledger(const Limits& l)
       : contributed(uint64_t{l.max_tokens} * l.top_k),
@@ -72,14 +74,14 @@ struct Ledger {
         load(l.experts) {}
   Once contributed;            // [token, k] at the token's home: columns that its expert wrote
   Once reduced;                // [token, rank] at the token's home: return groups that the rank has summed
-  Once combined;               // [token]: return groups
-  Once joined;                 // [token]: columns, of a joined call
-  Once activated;              // [tile]: columns of its intermediate rows
-  Once received;               // [rank, token]: what keepers have copied here
+  Once combined;               // [token]: return groups that are combined
+  Once joined;                 // [token]: columns that are written, in a joined call
+  Once activated;              // [tile]: columns of its intermediate rows that are written
+  Once received;               // [rank, token]: whether a keeper has copied the row here
   std::vector<uint64_t> load;  // [expert]: choices of the rank's tokens, in all calls
 };
 
-// What build_packets works in.
+// The scratch memory of build_packets().
 class PacketMemory {
  public:
   PacketMemory(const Limits& l, uint32_t workers)
@@ -109,7 +111,7 @@ class PacketMemory {
   uint32_t aborted_ = 0, missing_ = 0;
 };
 
-// The engine of one processor. `ledgers` are the ranks'.
+// The engine of one processor. ledgers: one for each rank.
 template <class P>
 class AbstractEngine {
  public:
@@ -118,7 +120,7 @@ class AbstractEngine {
 
   void set_problem(const Problem& x) { x_ = &x; }
 
-  // All workers of the processor's team.
+  // Called by all workers of the processor's team.
   bool dispatch(uint32_t b) {
     const uint32_t thread = P::worker() * P::kLanes + P::lane(), threads = P::workers() * P::kLanes;
     const Problem::OfRank& mine = x_->of[c_.rank];
@@ -138,7 +140,7 @@ class AbstractEngine {
     return true;
   }
 
-  // Lane i names the token of row i.
+  // Sends `rows` rows to rank q. Lane i passes the token of row i.
   void send_rows(uint32_t q, uint32_t token, uint32_t rows) {
     CHECK(q != c_.rank && rows <= P::kLanes);
     if (P::lane() >= rows) return;
@@ -147,7 +149,7 @@ class AbstractEngine {
     for (uint32_t i = 0; i < c_.shape.hidden; ++i) row[i] = x_->row_word(c_.rank, token, i);
   }
 
-  // Of a relay: the row is as p has sent it.
+  // Called by a relay. Checks that each row is as rank p has sent it.
   void pass_rows(uint32_t q, uint32_t p, uint32_t token, uint32_t rows) {
     CHECK(q != c_.rank && p != c_.rank && rows <= P::kLanes);
     if (P::lane() >= rows) return;
@@ -160,7 +162,7 @@ class AbstractEngine {
     }
   }
 
-  // Of a PutSender.
+  // Called by a PutSender.
   void stage_row(uint32_t token) {
     uint64_t* row = words(c_.out_row(token));
     for (uint32_t i = P::lane(); i < c_.shape.hidden; i += P::kLanes) row[i] = x_->row_word(c_.rank, token, i);
@@ -207,7 +209,7 @@ class AbstractEngine {
       if (row % P::kLanes != P::lane()) return;
       check_hidden(tile, row, home, entry);
       if (c_.policy.joined != 0 && c_.shape.top_k == 1)
-        ledgers_[home].joined.mark(entry.token, n);  // the output, at once
+        ledgers_[home].joined.mark(entry.token, n);  // the output itself
       uint64_t* to = words(c_.reduced() ? c_.staged_row(home, entry.token, entry.ordinal)
                                         : c_.return_row(home, entry.token, entry.k));
       for_columns(kReturning, n, n + 1,
@@ -217,9 +219,9 @@ class AbstractEngine {
     P::sync();
   }
 
-  // Of a keeper, all lanes: the row is this call's still, however late it is copied.
+  // Called by all lanes of a keeper. Checks that the row is still that of this call, however late it is copied.
   void copy_received(uint32_t p, uint32_t token) {
-    const bool late = c_.rank == c_.epoch % c_.shape.ranks && token < 2;  // while others are through with the call
+    const bool late = c_.rank == c_.epoch % c_.shape.ranks && token < 2;  // others may be through with the call by then
     if (late) std::this_thread::sleep_for(std::chrono::milliseconds(30));
     CHECK(p != c_.rank && x_->entries(p, token, c_.rank, c_.shape.top_k) != 0);
     const uint64_t* sent = words(c_.dispatched_row(c_.rank, p, token));
@@ -227,7 +229,7 @@ class AbstractEngine {
     if (P::lane() == 0) ledgers_[c_.rank].received.mark(uint64_t{p} * limits_.max_tokens + token, 0);
   }
 
-  // An item is a token's columns of a return group; pieces are small, so that there are many.
+  // An item is the columns of one return group for one token. Pieces are small, so that there are many of them.
   struct Piece {
     enum { kReduce, kMachine, kCombine } of;
     uint32_t source, group, first_token, tokens;
@@ -261,7 +263,8 @@ class AbstractEngine {
   }
 
   static constexpr uint32_t kJoinedAtOnce = min_of(P::kLanes, 6u);
-  // Every lane reads of every row, as a GPU's do. Both rows of the token are here, of this call.
+  // Every lane reads a part of every row, as on a GPU. Checks that both rows of the token are here, and are of this
+  // call.
   void join(uint32_t row, uint32_t count) {
     CHECK(count != 0 && count <= kJoinedAtOnce);
     for (uint32_t i = 0; i < count; ++i) {
@@ -336,7 +339,7 @@ class AbstractEngine {
     }
     return any;
   }
-  // Whether the own token's row goes to rank q.
+  // Whether this rank sends its token's row to rank q.
   bool is_needed(uint32_t token, uint32_t q) const {
     if constexpr (SpansMachines<P>) {
       const Machines& m = *c_.machines;
@@ -351,7 +354,8 @@ class AbstractEngine {
     return is_returned(c_, token, slot);
   }
 
-  // Sums wrap around, hence are exact: a contribution that is missing, doubled or stale shows.
+  // Sums of words wrap around, so they are exact. A contribution that is missing, that is there twice, or that is of
+  // another call makes the sum differ.
   void combine(uint32_t token, uint32_t g) {
     for_columns(kReturning, c_.policy.group_first[g], c_.policy.group_first[g + 1], [&](uint32_t i) {
       uint64_t sum = 0, expected = 0;
@@ -367,15 +371,16 @@ class AbstractEngine {
     ledgers_[c_.rank].combined.mark(token, g);
   }
 
-  // Calls visit(i) for the words of blocks [begin, end) of the columns of product n.
+  // Calls visit(i) for each word i in the blocks [begin, end) of the columns of product n.
   template <class Visit>
   void for_columns(uint32_t n, uint32_t begin, uint32_t end, Visit&& visit) const {
     const uint32_t each = limits_.columns_per_task[n], all = c_.shape.extent(kProgram[n].columns);
     for (uint32_t i = begin * each; i < min_of(end * each, all); ++i) visit(i);
   }
 
-  // Calls visit(row, source, entry) for each row of a tile, whose segments must say the same. Each source's rows are in
-  // the order of its tokens, however its packets arrived.
+  // Calls visit(row, source, entry) for each row of a tile. Checks that the segments of the tile agree with its rows.
+  // Also checks that the rows of each segment are in the order of their tokens, in whatever order packets have
+  // arrived.
   template <class Visit>
   void for_each_row(uint32_t tile, Visit&& visit) const {
     const Tile::Shape t = c_.tile(tile)->shape;
@@ -402,7 +407,7 @@ class AbstractEngine {
 using EngineOfOneLane = AbstractEngine<cpu::CpuPlatform>;
 static_assert(RunsProcessor<EngineOfOneLane> && SumsForMachines<EngineOfOneLane> && StagesRows<EngineOfOneLane> &&
               PassesRows<EngineOfOneLane>);
-// No engine does without spans, nor with pieces of another type.
+// The concepts must refuse an engine without spans, and an engine whose pieces are not all of one type.
 struct WithoutSpans : EngineOfOneLane {
   void begin() = delete;
 };
@@ -411,16 +416,16 @@ struct OtherPieces : EngineOfOneLane {
 };
 static_assert(!SendsRows<WithoutSpans> && !JoinsRows<WithoutSpans> && !SumsRows<OtherPieces>);
 
-// The rank whose actor this thread is.
+// The rank whose actor this thread runs.
 inline thread_local uint32_t this_rank = 0;
 
-// Actors of their own, beside the OS actor and the processors.
+// How many actors a rank has beside the OS actor and the processors.
 struct Helpers {
   uint32_t formers = 0;                 // 0: the OS actor forms the tiles
-  uint32_t senders = 0;                 // where peers are not mapped; else the processors send
-  uint32_t keepers = 0;                 // where passes train among several ranks (kTrainsInGroup)
-  uint32_t relays = 0;                  // where relays are actors of their own (kRelaysApart)
-  std::vector<uint32_t> machines = {};  // of each rank, where they are on several
+  uint32_t senders = 0;                 // only if peers are not mapped; otherwise the processors send
+  uint32_t keepers = 0;                 // only if passes train among several ranks (kTrainsInGroup)
+  uint32_t relays = 0;                  // only if relays are actors of their own (kRelaysApart)
+  std::vector<uint32_t> machines = {};  // the machine of each rank; empty: all ranks are on one machine
 };
 
 // One rank: its workspace and its actors. The heaps are the group's.
@@ -464,11 +469,11 @@ class Rank {
     for (uint32_t i = 0; i < limits.processors; ++i) engines_.emplace_back(call, i, limits_, ledgers);
   }
 
-  SpreadCall call;  // timeout_ns and what a test wants to spoil may be set; the rest follows the problem
+  SpreadCall call;  // a test may set timeout_ns, and spoil other fields; prepare() sets what the problem says
   uint64_t perturbation = 0;
 
-  // Runs the calls on this rank's actors, each checked to its end; stops after one that was aborted. Returns
-  // how many succeeded.
+  // Runs the calls on this rank's actors, and checks each call when it has ended. Stops after a call that was
+  // aborted. Returns how many calls succeeded.
   uint32_t run(const std::vector<Problem>& problems);
 
   // Makes the call ready to run. One thread.
@@ -503,7 +508,7 @@ class Rank {
     call.shape.local_experts = call.owned(call.rank);
     call.policy.keepers = static_cast<uint16_t>(call.shape.local_experts == 0 ? 0 : keepers_);
     call.config.hash =
-        mix(x.epoch, x.belief);  // another one in every call: a configuration of an earlier call disagrees
+        mix(x.epoch, x.belief);  // differs from call to call, so that a configuration of an earlier call disagrees
     for (AbstractEngine<P>& e : engines_) e.set_problem(x);
   }
 
@@ -554,7 +559,7 @@ class Rank {
     if constexpr (!P::kPeersMapped) {
       PutSender<P, AbstractEngine<P>>(call, engines_.front()).run(id, senders_, 0);
       if (id == 0) tell_fault<P>(call);
-      CHECK(Network::mine().empty());  // the next call overwrites what puts read
+      CHECK(Network::mine().empty());  // all have arrived, because the next call overwrites what puts read
     }
   }
 
@@ -570,7 +575,8 @@ class Rank {
     if constexpr (SpansMachines<P>) RelayWorker<P, AbstractEngine<P>>(call, engines_.front()).run(id, relays_);
   }
 
-  // Every row of other ranks was copied, once; experts' tiles have rows in canonical order, where sources come in turn.
+  // Checks that keepers have copied every row of other ranks, once; and where sources come in turn (kInTurn), that
+  // the rows of each expert's tiles are in canonical order.
   void check_received(const Problem& x) {
     for (uint32_t p = 0; p < call.shape.ranks; ++p) {
       for (uint32_t t = 0; t < limits_.max_tokens; ++t) {
@@ -610,7 +616,8 @@ class Rank {
     }
   }
 
-  // After a call: everything was done once, and everything that the next call takes to be empty is.
+  // Called after a call. Checks that everything was done once, and that all that the next call expects to be zero is
+  // zero.
   void check_end(const Problem& x) {
     const Control& control = *call.control();
     CHECK_EQ(control.queue_head.value, control.published.value);
@@ -644,7 +651,7 @@ class Rank {
     }
     CHECK(ledger_.load == chosen_);
     check_received(x);
-    // Tiles are numbered from 0, and all but one per expert are full.
+    // Tiles are numbered from 0, and at most one tile of each expert is not full.
     const uint32_t tiles = expected_tiles(x);
     for (uint32_t tile = 0; tile < ledger_.activated.size(); ++tile) {
       CHECK(ledger_.activated.whole(tile, tile < tiles ? call.policy.columns[kFirst] : 0));
@@ -673,24 +680,25 @@ class Rank {
   const Limits limits_;
   const uint32_t formers_, senders_, keepers_, relays_;
   Ledger& ledger_;
-  std::vector<uint64_t> chosen_;  // [expert], in all calls
-  uint8_t* const* heaps_;         // the group's, which the network reaches
-  std::vector<uint8_t*> mapped_;  // those that this rank's actors reach
+  std::vector<uint64_t> chosen_;  // [expert]: choices of this rank's tokens, in all calls
+  uint8_t* const* heaps_;         // of all ranks; the network (put_platform.h) writes to them
+  std::vector<uint8_t*> mapped_;  // those that this rank's actors may address; else null
   Region work_;
-  // [OS actor, formers ...]
+  // [i]: of the OS actor (i = 0) and the formers; sources_ also of the keepers
   std::vector<std::vector<Source>> sources_;
   std::vector<std::vector<FormedExpert>> experts_;
   typename Scheduler<P>::Memory scheduler_;
   std::vector<Status> seen_;
   std::deque<AbstractEngine<P>> engines_;
-  std::vector<typename OneWorker<P>::Memory> memory_;  // of each processor
+  std::vector<typename OneWorker<P>::Memory> memory_;  // [processor]
   host::MachineTables machines_;
   std::barrier<> actors_;
   bool aborted_ = false;
   uint32_t succeeded_ = 0;
 };
 
-// Not in its class, where it would be inline: each test would compile it, also one that declares it extern (compiled_once.h).
+// Defined outside the class, because inside it would be inline: each test would compile it, even one that declares it
+// extern (compiled_once.h).
 template <class P>
 uint32_t Rank<P>::run(const std::vector<Problem>& problems) {
   std::vector<std::thread> threads;
@@ -726,7 +734,7 @@ class AbstractGroup {
   Rank<P>& rank(uint32_t p) { return *ranks_[p]; }
   Ledger& ledger(uint32_t p) { return ledgers_[p]; }
 
-  // Runs the calls on all ranks and checks that every one succeeds on every rank.
+  // Runs the calls on all ranks. Checks that every call succeeds on every rank.
   void run(const std::vector<Problem>& problems) {
     std::vector<std::thread> threads;
     for (auto& r : ranks_) {

@@ -8,14 +8,14 @@
 
 namespace flashmoe::test {
 
-// Ends the process at once: other threads may be waiting for the one that failed.
+// Ends the process at once, because other threads may be waiting for the thread that has failed.
 [[noreturn]] inline void fail() {
   std::cerr.flush();
   std::_Exit(1);
 }
 
 inline std::ostream& failure(const char* file, int line) {
-  static std::mutex* one_report = new std::mutex;  // never released: the first failure is the one to read
+  static std::mutex* one_report = new std::mutex;  // stays locked, so that only the first failure is printed
   one_report->lock();
   return std::cerr << file << ":" << line << ": ";
 }

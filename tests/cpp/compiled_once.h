@@ -1,5 +1,5 @@
-// Ranks of the platforms on which several tests run whole calls. Their actors are most of what such a test compiles, and are
-// compiled once, in the folder of this name.
+// The ranks of those Platforms on which several tests run whole calls. The actors of ranks are most of what such a
+// test would compile. So they are compiled once for all these tests, in the folder compiled_once.
 #pragma once
 
 #include "abstract_group.h"

@@ -1,4 +1,4 @@
-// Whole calls of random problems, and the sizes that are worth trying. What is checked of them is in abstract_group.h.
+// Whole calls of random problems, and limits for these problems. abstract_group.h has what is checked in each call.
 #pragma once
 
 #include "abstract_group.h"
@@ -34,7 +34,7 @@ inline Limits limits(uint32_t ranks, uint32_t processors) {
   return l;
 }
 
-// More experts than lanes, more ranks than lanes.
+// More experts and more ranks than a warp of 4 lanes has lanes.
 inline Limits wide() {
   Limits l = limits(5, 1);
   l.max_tokens = 20;
@@ -44,8 +44,8 @@ inline Limits wide() {
   return l;
 }
 
-// Few experts, many tokens: packets with more entries of an expert than a warp has lanes, in more slices than one, which
-// fill more tiles than wait for one another.
+// Few experts, many tokens. So a packet has more entries of an expert than a warp has lanes, an expert's packets take
+// more than one slice (of a former), and an expert has more tiles than a former holds back.
 inline Limits dense() {
   Limits l = limits(2, 1);
   l.max_tokens = 200;
@@ -54,7 +54,7 @@ inline Limits dense() {
   return l;
 }
 
-// For warps of 32 lanes, whose every meeting takes as many switches of threads: little more than a lane has of anything.
+// For warps of 32 lanes. Each meeting of such a warp takes 32 switches of threads, so all sizes are small.
 inline Limits narrow(uint32_t ranks) {
   Limits l = limits(ranks, 1);
   l.max_tokens = 40;

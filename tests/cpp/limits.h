@@ -5,7 +5,8 @@
 
 namespace flashmoe::test {
 
-// The given sizes with what calls in fp32 have besides: room for both ways to return, and two processors a rank.
+// The given sizes, and what calls in fp32 have in addition: element sizes, room for both return modes, and two
+// processors for each rank.
 inline Limits in_fp32(Limits sizes) {
   sizes.x_bytes = sizes.intermediate_bytes = sizes.return_bytes = 4;
   sizes.return_slots = max_of(sizes.choices_per_token(), sizes.ranks);

@@ -1,5 +1,5 @@
-// What the ranks of a group compute in one call, and what must come of it: random sizes, placement and
-// routing, known to the test in full, so that every word that arrives anywhere can be checked.
+// What the ranks of a group compute in one call, and what the results must be. Sizes, placement and routing are
+// random. The test knows all of them, so it can check every word that arrives anywhere.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ inline uint64_t mix(uint64_t h) {
   return h;
 }
 
-// A word that names all its arguments.
+// A hash of all its arguments.
 template <class... Rest>
 uint64_t mix(uint64_t h, uint64_t v, Rest... rest) {
   h = (h ^ v) + 0x9e3779b97f4a7c15u;  // a round of splitmix64
@@ -41,13 +41,13 @@ struct Problem {
   Epoch epoch = 0;
   uint64_t belief = 0;  // ranks that run problems of different beliefs disagree about the call
   uint32_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
-  uint32_t slices = 1;  // the gate chooses top_k / slices of experts / slices; ids are those of their slices
-  uint32_t groups = 1;  // return groups, as far as there are columns for them
+  uint32_t slices = 1;  // of an expert; `experts`, `top_k` and ids count slices, the gate chooses whole experts
+  uint32_t groups = 1;  // return groups; fewer if there are fewer blocks of columns
   ReturnMode return_mode = ReturnMode::kDirect;
-  std::vector<host::PlacementTables> placement;  // as each rank looks it up
+  std::vector<host::PlacementTables> placement;  // the tables of each rank
   std::vector<OfRank> of;
 
-  // The rank that computes (token, k) of rank p; nobody's number where it was dropped.
+  // The rank that computes choice (token, k) of rank p; ~0u if the choice was dropped.
   uint32_t owner_of(uint32_t p, uint32_t token, uint32_t k) const {
     const int32_t expert = of[p].routed[token * top_k + k];
     return expert < 0 ? ~0u : placement[p].owner[expert];
@@ -59,7 +59,7 @@ struct Problem {
     return n;
   }
 
-  // Word i of: a token's row; its activation for choice k; what choice k contributes to its output.
+  // Word i of a token's row, of its intermediate row for choice k, and of what choice k contributes to its result.
   uint64_t row_word(uint32_t p, uint32_t token, uint32_t i) const { return mix(1, epoch, p, token, i); }
   uint64_t hidden_word(uint32_t p, uint32_t token, uint32_t k, uint32_t i) const {
     return mix(2, epoch, p, token, k, of[p].routed[token * top_k + k], i);
@@ -81,7 +81,7 @@ struct Problem {
     place(holders, ranks);
   }
 
-  // Of the choices a rank routes to an expert, the first `capacity` in token order stay.
+  // Sets `routed` of rank p: of the rank's choices of an expert, the first `capacity` stay, in the order of tokens.
   void drop(uint32_t p) {
     OfRank& r = of[p];
     r.routed = r.ids;
@@ -92,8 +92,8 @@ struct Problem {
   }
 };
 
-// Draws the calls of a test. Limits bound every size; everything else varies from call to call. Any rank may
-// get all experts, so max_local_experts is to be E.
+// Draws the calls of a test at random. The limits bound every size; everything else varies from call to call. Any
+// rank may get all experts, so max_local_experts must be E.
 class Problems {
  public:
   Problems(const Limits& limits, uint64_t seed) : l_(limits), random_(seed) {
@@ -123,9 +123,9 @@ class Problems {
     x.top_k = x.slices * (1 + below(l_.top_k / x.slices));
     x.groups = 1 + below(kMaxGroups);
     x.return_mode = one_of({ReturnMode::kDirect, ReturnMode::kReduced});
-    if (l_.rdma != 0) x.groups = 1;  // the one way home that puts know
+    if (l_.rdma != 0) x.groups = 1;  // by puts, rows come home reduced, in one return group
     if (l_.rdma != 0 || x.slices != 1) x.return_mode = ReturnMode::kReduced;
-    const bool uneven = below(3) == 0;  // then ranks without any expert occur
+    const bool uneven = below(3) == 0;  // then a rank may have no expert
     const bool copies = below(3) == 0;
     host::Holders holders;
     for (uint32_t e = 0; e < x.experts; ++e) {
@@ -135,13 +135,13 @@ class Problems {
       for (uint32_t i = 1; i <= more; ++i) holders.copy((first + i) % l_.ranks);
     }
     x.place(holders, l_.ranks);
-    // All tokens want the same few experts.
+    // In a third of the calls, all tokens choose the same experts.
     const uint32_t popular = (below(3) == 0 ? x.top_k : x.experts) / x.slices;
     const bool capacity = below(3) == 0;
     for (uint32_t p = 0; p < l_.ranks; ++p) {
       Problem::OfRank r;
       r.tokens = one_of({0u, 1u, l_.max_tokens, below(l_.max_tokens + 1), below(l_.max_tokens + 1)});
-      r.log2_block = 3 + below(5);  // of more than 32 tokens: sent in parts
+      r.log2_block = 3 + below(5);  // blocks of more than 32 tokens are sent in parts
       r.capacity = capacity ? 1 + below(l_.max_tokens) : 0;
       r.order = {.gemm1_lag = one_of({0u, 3u, 1000u}),
                  .raster = one_of({1u, 2u, kMaxRaster}),

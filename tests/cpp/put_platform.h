@@ -1,9 +1,10 @@
-// Platforms whose peers are not mapped: puts go through a network that is as late, and as out of order, as it may be.
+// Platforms whose peers are not mapped. Puts go through a network that is as late, and as much out of order, as a
+// network may be.
 //
-// The lane that issued a put carries it out, but later: before one of its later puts, while it waits for something, or in
-// quiet(). So a source that changes too early, or a signal that overtakes its data, leaves wrong words in a row, and is a
-// race to ThreadSanitizer: there is neither a thread nor a lock of the network's own that would order what the protocol
-// does not.
+// The lane that has issued a put carries it out itself, but later: before one of its later puts, while it waits for
+// something, or in quiet(). So if the source of a put changes too early, or a signal overtakes its data, a row gets
+// wrong words. Either is also a race that ThreadSanitizer reports, because the network has no thread and no lock of
+// its own: these would order accesses that the protocol does not order.
 #pragma once
 
 #include <cstring>
@@ -15,16 +16,16 @@
 
 namespace flashmoe::test {
 
-// One lane's puts that are on their way.
+// The puts of one lane that are on their way.
 class Network {
  public:
-  // The calling lane's.
+  // The network of the calling lane.
   static Network& mine() {
     thread_local Network network;
     return network;
   }
 
-  // Before a call: the group's heaps, of heap_bytes each, and the rank that the lane belongs to.
+  // Called before a call of the layer. heaps: the group's, of heap_bytes each. rank: the rank of the lane.
   void join(uint8_t* const* heaps, uint64_t heap_bytes, uint32_t rank, uint64_t seed) {
     heaps_ = heaps;
     heap_bytes_ = heap_bytes;
@@ -42,7 +43,7 @@ class Network {
   void quiet() {
     while (!puts_.empty()) step();
   }
-  // A while has gone by.
+  // Carries out some puts, as if a while had gone by.
   void rest() {
     while (random_() % 4 != 0 && !puts_.empty()) step();
   }
@@ -50,16 +51,16 @@ class Network {
 
  private:
   struct Put {
-    void* to;  // null: copied
+    void* to;  // null: the bytes are copied
     const void* from;
     uint32_t bytes;
     uint64_t* signal;
     uint64_t word;
     uint32_t peer;
-    uint64_t fences;  // before it
+    uint64_t fences;  // how many the lane has issued before the put
   };
 
-  // Carries out some put that no fence holds back, or the signal behind it.
+  // Takes a random put that no fence holds back. Copies its bytes or, if they are copied already, stores its signal.
   void step() {
     size_t i = random_() % puts_.size();
     for (size_t j = 0; j < puts_.size(); ++j) {
@@ -76,7 +77,7 @@ class Network {
     puts_.erase(puts_.begin() + static_cast<ptrdiff_t>(i));
   }
 
-  // The same place in the peer's heap.
+  // The same place as `own`, but in the peer's heap.
   template <class T>
   T* remote(T* own, uint64_t bytes, uint32_t peer) const {
     CHECK(peer != rank_);
@@ -102,7 +103,7 @@ struct PutPlatform : Base {
   }
   static void put_signal(void* to, const void* from, uint32_t bytes, uint64_t* signal, uint64_t word, uint32_t peer) {
     Base::sync();
-    // One lane speaks for all, who are to say the same.
+    // Lane 0 issues the put for all lanes, so all must have the same arguments.
     CHECK_EQ(Base::broadcast(reinterpret_cast<uint64_t>(to), 0), reinterpret_cast<uint64_t>(to));
     CHECK_EQ(Base::broadcast(reinterpret_cast<uint64_t>(from), 0), reinterpret_cast<uint64_t>(from));
     CHECK_EQ(Base::broadcast(uint64_t{bytes} << 32 | peer, 0), uint64_t{bytes} << 32 | peer);
@@ -120,7 +121,7 @@ struct PutPlatform : Base {
     Network::mine().quiet();
     Base::sync();
   }
-  // Of one lane, whose quiet() the warp's next one is.
+  // Called by one lane. The signal arrives at the latest in the next quiet() that this lane's warp calls.
   static void signal(uint64_t* to, uint64_t word, uint32_t peer) {
     Network::mine().put(nullptr, nullptr, 0, to, word, peer);
   }

@@ -1,4 +1,4 @@
-// Random calls of the CPU engine on four ranks, in changing shapes and with changing options, and their reference in fp64.
+// Random calls of the CPU engine on four ranks, with changing shapes and options, and their reference in fp64.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ inline Limits call_limits() {
                   .intermediate = 24});
 }
 
-// Random numbers of a type, in its memory, and as the doubles that they are.
+// Random numbers of an element type: as they lie in memory, and as doubles of the same values.
 struct Tensor {
   Tensor() = default;
   template <class Random>
@@ -45,7 +45,8 @@ struct Tensor {
   Matrix matrix;
 };
 
-// One call on all ranks: drawn from its number, computed by each rank on its own thread, compared.
+// One call on all ranks. It is drawn from its number, each rank computes it on a thread of its own, and the results
+// are compared with the reference.
 struct Work {
   Work(uint64_t number, const Limits& l) {
     std::mt19937_64 random(number);
@@ -57,7 +58,7 @@ struct Work {
     layer.top_k = 1 + below(min_of(l.top_k, layer.experts));
     do {
       layer.activation = static_cast<Activation>(below(kValues<Activation>));
-    } while (layer.activation == Activation::kClampedSwiGlu);  // which has numbers of its own
+    } while (layer.activation == Activation::kClampedSwiGlu);  // its parameters are not drawn
     layer.renormalize = below(2) == 0;
     const uint32_t halves = is_gated(layer.activation) ? 2 : 1;
     gate_up = Tensor(uint64_t{layer.experts} * layer.intermediate * halves, layer.hidden, dtype, random);
@@ -88,7 +89,7 @@ struct Work {
     // Experts of a rank need not be neighbours, and a rank may have none.
     for (uint32_t e = 0; e < layer.experts; ++e) {
       options.placement.expert(number % 3 == 0 ? below(kRanks) : e % kRanks);
-      // Of some a second rank has a copy.
+      // Some experts have a copy on a second rank.
       const uint32_t first = options.placement.of(e)[0];
       if (number % 4 == 0 && below(2) == 0) options.placement.copy((first + 1 + below(kRanks - 1)) % kRanks);
     }
@@ -135,7 +136,8 @@ struct Work {
     context.call(l, o);
   }
 
-  // Whether the call could be compared: not if a choice of the router hangs by a rounding error.
+  // Compares the result of rank p. Returns false if this is not possible, because a rounding error may decide which
+  // experts the router chooses.
   bool verify(uint32_t p) const {
     if (tokens[p] == 0) return true;
     const uint32_t k = layer.top_k, h = layer.hidden;
@@ -147,8 +149,8 @@ struct Work {
     drop(p, chosen);
     std::vector<float> got(uint64_t{tokens[p]} * h);
     cpu::widen(got.data(), out[p].data(), dtype, got.size());
-    // Four roundings to the type on a value's way, of relative size 2^-8 at most (bf16), and fp32
-    // accumulation.
+    // On its way a value is rounded to the type four times, each time by a relative error of at most 2^-8 (bf16).
+    // Sums are accumulated in fp32.
     const double tolerance = dtype == DType::kBFloat16 ? 0.02 : dtype == DType::kFloat16 ? 0.0025 : 1e-5;
     for (uint32_t t = 0; t < tokens[p]; ++t) {
       std::vector<double> expected(h), scale(h);
@@ -164,7 +166,7 @@ struct Work {
     return true;
   }
 
-  // GShard's capacity: of the choices a rank routes to an expert, the first in token order stay.
+  // GShard's capacity: of a rank's choices of an expert, the first stay, in the order of tokens.
   void drop(uint32_t p, std::vector<int32_t>& chosen) const {
     if (spec.capacity_factor == 0.0f) return;
     const double share = static_cast<double>(spec.capacity_factor) * tokens[p] * layer.top_k / layer.experts;

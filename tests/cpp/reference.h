@@ -1,4 +1,4 @@
-// The operator in fp64, as plainly as it can be said; what the CPU engine's outputs are compared with.
+// The operator in fp64, written as plainly as possible. The CPU engine's outputs are compared with it.
 #pragma once
 
 #include <algorithm>
@@ -44,12 +44,13 @@ inline double activate(Activation a, double gate, double up) {
     }
     case Activation::kGeGluTanh: return activate(Activation::kGeluTanh, gate, up) * up;
     case Activation::kRelu2: return gate > 0 ? gate * gate : 0;
-    case Activation::kClampedSwiGlu: break;  // none that these tests draw: it has numbers of its own
+    case Activation::kClampedSwiGlu: break;  // tests do not draw it, because it has parameters
   }
   return NAN;
 }
 
-// out += weight * expert(x); scale += |what was added|, the yardstick of the rounding error.
+// Adds weight * expert(x) to out, and the sum of the magnitudes of its terms to scale. Rounding errors are compared
+// with scale.
 inline void add_expert(const ReferenceLayer& l, uint32_t expert, double weight, const double* x, double* out,
                        double* scale) {
   const bool gated = is_gated(l.activation);
@@ -66,7 +67,7 @@ inline void add_expert(const ReferenceLayer& l, uint32_t expert, double weight, 
   }
 }
 
-// Softmax and top-k of one token. False if two candidates are so close that rounding may decide between them.
+// Softmax and top-k of one token. Returns false if two candidates are so close that rounding may decide between them.
 inline bool route(const ReferenceLayer& l, const double* x, int32_t* ids, double* weights) {
   std::vector<double> logits(l.experts);
   for (uint32_t e = 0; e < l.experts; ++e) logits[e] = dot(l.router.row(e), x, l.hidden);

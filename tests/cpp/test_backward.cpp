@@ -1,10 +1,12 @@
-// Backward passes of the CPU engine on three ranks of two processors each, in changing shapes: two calls, then their
-// gradients, last call first. Each is done three times, twice on a perturbed schedule, with tiles of fewer rows, and
-// with x dispatched again or kept in turn; all bits must be alike. For the sanitizers; that gradients are right is for
-// Python's tests.
+// Backward passes of the CPU engine on three ranks of two processors each, in changing shapes. Each pair of calls is
+// run three times: two forward calls, then their gradients, those of the second call first. All bits must be the same
+// in the three runs. The second and the third run have a perturbed schedule, and the third has tiles of fewer rows.
+// The runs of a pair alternate between keeping x and dispatching it again. The test is for the sanitizers; Python's
+// tests check that gradients are right.
 //
-// All runs have tiles of the same columns. On processors without AVX-512, OpenBLAS rounds a column of a product
-// differently in a call of another width. The engine makes only rows independent of their place (cpu/gemm.h).
+// All runs have tasks of the same number of columns, because on processors without AVX-512, OpenBLAS rounds a column
+// of a product differently if the call has another width. The engine only makes rows independent of their place
+// (cpu/gemm.h).
 //
 //   test_backward [pairs of calls]
 #include <cstdlib>
@@ -100,7 +102,7 @@ struct Work {
     l.kept = kept.get();
     context.call(l, options);
   }
-  // All gradients, one behind the other.
+  // Returns all gradients, one behind the other.
   Floats backward(Context& context) {
     const float was = accumulates ? 0.0f : NAN;
     Floats of_x(x.size(), NAN), of_up(gate_up.size(), was), of_down(down.size(), was), of_router(router.size(), was);

@@ -1,5 +1,6 @@
-// Slices in place of the experts that a token has chosen: which, with which weights, and what is said of an expert that
-// does not exist. (What becomes of them is in every test that draws its calls from problem.h.)
+// choose_slices(), which puts slices in place of the experts that a token has chosen: which slices, with which
+// weights, and what is noted about an expert that does not exist. (What becomes of the slices is tested by every test
+// that draws its calls from problem.h.)
 #include "lane_calls.h"
 
 namespace flashmoe::test {
@@ -10,7 +11,8 @@ using P = cpu::CpuPlatform;
 constexpr uint32_t kGateExperts = 5;
 constexpr int32_t kUntouched = -77;
 
-// A rank whose token chooses `ids`, and what it has chosen then. Behind that, as many words that nobody may write.
+// A rank whose token has chosen `gate_ids`, after choose_slices(). `ids` and `weights` begin with the slices. Behind
+// these, `ids` has as many words again, which nobody may write.
 struct Chosen {
   Chosen(const std::vector<int32_t>& gate_ids, uint32_t slices, uint32_t token = 3)
       : group(limits_of(static_cast<uint32_t>(gate_ids.size()) * slices, slices)),
@@ -57,8 +59,9 @@ void check_order_and_weights() {
   }
 }
 
-// The largest numbers too: times the slices they are beyond an id, or, wrapped around, one that exists. Of negative ones all
-// slices are that, which is told apart, and noted, where choices are made of ids.
+// Also the largest ids: multiplied by the number of slices, they would overflow, or wrap around to the id of a slice
+// that exists. The slices of a negative id all have this id: build_packets() tells negative ids apart, and notes
+// them.
 void check_experts_that_do_not_exist() {
   for (const int32_t id : {-1, -2, 5, 1 << 30, std::numeric_limits<int32_t>::max(), ExpertId::kBad}) {
     Chosen chosen({2, id, 1}, 4, 17);

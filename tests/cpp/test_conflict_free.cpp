@@ -1,5 +1,5 @@
-// No byte of any heap has two writers: from the layout, for small configurations; and in real calls, as
-// observed.
+// Checks that no byte of any heap has two writers: for small configurations by the layout, and in real calls by
+// observation.
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -30,8 +30,8 @@ Table heap_table() {
   return t;
 }
 
-// Who wrote each byte of the heaps. Reports, rather than fails: layouts that are wrong on purpose must be
-// found out.
+// Notes who has written each byte of the heaps. A conflict is only reported, and does not end the test, because the
+// test must also find conflicts in layouts that are wrong on purpose.
 class Claims {
  public:
   Claims(const Call& call, const Limits& limits, const Table& table = heap_table())
@@ -60,7 +60,7 @@ class Claims {
     known = writer;
   }
 
-  // Reports a byte that, by `rule`, another rank or nobody may write.
+  // Reports a byte that was written by a rank that may not write it by `rule`.
   void follow(const Claims& rule) {
     for (uint32_t at = 0; at < limits_.ranks; ++at) {
       for (uint64_t i = 0; i < call_.memory.heap_layout.bytes; ++i) {
@@ -85,8 +85,8 @@ class Claims {
   std::string conflict_;
 };
 
-// The writer of coordinate (i, j) of a field in the heap of rank `at`, by the table's rule. return_rows by
-// `owner_of`.
+// The writer of coordinate (i, j) of a field in the heap of rank `at`, by the table's rule. For return rows,
+// `owner_of` says who it is.
 template <class OwnerOf>
 uint32_t writer(const FieldSpec<HeapField>& s, const Limits& l, uint32_t at, uint64_t i, uint64_t j,
                 OwnerOf&& owner_of) {
@@ -104,7 +104,7 @@ uint32_t writer(const FieldSpec<HeapField>& s, const Limits& l, uint32_t at, uin
   return kNobody;
 }
 
-// Every coordinate of every field, given to the writer that the table names.
+// Claims every coordinate of every field for the writer that the table names.
 template <class OwnerOf>
 void claim_table(Claims& claims, const Table& table, const Call& c, const Limits& l, OwnerOf&& owner_of) {
   for (const FieldSpec<HeapField>& s : table.fields) {
@@ -125,8 +125,8 @@ void claim_table(Claims& claims, const Table& table, const Call& c, const Limits
   }
 }
 
-// Everything that the protocol lets rank `c.rank` write in the call's epoch, through the accessors that it
-// uses.
+// Claims everything that the protocol lets rank `c.rank` write in the call's epoch, by the accessors that the
+// protocol uses.
 template <class OwnerOf>
 void claim_accessors(Claims& claims, const Call& c, const Limits& l, OwnerOf&& owner_of) {
   const uint32_t p = c.rank;
@@ -154,8 +154,8 @@ void claim_accessors(Claims& claims, const Call& c, const Limits& l, OwnerOf&& o
   }
 }
 
-// The first conflict of a layout, if any. Two calls in a row, since a rank may be one call ahead of another:
-// what has a copy for each parity has one writer even so.
+// Returns the first conflict of a layout, or an empty text. Claims two calls in a row, because a rank may be one call
+// ahead of another. Both calls must have the same writer of a byte, also in fields that have a copy for each parity.
 template <class OwnerOf>
 std::string find_conflict(const Limits& l, const Table& table, const HeapLayout& layout, OwnerOf&& owner_of) {
   std::vector<std::vector<uint8_t>> memory(l.ranks, std::vector<uint8_t>(layout.bytes + 256));
@@ -194,11 +194,11 @@ Limits small(uint32_t ranks, uint32_t tokens, uint32_t local_experts, uint32_t t
   return l;
 }
 
-// `reduced`: the slot is the rank.
+// The writer of a return row with `reduced`: the number of the slot is that of the rank.
 uint32_t slot_is_rank(uint32_t, uint32_t, uint32_t slot) {
   return slot;
 }
-// `direct`: some expert's owner; which one must not matter.
+// The writer of a return row with `direct`: the owner of some expert. It must not matter which rank this is.
 auto scattered(uint32_t ranks) {
   return [ranks](uint32_t home, uint32_t token, uint32_t k) { return (home + 2 * token + k) % ranks; };
 }
@@ -223,7 +223,7 @@ void check_layouts() {
 
 // ---- The checker must find what is wrong ------------------------------------------------------------------
 
-// The table's entry of a field that has lost coordinate D.
+// The table's entry of field F, after the field has lost its coordinate D.
 template <HeapField F, int D>
 FieldSpec<HeapField> without_coordinate() {
   FieldSpec<HeapField> spec = heap_table()[F];
@@ -235,7 +235,8 @@ FieldSpec<HeapField> without_coordinate() {
   return spec;
 }
 
-// Coordinate D of field F names a writer: nothing may go amiss with it.
+// Coordinate D of field F tells writers apart. Checks that the test finds what is wrong if the table lacks this
+// coordinate, or if the layout's distance of neighbours in this coordinate is zero or one byte too small.
 template <HeapField F, int D>
 void check_broken() {
   const auto x = static_cast<uint32_t>(F);
@@ -276,7 +277,7 @@ void check_broken_layouts() {
 
 // ---- `direct`: all routings of a tiny configuration -------------------------------------------------------
 
-// Routings of T tokens to K distinct of E experts, in odometer order.
+// All routings of T tokens to K distinct experts of E, one after the other.
 class Routings {
  public:
   Routings(uint32_t tokens, uint32_t top_k, uint32_t experts) : k_(top_k), e_(experts), ids_(tokens * top_k) {}
@@ -303,12 +304,12 @@ class Routings {
   std::vector<int32_t> ids_;
 };
 
-// How the experts of `check_all_routings` are held: each by one rank; all but one expert by two, so that the ranks send an
-// expert's tokens to different ones; or in two slices, each on a rank of its own.
+// How check_all_routings() places experts. kOnce: each expert on one rank. kInCopies: every expert but the first on
+// two ranks, so that ranks send their tokens to different copies. kInSlices: each expert in two slices, on two ranks.
 enum class Held { kOnce, kInCopies, kInSlices };
 
-// Packs each routing at its home, a rank of the group, as a call does, and has each rank claim what the entries that it
-// finds tell it to write.
+// For each routing, rank `home_rank` builds its packets as in a call. Then each rank claims what it would have to
+// write by the entries of its packet.
 uint32_t check_all_routings(uint32_t ranks, uint32_t home_rank, uint32_t tokens, ReturnMode mode, Held held) {
   const uint32_t slices = held == Held::kInSlices ? 2 : 1;
   const Limits l = small(ranks, tokens, 2 * slices, 2 * slices, mode);
@@ -367,8 +368,8 @@ uint32_t check_all_routings(uint32_t ranks, uint32_t home_rank, uint32_t tokens,
 
 // ---- Real calls, observed ---------------------------------------------------------------------------------
 
-// Actors run one at a time and take turns where they would wait, so that what changed during a turn was
-// written by the rank whose turn it was.
+// Actors run one at a time. An actor's turn ends where the actor would wait. So what changed during a turn was
+// written by the rank whose actor had the turn.
 class Turns {
  public:
   static void begin() {
@@ -408,17 +409,16 @@ struct TurnPlatform : cpu::CpuPlatform {
   }
 };
 
-// The first byte from `from` on that differs, or `bytes`. Whoever compares has its turn, and all others wait: to look at each
-// byte for a race besides took ThreadSanitizer three minutes.
+// The first byte from `from` on that differs; `bytes` if there is none. ThreadSanitizer does not check this function,
+// because that took three minutes. There is no race: the thread that compares has the turn, and all others wait.
 __attribute__((no_sanitize("thread"))) uint64_t difference(const uint8_t* seen, const uint8_t* now, uint64_t from,
                                                            uint64_t bytes) {
   while (from < bytes && seen[from] == now[from]) ++from;
   return from;
 }
 
-// Notes which rank changed which byte in which call. A byte that is overwritten with its own value goes
-// unnoticed; but rows are hashes and signals hold the epoch, so over some calls every place is seen to
-// change.
+// Notes which rank changed which byte in which call. A byte that is overwritten with its own value is not noticed.
+// But rows are hashes, and signals have the epoch, so over some calls every field is seen to change.
 class Observer {
  public:
   Observer(AbstractGroup<TurnPlatform>& group, const Limits& limits, const std::vector<Problem>& problems)
@@ -444,7 +444,7 @@ class Observer {
       if (observed_[i].conflict().empty()) observed_[i].follow(rule);
       CHECK_EQ(observed_[i].conflict(), "");
     }
-    // What was never seen was not checked.
+    // Every field must have been seen to change, because a field that never changes is not checked.
     for (uint32_t at = 0; at < limits_.ranks; ++at) {
       for (uint32_t by = 0; by < limits_.ranks; ++by) {
         for (const FieldSpec<HeapField>& s : kHeapTable) {
@@ -482,7 +482,7 @@ class Observer {
   AbstractGroup<TurnPlatform>& group_;
   const Limits limits_;
   const std::vector<Problem>& problems_;
-  std::vector<std::vector<uint8_t>> seen_;                     // [heap] as of the last turn
+  std::vector<std::vector<uint8_t>> seen_;                     // [heap] its bytes after the last turn
   std::vector<Claims> observed_;                               // [epoch - 1]
   std::set<std::tuple<uint32_t, uint32_t, HeapField>> bytes_;  // (heap, writer, field) with a change
   uint64_t changes_ = 0;
@@ -502,8 +502,9 @@ void check_real_calls(uint32_t ranks, uint64_t seed) {
               static_cast<unsigned long long>(observer.changes()));
 }
 
-// Ranks on several machines, whose relays write in the names of others: within a call no byte has two writers, and but for
-// return rows, whose writers the routing says, none has in all calls.
+// Ranks on several machines, whose relays write in the names of other ranks. Within a call no byte may have two
+// writers. Over all calls together, only return rows may have several writers, because their writers depend on the
+// routing.
 void check_spread_calls(const std::vector<uint32_t>& machines, uint64_t seed) {
   const auto ranks = static_cast<uint32_t>(machines.size());
   Limits l = small(ranks, 24, 3, 3, ReturnMode::kReduced);

@@ -1,5 +1,6 @@
-// Numbers in mxfp4 as the kernel for a few tokens decodes them to bf16 and fp16: every code at every place, with every
-// scale. Expected: the format's table and powers of two, in double, rounded to the type.
+// Numbers in mxfp4 as the kernel for a few tokens decodes them to bf16 and fp16: every code at every place, with
+// every scale. What is expected is computed in double from the format's table and powers of two, and rounded to the
+// type.
 #include <cmath>
 
 #include "check.h"
@@ -10,7 +11,7 @@ namespace {
 
 constexpr double kMagnitudes[8] = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0};
 
-// A type of a sign, exponents stored plus kBias, and so many bits of mantissa.
+// A 16-bit type: a sign bit, an exponent that is stored with kBias added, and kMantissa bits of mantissa.
 template <uint32_t kMantissa, uint32_t kBias>
 struct Type {
   using Bits = gpu::E2M1Bits<kMantissa, kBias>;
@@ -24,7 +25,7 @@ struct Type {
     return exponent == 0 ? sign * std::ldexp(fraction, 1 - static_cast<int>(kBias))
                          : sign * std::ldexp(1.0 + fraction, static_cast<int>(exponent) - static_cast<int>(kBias));
   }
-  // To nearest, ties to even.
+  // Rounds to nearest, ties to even.
   static uint32_t narrow(double v) {
     const uint32_t sign = std::signbit(v) ? 0x8000 : 0;
     if (std::isnan(v)) return 0x7fff;
@@ -32,7 +33,8 @@ struct Type {
     const int least = 1 - static_cast<int>(kBias);
     const int exponent = magnitude == 0.0 ? least : std::max(std::ilogb(magnitude), least);
     if (exponent > static_cast<int>(kBias)) return sign | kInfinity;
-    // Counted in the type's steps there; bits above the mantissa go on to the exponent, as they should.
+    // The magnitude, counted in steps from one number of the type to the next with this exponent. If rounding makes
+    // too many steps for the mantissa, adding them carries into the exponent, which gives the right number.
     const double steps = std::nearbyint(std::ldexp(magnitude, static_cast<int>(kMantissa) - exponent));
     const bool subnormal = exponent == least && steps < static_cast<double>(1u << kMantissa);
     const uint32_t stored = subnormal ? 0 : static_cast<uint32_t>(exponent + static_cast<int>(kBias)) - 1;
@@ -45,12 +47,13 @@ struct Type {
 
 template <class T>
 void check_type() {
-  for (uint32_t bits = 0; bits < 0x10000; ++bits) {  // what the test multiplies with
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {  // widen() and narrow(), by which the test multiplies
     if (!std::isnan(T::widen(bits))) CHECK_EQ(T::narrow(T::widen(bits)), bits);
   }
 }
 
-// Eight codes at once, each at each place: decoded, or in pairs as a table has them.
+// Decodes eight codes at once. Over all turns, each code is at each place. kLarge: by decode(); otherwise by pair()
+// and rescale(), which are meant for a table of pairs.
 template <class T, bool kLarge>
 void check_decoding(uint32_t e) {
   for (uint32_t turn = 0; turn < 16; ++turn) {

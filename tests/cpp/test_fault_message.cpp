@@ -1,4 +1,5 @@
-// Every fault in words, as a pure function of its record; and the record that a call of the CPU engine leaves.
+// The message of every fault, which is a pure function of the fault's record; and which record a call of the CPU
+// engine reports.
 #include "check.h"
 #include "cpu/fault.h"
 #include "host/fault_message.h"
@@ -10,7 +11,8 @@ namespace {
 using host::Error;
 using Kind = Error::Kind;
 
-// Found by rank 1 in call 7, about rank 2, and told by `teller`, whose time limit is 1.5 s.
+// The fault was found by rank 1 in call 7, and rank 2 is the culprit. Rank `teller`, whose time limit is 1.5 s,
+// reports it.
 void check_message(Fault fault, Kind kind, const std::string& message, uint32_t teller = 1, uint64_t entered = 7,
                    const std::string& obituary = {}) {
   fault.rank = 1;
@@ -31,7 +33,8 @@ void check_expired_waits() {
       {.kind = FaultKind::kPacket, .index = 3, .expected = 7, .seen = 5}, Kind::kPeerTimeout,
       "rank 2 holds up call 7: it has begun call 7 but makes no progress; rank 1 waited 1.5 s for packet 3 of "
       "rank 2 (expected epoch 7, seen 5)");
-  // Told by another rank than the finder, which knows its own time limit alone.
+  // Reported by a rank that did not find the fault. It knows only its own time limit, so its message does not say how
+  // long rank 1 has waited.
   check_message(
       {.kind = FaultKind::kReturn, .index = 4, .expected = 7, .seen = 6}, Kind::kPeerTimeout,
       "rank 2 holds up call 7: its process 12 is gone; rank 1 waited for the return signal of rank 2 for group 4 "
@@ -64,7 +67,7 @@ void check_bad_rows() {
   CHECK(RowNote::unpack(0).fault == RowFault::kNone);
   CHECK(!host::is_error({}, true) && !host::is_error({RowFault::kLogits, 9}, false));
   CHECK(host::is_error({RowFault::kLogits, 9}, true) && host::is_error({RowFault::kExpertRange, 9}, false));
-  // The first token's is the largest, and of one token's always the same.
+  // The note of the first token is the largest. Of several notes of one token, always the same one is the largest.
   CHECK((RowNote{RowFault::kDuplicateExpert, 4, 7}.pack() > RowNote{RowFault::kExpertRange, 5, -9}.pack()));
   CHECK((RowNote{RowFault::kExpertRange, 4, -9}.pack() > RowNote{RowFault::kDuplicateExpert, 4, 0}.pack()));
 }
@@ -114,22 +117,22 @@ void check_disagreements() {
                      "return_mode: rank 1 has direct, rank 2 has reduced");
   b.x_type = DType::kFloat16;
   b.activation = Activation::kGelu;
-  a.x_type = static_cast<DType>(99);  // what a newer version may send
+  a.x_type = static_cast<DType>(99);  // as a newer version may send it
   a.activation = Activation::kSilu;
   a.return_mode = ReturnMode::kReduced;
   check_disagreement(a, b, "dtype: rank 1 has ?, rank 2 has float16; activation: rank 1 has silu, rank 2 has gelu");
   b = a;
   b.placement = 1;
-  b.groups = 1;  // follows from other differences, so it is named alone
+  b.groups = 1;  // other differences cause this one, so it is named only if there are none
   check_disagreement(a, b, "placement: rank 1 and rank 2 place the experts differently");
-  b.experts = 9;  // another number of experts is placed otherwise
+  b.experts = 9;  // the placement differs because the number of experts does
   check_disagreement(a, b, "experts E: rank 1 has 8, rank 2 has 9");
   b = a;
   b.groups = 1;
   check_disagreement(a, b, "return groups: rank 1 and rank 2 cut the columns differently");
 }
 
-// Rank 1 of three, in call 4.
+// What rank 1 of three reports of call 4.
 void check_posted_faults() {
   Limits limits;
   limits.ranks = 3;
@@ -144,7 +147,7 @@ void check_posted_faults() {
 
   c.status(2)->entered = 3;
   c.call_config(0, 0)->set_layer({.hidden = 8});
-  c.call_config(0, 2)->set_layer({.hidden = 16});  // as rank 2 has told it; what it has of its own is not written yet
+  c.call_config(0, 2)->set_layer({.hidden = 16});  // rank 2 has told rank 0, but not written its own heap yet
   *c.fault(1, 0) = {.posted = FaultRecord::kFailed,
                     .fault = {.kind = FaultKind::kDisagree, .rank = 0, .awaited = 2, .culprit = 2, .epoch = 4},
                     .left = 0};
@@ -154,7 +157,7 @@ void check_posted_faults() {
   CHECK_EQ(disagreement->mine.layer().hidden, 8u);
   CHECK_EQ(disagreement->theirs.layer().hidden, 16u);
 
-  // The own record goes before others'.
+  // If there are several records, a rank reports its own.
   *c.fault(1, 1) = {.posted = FaultRecord::kFailed,
                     .fault = {.kind = FaultKind::kReturn, .rank = 1, .awaited = 2, .culprit = 0, .epoch = 4},
                     .left = 0};

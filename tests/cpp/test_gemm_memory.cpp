@@ -1,4 +1,4 @@
-// A GEMM for which there is no memory: it throws, and the next of its shape is as if nothing had been.
+// A GEMM for which there is no memory throws. The next one of its shape works as if nothing had happened.
 #include <cstdlib>
 #include <new>
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Above this many bytes there is no memory.
+// An allocation of more bytes than this fails.
 size_t most_bytes = SIZE_MAX;
 
 }  // namespace
@@ -28,8 +28,8 @@ void operator delete(void* p, size_t) noexcept {
 namespace flashmoe::test {
 namespace {
 
-// Of a shape that no call has had: the call sizes that it may have are still to be found out, which takes large buffers. What
-// notes them takes small ones.
+// This shape is new to the engine. So the engine has to find out which sizes of BLAS calls it may use for it, which
+// takes large buffers: here, allocating them fails. The note of what it has found takes only small ones.
 void check_a_shape_that_has_failed() {
   using namespace flashmoe::cpu;
   constexpr uint32_t kRows = 3, kColumns = 24, kLength = 40;

@@ -1,6 +1,7 @@
-// Ten thousand calls of small groups, one after the other, with a thread for every actor: what a call leaves behind is what the
-// next one finds, and ranks are a call apart now and then. Peers are mapped, or reached by puts alone; every other group's
-// schedule is perturbed. For ThreadSanitizer above all. What is checked of each call is in abstract_group.h.
+// Ten thousand calls of small groups, one after the other, with a thread for every actor. So each call finds in
+// memory what the call before has left there, and now and then ranks are one call apart. Peers are mapped, or reached
+// only by puts. The schedule of every other group is perturbed. The test is above all for ThreadSanitizer.
+// abstract_group.h has what is checked in each call.
 //
 //   test_group_calls [calls]
 #include <cstdlib>

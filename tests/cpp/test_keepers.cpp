@@ -1,8 +1,10 @@
-// Backward passes among several ranks, as a GPU runs them: with keepers, which copy other ranks' rows before these are returned,
-// and sources in turn, so that an expert's rows are in canonical order. Whole calls, whose rows each next one overwrites: a keeper
-// that nobody waited for would find those.
+// Backward passes among several ranks, as GPUs run them: keepers copy the rows of other ranks before the results of
+// these rows are returned, and sources are taken in turn, so that an expert's rows are in canonical order. Each call
+// overwrites the rows of the call before. So if nobody waited for a keeper, the keeper would find the rows of the
+// next call.
 //
-// With lanes of tests' own alone, since the library is compiled for the program of the layer.
+// Only with lanes that are threads (warp_platform.h), because the CPU engine's library is compiled for the program of
+// a forward pass.
 #define FLASHMOE_GROUP    1
 #define FLASHMOE_BACKWARD 1
 #include "lane_calls.h"

@@ -1,5 +1,5 @@
-// Groups that are spread over machines: who stands for whom, where each source's fields lie, when a relay's call is over, and
-// whole calls with relays, of warps of 1 to 8 lanes, over mapped memory.
+// Groups that are spread over machines: which rank is whose relay, where the fields of each source lie, when a relay
+// may end a call, and whole calls with relays, with warps of 1 to 8 lanes, over mapped memory.
 #include <map>
 #include <set>
 
@@ -10,7 +10,8 @@ namespace {
 
 using Spread = std::vector<uint32_t>;
 
-// Checks the tables of all ranks against what they are to say; `of` numbers machines by their lowest ranks.
+// Checks the tables of all ranks. of: the machine of each rank; machines are numbered in the order of their lowest
+// ranks.
 void check_tables(const Spread& of) {
   const auto ranks = static_cast<uint32_t>(of.size());
   Limits l = limits(ranks, 1);
@@ -44,7 +45,7 @@ void check_tables(const Spread& of) {
       if (relay != q) continue;
       sources[q].push_back(p);
       CHECK(m.slot(p, of[q]) < l.relayed);
-      CHECK(slots.insert(m.slot(p, of[q])).second);  // one writer each
+      CHECK(slots.insert(m.slot(p, of[q])).second);  // each slot has one writer
     }
     CHECK(std::equal(sources[q].begin(), sources[q].end(), m.sources, m.sources + m.source_count));
   }
@@ -54,7 +55,7 @@ void check_tables() {
   check_tables({0});
   check_tables({0, 0, 0});
   Limits l = limits(4, 1);
-  host::MachineTables({5, 2, 5, 2}, 4, 1).set(l);  // any numbers
+  host::MachineTables({5, 2, 5, 2}, 4, 1).set(l);  // machines may have any numbers
   CHECK(l.machine_ranks == 2 && l.relayed == 1);
   uint32_t checked = 0;
   for (uint32_t ranks = 2; ranks <= 6; ++ranks) {  // all ways to spread them
@@ -72,8 +73,9 @@ void check_tables() {
   std::printf("%u spreads\n", checked);
 }
 
-// When a relay's OS actor may leave: all packets passed on, all sums here, be it of a later call, which a rank without experts
-// signals as soon as the source is in it. Rank 1 of {0}, {1, 2} is rank 0's relay.
+// When a relay's OS actor may leave a call: all packets must be passed on, and all sums be here. The signal of a sum
+// may also be of a later call, because a rank without experts signals as soon as the source has begun that call.
+// Machines are {0} and {1, 2}, and rank 1 is the relay of rank 0.
 void check_completion() {
   using P = SpreadPlatform<cpu::CpuPlatform, true>;
   Limits l = limits(3, 1);
@@ -86,7 +88,7 @@ void check_completion() {
     rank.prepare(x);
     const SpreadCall& c = rank.call;
     Relay<P> relay(c);
-    CHECK(!relay.complete());  // who has not begun may send much
+    CHECK(!relay.complete());  // rank 0 has not begun the call, so its packets may still come
     *c.call_signal(1, 0) = Signal::make(c.epoch, CallPayload::make(x.of[0].tokens, x.of[0].log2_block));
     c.call_config(1, 0)->hash = c.config.hash;
     const uint32_t packets = 2 * c.blocks_of(0);
@@ -123,7 +125,7 @@ int main() {
   using WarpsApart = SpreadPlatform<WarpPlatform<4>, true>;
   check_tables();
   check_completion();
-  for (const uint64_t bytes : {1u, 2000u}) {  // a block is a message; several are
+  for (const uint64_t bytes : {1u, 2000u}) {  // so that a message has one token block, or several
     host::batch_bytes = bytes;
     for (const uint64_t seed : {1, 2}) {
       run_calls<One>("1 lane, 2 machines", limits(4, 2), 40, seed, {.machines = {0, 1, 1, 0}});

@@ -1,5 +1,5 @@
-// Groups of more ranks than a word has bits, than a warp has lanes, and than a GPU has: a rank has one processor, and few
-// tokens. What is checked of each call is in abstract_group.h.
+// Groups of more ranks than a word has bits, than a warp has lanes, and than the CUDA engine takes. A rank has one
+// processor, and few tokens. abstract_group.h has what is checked in each call.
 #include "compiled_once.h"
 #include "lane_calls.h"
 
@@ -23,7 +23,8 @@ int main() {
   using namespace flashmoe::test;
   using flashmoe::cpu::CpuPlatform;
   run_calls<CpuPlatform>("1 lane", many(33), 10, 1);
-// A thousand threads take minutes with ThreadSanitizer, whose races need no more ranks than words have bits.
+// With ThreadSanitizer, a thousand threads take minutes. To find races, a few more ranks than a word has bits are
+// enough.
 #if defined(__SANITIZE_THREAD__)
   run_calls<CpuPlatform>("1 lane", many(65), 2, 2);
 #else

@@ -1,8 +1,8 @@
-// Ranks on several machines as far as they know: each a thread with a courier, over connections of loopback, by a stand-in
-// for OpenSSL (tests/fake_openssl) or OpenSSL itself. Random calls, compared with a reference in fp64; for ThreadSanitizer
-// above all.
+// Ranks that believe themselves to be on several machines. Each is a thread with a courier. They have connections
+// over loopback, by OpenSSL or by a stand-in for OpenSSL (tests/fake_openssl). They make random calls, whose results
+// are compared with a reference in fp64. The test is above all for ThreadSanitizer.
 //
-//   test_network [calls [libssl.so.3]]    77: there is no such library
+//   test_network [calls [libssl.so.3]]    returns 77 if there is no such library
 #include <dlfcn.h>
 
 #include <atomic>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr uint64_t kTimeoutNs = 120'000'000'000;
 
-// Which ranks share a machine: as threads they have one another's heaps, as those that are processes have them mapped.
+// The ranks of one machine. As threads, they have one another's heaps; as processes, they would have them mapped.
 class Machine final : public host::Group {
  public:
   Machine(std::shared_ptr<std::vector<host::Mapping>> heaps, const std::vector<uint32_t>& here)
@@ -84,12 +84,12 @@ int main(int argc, char** argv) {
     return 77;
   }
   flashmoe::network::records_per_key = 40;      // keys change while messages are on their way
-  flashmoe::network::most_message_bytes = 100;  // what a signal announces takes several messages
+  flashmoe::network::most_message_bytes = 100;  // the data of a signal takes several messages
   flashmoe::host::batch_bytes = 2000;           // and a source has several batches
   std::atomic<uint32_t> verified = 0;
   run_group({{0}, {1}, {2}, {3}}, 1, calls, library, verified);
   run_group({{0, 3}, {1, 2}}, 1 + calls, calls, library, verified);
   run_group({{0, 1, 2}, {3}}, 1 + 2 * calls, calls, library, verified);
   std::printf("%u calls on %u ranks, %u outputs verified\n", 3 * calls, kRanks, verified.load());
-  CHECK(verified.load() > 3 * calls);  // of kRanks times as many; where the router is nearly undecided none is
+  CHECK(verified.load() > 3 * calls);  // of kRanks times as many; with a nearly undecided router nothing is compared
 }

@@ -1,4 +1,4 @@
-// Which experts' tiles are computed while another rank's rows are awaited: OrderPolicy::own_first.
+// OrderPolicy::own_first: which experts' tiles are computed while the rank waits for another rank's rows.
 #include <thread>
 
 #include "compiled_once.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr uint32_t kTokens = 10, kExperts = 4, kTileRows = 2, kColumns = 2;
 constexpr uint64_t kMs = 1'000'000;
-// Of the call, which ends by it: long after what can be computed is.
+// The timeout of the call, by which the call ends: long after everything that can be computed has been computed.
 constexpr uint64_t kPatience = 1500 * kMs;
 
 Limits limits() {
@@ -24,7 +24,7 @@ Limits limits() {
   return l;
 }
 
-// Rank 0 has all experts, and all tokens, each of which goes to every expert.
+// Rank 0 has all experts, and it alone has tokens. Each token goes to every expert.
 Problem own_rows(uint32_t own_first) {
   Problem x;
   x.epoch = 1;
@@ -43,8 +43,8 @@ Problem own_rows(uint32_t own_first) {
   return x;
 }
 
-// Runs the call on ranks 0 to present - 1, of which some are missing: for how many of rank 0's experts, the first ones,
-// GEMM0 is done before the call ends. Others' are not begun.
+// Runs the call on ranks 0 to present - 1; the other ranks are missing. Returns for how many of rank 0's experts
+// GEMM0 is done before the call ends. These must be the first experts, and GEMM0 must not have begun for the others.
 uint32_t experts_computed(uint32_t own_first, uint32_t present, uint32_t formers) {
   AbstractGroup<cpu::CpuPlatform> group(limits(), {.formers = formers});
   const std::vector<Problem> problems{own_rows(own_first)};
@@ -80,12 +80,12 @@ int main() {
     uint32_t own_first, present, expected;
   };
   constexpr Case kCases[] = {
-      // Nobody else is here: what own rows fill is computed, but for the experts that wait.
+      // No other rank is here. Tiles of own rows are computed, except those of the experts that wait.
       {1, 1, 4},
       {2, 1, 2},
       {3, 1, 2},
       {1024, 1, 1},
-      // All that another rank sends is here, and the third's is not.
+      // All packets of one other rank are here, those of the third are not. So no expert waits any more.
       {2, 2, 4},
   };
   std::vector<std::thread> threads;  // each of them mostly waits

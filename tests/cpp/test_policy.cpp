@@ -43,7 +43,7 @@ constexpr Layer kPaper64{2048, 2048, 64, 2, false}, kPaper8{2048, 2048, 8, 2, fa
     kQwen2{2048, 1408, 64, 4, true}, kPhi{4096, 6400, 16, 2, true}, kOlmoe{2048, 1024, 64, 8, true},
     kQwen3Next{2048, 512, 512, 10, true};
 
-// Columns of tasks that a tile has in each product.
+// How many blocks of columns each product has.
 std::array<uint32_t, kProducts> gpu_columns(uint32_t hidden, uint32_t intermediate, bool gated) {
   Call c;
   c.shape.hidden = hidden;
@@ -104,8 +104,8 @@ Order order_of(const Shape& shape, ReturnMode mode, const OrderPolicy& asked = k
   return {o.gemm1_lag, o.raster, o.window, o.gemm1_lists, o.own_first, o.senders, o.link_clusters};
 }
 
-// Alone, every layer has the same order; on 2 and on 4 GPUs, `direct` has GEMM1 the earlier
-// the more the link is what bounds.
+// For a rank alone, every layer has the same order. On 2 and on 4 GPUs with `direct`, GEMM1 begins the earlier, the
+// slower the link is compared with GEMM1.
 void check_orders() {
   const struct {
     Layer layer;
@@ -114,7 +114,7 @@ void check_orders() {
       {kPaper64, {kHeld, 6, 66, 1, 1, 16, 0}, {kHeld, 6, 66, 1, 1, 16, 0}},
       {kPaper8, {kHeld, 6, 66, 1, 1, 16, 0}, {kHeld, 6, 66, 1, 1, 16, 0}},
       {kPaper128, {kHeld, 6, 66, 1, 1, 16, 0}, {kHeld, 6, 66, 1, 1, 16, 0}},
-      // 0.57 of the 64 (4 + 0.5) 6 tasks of GEMM0.
+      // On two GPUs, the lag is 0.57 of GEMM0's tasks: 64 experts * (4 + 0.5) tiles * 6 columns.
       {kQwen3, {982, 6, 198, 1, 2, 16, 0}, {132, 6, 198, 2, 2, 16, 0}},
       {kMixtral, {kHeld, 6, 66, 1, 1, 16, 0}, {kHeld, 6, 66, 1, 1, 16, 0}},
       {kQwen2, {kHeld, 6, 132, 1, 1, 16, 0}, {1325, 6, 132, 1, 2, 16, 0}},
@@ -127,7 +127,7 @@ void check_orders() {
     CHECK_EQ(order_of(e.layer.on(2), kDirect), e.two);
     CHECK_EQ(order_of(e.layer.on(4), kDirect), e.four);
   }
-  // Rows that are reduced before they go wait for their sum, however slow the link.
+  // With `reduced`, rows have to wait for their sums. So GEMM1 does not begin earlier, however slow the link is.
   CHECK_EQ(order_of(kQwen3.on(4), kReduced), (Order{kHeld, 6, 198, 1, 1, 16, 4}));
 }
 
@@ -139,11 +139,11 @@ void check_asked_orders() {
   OrderPolicy one = kNothing;
   one.window = 5;
   CHECK_EQ(order_of(kQwen3.on(4), kDirect, one), (Order{132, 6, 5, 2, 2, 16, 0}));
-  // No more blocks send than neither schedule nor form tiles: 1 and 32 of 132, 1 and 2 of 4.
+  // All blocks may send, except those that schedule (1) or form tiles (32 of 132 blocks, 2 of 4 blocks).
   one.senders = 200;
   CHECK_EQ(order_of(kQwen3.on(4), kDirect, one), (Order{132, 6, 5, 2, 2, 99, 0}));
   CHECK_EQ(order_of(kQwen3.on(4), kDirect, one, 4), (Order{4, 6, 5, 2, 2, 1, 0}));
-  // One cluster computes to the end.
+  // At most all clusters but one stop early.
   CHECK_EQ(order_of(kPaper64.on(2), kReduced, all), (Order{7, 3, 9, 2, 3, 2, 4}));
   CHECK_EQ(order_of(kPaper64.on(2), kReduced, all, 8), (Order{7, 3, 9, 2, 3, 2, 3}));
 }
@@ -156,13 +156,14 @@ void check_token_blocks() {
   } expected[] = {{0, 128, 8, 132, 8},       {1056, 128, 8, 132, 8},   {1057, 128, 8, 132, 16},
                   {8448, 128, 8, 132, 64},   {8449, 128, 8, 132, 128}, {65536, 128, 8, 132, 128},
                   {65536, 1024, 8, 132, 16},  // 16384 logits
-                  {65536, 8, 32, 132, 64},    // 2048 pairs of token and expert
+                  {65536, 8, 32, 132, 64},    // 2048 choices
                   {65536, 1024, 32, 1, 16}};
   for (const auto& e : expected)
     CHECK_EQ(cuda::token_block(kHopper, e.tokens, e.experts, e.top_k, e.processors), e.block);
 }
 
-// Rows of few tokens with experts in FP8 lie in fp32 where tiles of rows in e4m3 have their place (sm90/decode/block.cuh).
+// In calls of few tokens with experts in FP8, intermediate rows are in fp32, in memory that is made for tiles of rows
+// in e4m3 (sm90/decode/block.cuh). Checks that there is enough of it.
 void check_few_rows_fit() {
   uint32_t checked = 0;
   for (const uint32_t experts : {1u, 2u, 3u, 8u, 60u, 128u, 1024u}) {
@@ -191,7 +192,7 @@ void check_few_rows_fit() {
   CHECK(checked > 500);
 }
 
-// Of four ranks with 64 tokens each, whose tokens have eight experts.
+// The limits and the layer of four ranks, with 64 tokens each, and eight experts for each token.
 struct Decoding {
   Limits limits;
   LayerSpec layer;
@@ -209,11 +210,12 @@ Decoding decoding(uint32_t hidden, uint32_t intermediate, uint32_t experts) {
   return made;
 }
 
-// By what all ranks have agreed on, and by no call's number of tokens.
+// Whether a group uses the kernel for a few tokens is decided by what all ranks have agreed on, not by a call's
+// number of tokens.
 void check_few_in_group() {
   const auto [limits, layer] = decoding(2048, 768, 128);
   CHECK(cuda::few_in_group(limits, layer));
-  // Units of at most 32 rows: an expert has one that is not full, at most.
+  // A unit has at most 32 rows, and at most one unit of an expert has fewer.
   CHECK_EQ(gpu::few_rows(limits), gpu::kFewChoices);
   CHECK(gpu::few_units(limits) >= gpu::few_rows(limits) / 32 + limits.max_local_experts);
   const auto field = static_cast<uint32_t>(gpu::FewField::kDone);
@@ -228,7 +230,7 @@ void check_few_in_group() {
   CHECK(refused([](Limits& l, LayerSpec&) { l.max_tokens = 65; }));  // 2080 rows may come to a rank
   CHECK(refused([](Limits& l, LayerSpec&) { l.ranks = 1; }) && refused([](Limits& l, LayerSpec&) { l.rdma = 1; }));
   CHECK(refused([](Limits& l, LayerSpec&) { l.machine_ranks = 2; }));
-  CHECK(refused([](Limits& l, LayerSpec&) { l.max_local_experts = 512; }));  // 32 packets of 513 offsets
+  CHECK(refused([](Limits& l, LayerSpec&) { l.max_local_experts = 512; }));  // 32 packets of 513 offsets are too many
   CHECK(refused([](Limits&, LayerSpec& s) { s.experts = 127; }));            // more than 16 rows an expert
   CHECK(refused([](Limits&, LayerSpec& s) { s.return_mode = ReturnMode::kReduced; }));
   CHECK(refused([](Limits&, LayerSpec& s) { s.set_types(DType::kFloat32); }));
@@ -239,7 +241,7 @@ void check_few_in_group() {
         refused([](Limits&, LayerSpec& s) { s.capacity_factor = 1.0; }));
 }
 
-// In FP8, with DeepSeek-V3's sizes. Intermediate rows are of fp32, in memory for tiles of rows in e4m3.
+// In FP8, with DeepSeek-V3's sizes. Intermediate rows are in fp32, in memory that is made for tiles of rows in e4m3.
 void check_few_in_group_of_fp8() {
   auto [limits, layer] = decoding(7168, 2048, 256);
   layer.token_type = layer.weight_type = layer.intermediate_type = DType::kFloat8E4M3;
@@ -247,7 +249,7 @@ void check_few_in_group_of_fp8() {
   CHECK(cuda::few_in_group(limits, layer));
   limits.max_tokens = 65;
   CHECK(!cuda::few_in_group(limits, layer));
-  // Of eight ranks with few experts each there is no room for 16 rows an expert.
+  // For eight ranks with few experts each, this memory has no room for 16 rows of each expert.
   limits.ranks = 8;
   limits.max_local_experts = 4;
   limits.experts = layer.experts = 32;
@@ -263,7 +265,7 @@ void check_few_in_group_of_fp8() {
     const WorkLayout layout = make_work_layout(limits);
     CHECK(limits.max_rows() * limits.intermediate * sizeof(float) <= layout.offset[field + 1] - layout.offset[field]);
   }
-  CHECK_EQ(most, 10u);  // 320 rows, where there are five tiles of 256
+  CHECK_EQ(most, 10u);  // 320 rows in fp32 fill five tiles of 256 rows in e4m3
 }
 
 void check_few_and_joined() {
@@ -277,7 +279,7 @@ void check_few_and_joined() {
   CHECK(cuda::is_few(few(227, 256, 8, 1), 2, false) && !cuda::is_few(few(228, 256, 8, 1), 2, false));  // 2048 choices
   CHECK(cuda::is_few(few(8, 64, 4, 4), 2, false) && !cuda::is_few(few(9, 64, 4, 4), 2, false));        // slices
   CHECK(cuda::is_few(few(8, 128, 8), 4, false) && !cuda::is_few(few(9, 128, 8), 4, false));
-  // Parts of GEMM1: of a token there are to be 256 tasks, of 16 stages at least.
+  // GEMM1 is cut into as many parts as give one token 256 tasks, but a task must have at least 16 stages.
   auto parts = [&](CallShape shape, uint32_t hidden, uint32_t intermediate, uint32_t weight_bits = 16) {
     shape.hidden = hidden;
     shape.intermediate = intermediate;
@@ -290,7 +292,7 @@ void check_few_and_joined() {
   CHECK_EQ(parts(few(1, 8, 1), 128, 65536), gpu::kMostFewParts);
   CHECK_EQ(parts(few(1, 64, 8), 32768, 65536), 1u);
   CHECK(parts(few(1, 8, 1), 128, 8192) == 8 && parts(few(1, 8, 1), 128, 8192, 8) == 4);  // FP8: half as many stages
-  CHECK(parts(few(1, 8, 1), 128, 8192, 4) == 8 && parts(few(1, 32, 4), 2880, 2880, 4) == 2);  // MXFP4: of 4 stages
+  CHECK(parts(few(1, 8, 1), 128, 8192, 4) == 8 && parts(few(1, 32, 4), 2880, 2880, 4) == 2);  // MXFP4: at least 4
   CallShape two_ranks = few(1, 128, 8);
   two_ranks.ranks = 2;
   CHECK(!cuda::is_few(two_ranks, 2, false) && !cuda::is_few(few(1, 128, 8), 2, true));
@@ -298,7 +300,7 @@ void check_few_and_joined() {
   CHECK(cuda::few_most(few(1, 128, 8), 2, false) == 256 && cuda::few_most(few(1, 256, 8, 1), 2, false) == 227);
   check_few_in_group();
   check_few_in_group_of_fp8();
-  // Two rows a token: from tiles that are full on average. One: always.
+  // If tokens have two rows, rows are joined if tiles are full on average; if tokens have one row, always.
   const Shape two = kPaper64.on(1);
   CHECK(cuda::joins_rows(kHopper, two, 8192, 0) && !cuda::joins_rows(kHopper, two, 8191, 0));
   CHECK(cuda::joins_rows(kHopper, two, 65536, 0) && !cuda::joins_rows(kHopper, two, 65537, 0));
@@ -324,13 +326,13 @@ void check_return_groups() {
 }
 
 void check_link() {
-  CHECK_EQ(cuda::link_over_gemm1(kQwen3.on(1)), 0.0);  // nothing goes over it
+  CHECK_EQ(cuda::link_over_gemm1(kQwen3.on(1)), 0.0);  // nothing goes over the link
   CHECK(cuda::link_over_gemm1(kQwen3.on(2)) > 1 && cuda::link_over_gemm1(kQwen3.on(4)) > 1.85);
   CHECK(cuda::link_over_gemm1(kQwen2.on(2)) < 1 && cuda::link_over_gemm1(kQwen2.on(4)) > 1);
   CHECK(!cuda::reduces(4, 8, 768) && !cuda::reduces(8, 8, 768));
   CHECK(!cuda::reduces(4, 8, 512) && cuda::reduces(8, 8, 512));
   CHECK(!cuda::reduces(4, 10, 512) && cuda::reduces(8, 10, 512));  // Qwen3-Next
-  CHECK(!cuda::reduces(32, 1, 64));                                // one row a token, either way
+  CHECK(!cuda::reduces(32, 1, 64));                                // one row of a token goes home in either mode
 }
 
 void check_tasks() {
@@ -339,7 +341,7 @@ void check_tasks() {
   CHECK_EQ(gpu_columns(2048, 768, false)[kFirst], 3u);
   CHECK_EQ(gpu_columns(2056, 776, true)[kFirst], 7u);
   CHECK_EQ(gpu_columns(2056, 776, true)[kReturning], 9u);
-  // Short tasks need more of them ahead.
+  // The shorter tasks are, the more of them are published ahead.
   const auto ahead = [](uint32_t ranks, uint32_t inner) {
     return cuda::tasks_ahead(kHopper, {ranks, 8, 8192, inner, 2, 2});
   };
@@ -380,7 +382,7 @@ void check_cpu() {
     uint32_t tokens, processors, entries, log2_block;
   } expected[] = {
       {0, 1, 8, 3},    {16, 1, 8, 3},    {17, 1, 8, 4},      {256, 1, 8, 7},    {100, 4, 8, 3},
-      {4096, 4, 8, 7}, {4096, 64, 8, 5}, {65536, 1, 511, 7}, {65536, 1, 512, 6}};  // an offset within a packet has 16 bits
+      {4096, 4, 8, 7}, {4096, 64, 8, 5}, {65536, 1, 511, 7}, {65536, 1, 512, 6}};  // an offset in a packet has 16 bits
   for (const auto& e : expected) CHECK_EQ(cpu::log2_token_block(e.tokens, e.processors, e.entries), e.log2_block);
   CHECK(cpu_groups(8, 0) == Starts({0, 8}) && cpu_groups(8, 1) == Starts({0, 8}));
   CHECK(cpu_groups(8, 3) == Starts({0, 2, 5, 8}));

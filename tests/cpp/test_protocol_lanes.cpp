@@ -1,32 +1,33 @@
-// Whole calls of the protocol with warps of 1 to 32 lanes, teams of 1 to 3 warps, and tiles formed by the OS actor or by
-// formers: random routing, changing sizes, both return modes, capacity, every order policy. What is checked is in
-// abstract_group.h; under ThreadSanitizer, races between lanes and warps too.
+// Whole calls of the protocol with warps of 1 to 32 lanes, teams of 1 to 3 warps, and tiles formed by the OS actor or
+// by formers. They have random routing, changing sizes, both return modes, capacities, and order policies of all
+// kinds. abstract_group.h has what is checked in each call; ThreadSanitizer also finds races between lanes and warps.
 #include "compiled_once.h"
 #include "lane_calls.h"
 
 namespace flashmoe::test {
 namespace {
 
-// So small that queue and ready list have fewer slots than a warp has lanes.
+// So small that the ready queue and the ready list have fewer slots than a warp has lanes.
 Limits smallest() {
   Limits l = limits(1, 1);
   l.max_tokens = l.hidden = l.intermediate = l.experts = l.max_local_experts = l.top_k = l.return_slots = 1;
   return l;
 }
 
-// More tiles, of experts whose rows alternate, than a band takes: what it passes over is not lost to later return groups.
+// More ready tiles than a band takes, of experts that alternate. The tiles that a band passes over must not be lost
+// to later return groups.
 Limits many_tiles() {
   Limits l = limits(1, 2);
   l.max_tokens = 200;
-  l.hidden = 60;  // wide groups: narrow ones have bands of more tiles
+  l.hidden = 60;  // so that return groups are wide: bands of narrow groups take more tiles
   l.intermediate = 1;
   l.experts = l.max_local_experts = 16;
   l.top_k = l.return_slots = 4;
   return l;
 }
 
-// A rank alone, two rows a token at most: a third of the calls are joined, those that are direct without a capacity. So many
-// rows that the queue of the late ones fills and goes round.
+// A rank alone, whose tokens have at most two rows. Its calls with `direct` and without a capacity are joined: two
+// ninths of the calls. They have so many late rows that the queue of these fills, and goes round.
 Limits joined(uint32_t processors) {
   Limits l = limits(1, processors);
   l.max_tokens = 400;
@@ -45,7 +46,8 @@ int main() {
     run_calls<flashmoe::cpu::CpuPlatform>("1 lane", wide(), 50, seed);
     run_calls<WarpPlatform<4>>("4 lanes", limits(2, 2), 10, seed);
     run_calls<WarpPlatform<8>>("8 lanes", limits(2, 1), 10, seed);
-    // As on a GPU: tiles formed beside the OS actor, packets built by several warps. 7 experts do not divide evenly.
+    // As on a GPU: formers beside the OS actor form tiles, and several warps build packets. The formers have unequal
+    // shares of the 7 experts.
     run_calls<flashmoe::cpu::CpuPlatform>("1 lane", limits(3, 2), 50, seed, {.formers = 3});
     run_calls<WarpPlatform<2, 3>>("3 warps of 2 lanes", limits(2, 1), 10, seed, {.formers = 2});
   }

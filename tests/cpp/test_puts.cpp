@@ -1,5 +1,6 @@
-// Whole calls of ranks that reach one another by puts alone, over a network that is late and out of order (put_platform.h):
-// with warps of 1, 4, 8 and 32 lanes, tiles formed by the OS actor or by formers, 1 to 3 senders.
+// Whole calls of ranks that reach one another only by puts, over a network that is late and out of order
+// (put_platform.h). They run with warps of 1, 4, 8 and 32 lanes, with tiles formed by the OS actor or by formers, and
+// with 1 to 3 senders.
 #include "compiled_once.h"
 #include "lane_calls.h"
 

@@ -1,5 +1,6 @@
-// A layer in FP8 on the CPU engine: rows are quantised once and multiplied in blocks of 128, whatever the ranks, the
-// schedule and the tiles, so that the bits are the same. (What they should be: tests/test_fp8.py.)
+// A layer in FP8 on the CPU engine. Rows are quantised once, and multiplied in blocks of 128 elements. So with
+// `direct`, ranks, schedule and tiles do not change a bit of the result. (tests/test_fp8.py checks that the result is
+// right.)
 #include <cmath>
 #include <random>
 #include <thread>
@@ -13,7 +14,7 @@ namespace {
 
 using namespace flashmoe::cpu;
 
-// Neither H nor I is a multiple of 128: the last scales are of fewer elements.
+// Neither H nor I is a multiple of 128, so the last scale of a row is for fewer elements.
 constexpr uint32_t kTokens = 60, kHidden = 200, kIntermediate = 136, kExperts = 8, kTopK = 3;
 constexpr uint32_t kUpBlocks = 2 * scale_blocks(kIntermediate) * scale_blocks(kHidden);
 constexpr uint32_t kDownBlocks = scale_blocks(kHidden) * scale_blocks(kIntermediate);
@@ -30,7 +31,7 @@ Limits limits(uint32_t ranks) {
   return l;
 }
 
-// All ranks' tokens, one behind the other, and all experts' weights.
+// The tokens of all ranks, one behind the other, and the weights of all experts.
 struct Work {
   Work()
       : x(kTokens * kHidden),
@@ -55,8 +56,8 @@ struct Work {
   std::vector<int32_t> ids;
 };
 
-// y [T, H] of each of so many calls on so many ranks, whose experts are neighbours; the schedule is perturbed in all but
-// the first.
+// Runs `calls` calls on `ranks` ranks, and returns y [T, H] of each call. The experts of a rank have successive
+// numbers. The schedule of all calls but the first is perturbed.
 std::vector<std::vector<float>> run(const Work& work, uint32_t ranks, uint32_t tile_rows, uint32_t columns,
                                     ReturnMode mode, uint32_t calls) {
   const Limits l = limits(ranks);

@@ -1,6 +1,7 @@
-// Random calls on four ranks, a quarter of which some ranks refuse, each rank as far ahead of the others as it may be: those
-// that refuse go on at once. Every call that nobody refuses is compared with a reference in fp64, on every rank; of the others each rank
-// is told by name.
+// Random calls on four ranks. About a quarter of the calls are refused by some of the ranks. A rank that refuses a
+// call goes on at once, so ranks are as far ahead of one another as they may be. If nobody refuses a call, the result
+// of every rank is compared with a reference in fp64. Otherwise every rank that has not refused the call gets an
+// error that names a rank that has.
 //
 //   test_refused_calls [calls]
 #include <cstdlib>
@@ -19,7 +20,7 @@ using host::concat;
 
 constexpr uint32_t kCallsPerGroup = 100;
 
-// Who refuses call n of a group: bits by rank.
+// Which ranks refuse call n: bit p is for rank p.
 uint32_t refusers_of(uint32_t n) {
   std::mt19937_64 random(n + 77);
   return random() % 4 == 0 ? static_cast<uint32_t>(random()) % (1u << kRanks) : 0;
@@ -34,7 +35,7 @@ bool names_refuser(const host::Error& e, uint32_t refusers, uint32_t n, uint64_t
     if ((refusers >> p & 1) == 0) continue;
     const std::string expected = concat("rank ", p, " refused call ", epoch, ": ", reason_of(n, p));
     const std::string got = e.what();
-    const size_t known = std::min<size_t>(expected.size(), kReasonBytes);  // of which a long one has its beginning
+    const size_t known = std::min<size_t>(expected.size(), kReasonBytes);  // a long reason is cut
     if (got.substr(0, known) == expected.substr(0, known)) return true;
   }
   return false;

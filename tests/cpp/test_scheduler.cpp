@@ -1,4 +1,4 @@
-// In which order the scheduler publishes what is ready: each field of OrderPolicy by itself.
+// The order in which the scheduler publishes ready tasks: each field of OrderPolicy by itself.
 #include <vector>
 
 #include "abstract_group.h"
@@ -7,7 +7,7 @@ namespace flashmoe::test {
 namespace {
 
 using P = cpu::CpuPlatform;
-// As a task is published: its kind, tile and block of columns.
+// The tasks in the order in which they are published, each as its kind, tile and block of columns.
 using Order = std::vector<std::array<uint32_t, 3>>;
 constexpr uint32_t kGemm0 = static_cast<uint32_t>(TaskKind::kGemm0), kGemm1 = static_cast<uint32_t>(TaskKind::kGemm1),
                    kStop = static_cast<uint32_t>(TaskKind::kStop);
@@ -25,7 +25,7 @@ Limits limits() {
   return l;
 }
 
-// The scheduler of rank 0, alone: what formers and processors push is said by the test, and nobody takes a task.
+// The scheduler of rank 0 by itself. The test pushes what formers and processors would push. Nobody takes a task.
 class Bench {
  public:
   // gemm0_columns, gemm1_columns: at most 3.
@@ -38,10 +38,10 @@ class Bench {
   }
   // All experts are formed, into so many tiles.
   void formed(uint32_t tiles) { push(Ready::formed(call_.shape.local_experts, tiles)); }
-  // Processors ask for so many tasks more.
+  // Processors ask for `tasks` more tasks.
   void ask(uint32_t tasks) { call_.control()->queue_head.value += tasks; }
 
-  // What one step publishes.
+  // Returns what one step publishes.
   Order step() {
     scheduler_.look();
     scheduler_.step([] { return true; });
@@ -82,7 +82,7 @@ class Bench {
   uint64_t published_ = 0;
 };
 
-// A band's tiles go column by column.
+// The tasks of a band are published column by column.
 void check_raster() {
   Bench bench({.raster = 2, .window = 100}, 3, 1);
   for (uint32_t tile = 0; tile < 3; ++tile) bench.gemm0(tile, 0);
@@ -97,7 +97,8 @@ void check_raster() {
                                {kGemm0, 2, 2}}));
 }
 
-// A band is one expert's as far as it has tiles, unless all are known and hardly an expert has two.
+// A band takes ready tiles expert by expert. If all tiles are known, and there are no more tiles than experts, it
+// takes them in the order in which they became ready.
 void check_windows() {
   for (const uint32_t tiles : {0u, 4u, 5u}) {  // 0: not known yet
     Bench bench({.raster = 2, .window = 100}, 1, 1);
@@ -109,7 +110,8 @@ void check_windows() {
   }
 }
 
-// No more than `window` beyond what is asked for; what becomes ready meanwhile may go before what waited.
+// At most `window` tasks are published beyond those that are asked for. What becomes ready later may be published
+// before what was ready and waited.
 void check_window() {
   Bench bench({.window = 2}, 1, 1);
   for (uint32_t tile = 0; tile < 4; ++tile) bench.gemm0(tile, 0);
@@ -121,7 +123,7 @@ void check_window() {
   CHECK(bench.step() == (Order{{kGemm1, 0, 0}, {kGemm0, 2, 0}, {kGemm0, 3, 0}}));
 }
 
-// GEMM1 goes first, but trails by gemm1_lag tasks while there are GEMM0 tasks.
+// GEMM1 tasks go first; but while there are GEMM0 tasks, GEMM1 trails GEMM0 by gemm1_lag tasks.
 void check_lag() {
   const Order expected[] = {
       {{kGemm1, 9, 0}, {kGemm1, 9, 1}, {kGemm0, 0, 0}, {kGemm0, 0, 1}, {kGemm0, 1, 0}, {kGemm0, 1, 1}},
@@ -137,19 +139,20 @@ void check_lag() {
   }
 }
 
-// Some processors get stop words as soon as as many tasks of GEMM1 are published as the first return group has; the
-// others go on, and get theirs behind the last task.
+// When as many GEMM1 tasks are published as the first return group has, link_clusters stop words follow. The clusters
+// that take no stop word go on; they get theirs behind the last task.
 void check_early_stops() {
   Bench bench({.window = 100, .link_clusters = 2}, 1, 2, 2);
   bench.gemm1(0, 0, false);
   CHECK(bench.step() == (Order{{kGemm1, 0, 0}, {kGemm1, 0, 1}}));
-  bench.formed(2);  // which makes the second tile known to be missing
+  bench.formed(2);  // two tiles in all, so the first return group has two tasks
   CHECK(bench.step() == (Order{{kStop, 0, 0}, {kStop, 0, 0}}));
   bench.gemm1(1, 1, true);
   CHECK(bench.step() == (Order{{kGemm1, 1, 0}, {kGemm1, 1, 1}}));
 }
 
-// With two lists, tiles with rows of another rank go first; with one, all go as they are ready.
+// With two lists, tiles with rows of another rank go first. With one list, all tiles go in the order in which they
+// became ready.
 void check_lists() {
   for (const uint32_t lists : {1u, 2u}) {
     Bench bench({.raster = 32, .window = 100, .gemm1_lists = lists}, 1, 1);
@@ -160,7 +163,8 @@ void check_lists() {
   }
 }
 
-// All tiles' columns of a return group go before the next group's: also those of a tile that comes between.
+// The columns of a return group go before those of the next group, for all ready tiles: also for a tile that becomes
+// ready later than others.
 void check_groups() {
   Bench bench({.window = 3}, 1, 2, 2);
   bench.gemm1(0, 0, false);
@@ -171,7 +175,7 @@ void check_groups() {
   CHECK(bench.step() == (Order{{kGemm1, 1, 1}, {kGemm1, 2, 0}, {kGemm1, 2, 1}}));
 }
 
-// GEMM1 before GEMM0.
+// If both are ready, GEMM1 is chosen.
 void check_choice() {
   CHECK(choose({}, {.product = {true, true}, .published = {}}) == TaskKind::kGemm1);
   CHECK(choose({}, {.product = {true, false}, .published = {}}) == TaskKind::kGemm0);

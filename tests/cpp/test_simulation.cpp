@@ -1,5 +1,5 @@
-// Simulated time: the same run every time, machines that are folded into one, and a call of two ranks whose time is added
-// up by hand.
+// Simulated time: every simulation of a call gives the same result, machines may be folded into one, and the time of
+// a call of two ranks is what it should be when it is added up by hand.
 #include <string>
 
 #include "check.h"
@@ -13,7 +13,7 @@ Time us(double t) {
   return static_cast<Time>(t * static_cast<double>(kMicrosecond));
 }
 
-// A machine on which nothing takes time but what a test says.
+// A machine on which nothing takes time, unless a test sets this.
 Machine instant() {
   Machine m;
   m.blocks = 132;
@@ -22,7 +22,7 @@ Machine instant() {
   return m;
 }
 
-// A machine with times of the order of a GPU's.
+// A machine whose times are about those of a GPU.
 Machine usual() {
   Machine m = instant();
   m.blocks = 16;
@@ -78,9 +78,10 @@ void test_deterministic() {
   }
 }
 
-// Where all machines choose alike, counted from themselves, the first one's ranks stand for those of all.
+// If the tokens of all machines choose alike, counted from their own machine, the ranks of the first machine stand
+// for all ranks.
 void test_folded() {
-  for (const uint32_t machines : {2u, 4u, 8u}) {  // with 8, more ranks than experts: each has copies
+  for (const uint32_t machines : {2u, 4u, 8u}) {  // with 8, there are more ranks than experts: experts have copies
     Setup s = setup(usual(), machines, 2, 256);
     s.layer.experts = 8;
     s.alike = true;
@@ -96,13 +97,15 @@ void test_folded() {
   }
 }
 
-// Two ranks with an expert each that all tokens of both choose, on which only gate, packets, tasks and rows take time.
+// Two ranks with one expert each. All tokens of both ranks choose both experts. Only gate, packets, tasks and rows
+// take time.
 //
-// A rank has 1024 tokens of 2 KiB, so that each expert has 8 tiles of 256 rows, 4 of them of the other rank. GEMM0 contracts
-// over 16 stages, and has 4 columns of tasks (of 128, with a gate); GEMM1 over 8, and has 4 (of 256). All 64 tasks of a rank
-// fit its 66 clusters, also without the 8 that send.
+// A rank has 1024 tokens of 2 KiB, so each expert has 8 tiles of 256 rows, 4 of them with rows of the other rank. In
+// GEMM0 a task has 16 stages, and a tile has 4 tasks (of 128 columns, because there is a gate). In GEMM1 a task has 8
+// stages, and a tile has 4 tasks (of 256 columns). So each product has 32 tasks on a rank. Its 66 clusters can run
+// them at the same time, even without the 8 clusters that send.
 void test_two_ranks() {
-  constexpr double kPackets = 10 + 5, kGemm0 = 16 * 1.0 + 4, kGemm1 = 8 * 1.0 + 4;  // gate, packets; stages, epilogue
+  constexpr double kPackets = 10 + 5, kGemm0 = 16 * 1.0 + 4, kGemm1 = 8 * 1.0 + 4;  // gate + packets; stages + epilogue
   Machine m = instant();
   m.gate = us(10);
   m.packets = us(5);
@@ -115,8 +118,9 @@ void test_two_ranks() {
   CHECK_EQ(free.last_task, kPackets + kGemm0 + kGemm1);
   CHECK_EQ(free.call, free.last_task);
 
-  // 1 MiB a microsecond: 1024 rows of 2 KiB take 2 us, and behind them the last tile of the other rank's rows is there. Its
-  // results, half a MiB, leave within their epilogue. Entries of 16 bytes, signals and offsets take less than 0.1 us in all.
+  // The link passes 1 MiB a microsecond. So 1024 rows of 2 KiB take 2 us; then the last tile of the other rank's rows
+  // can begin. The results of this tile, half a MiB, leave while the epilogue lasts. Entries (of 12 bytes), signals
+  // and offsets take less than 0.1 us together.
   s.machine.links.nvlink = double{1 << 20} * 1e6;
   const Result linked = simulate(s);
   const double late = linked.last_task - (kPackets + 2 + kGemm0 + kGemm1);
@@ -124,12 +128,12 @@ void test_two_ranks() {
   CHECK_EQ(linked.first_task, kPackets);
   CHECK(late >= 0 && late < 0.1);
   CHECK(linked.call >= linked.last_task && linked.call - linked.last_task < 0.1);
-  CHECK_EQ(linked.sent.nvlink >> 20, uint64_t{4});  // 2 MiB there and 2 MiB back, and the words
+  CHECK_EQ(linked.sent.nvlink >> 20, uint64_t{4});  // 2 MiB of rows there, 2 MiB back; signals and entries are far less
 }
 
-// Every token chooses every expert, so that every rank needs each row: M machines of G GPUs, an expert each. A rank's rows cross
-// to each other machine once, and one sum comes back; there its relay passes on G - 1 copies, and as many sums come to it, as
-// fp32. Within its machine rows and sums go as among mapped ranks.
+// M machines of G GPUs, with one expert on each rank. Every token chooses every expert, so every rank needs each row.
+// A rank's row crosses to each other machine once, and one sum comes back. The relay there passes on G - 1 copies of
+// the row, and gets G - 1 sums in fp32. Within its own machine, the rank's rows and sums go as among mapped ranks.
 void test_bytes_of_machines() {
   constexpr uint64_t kMachines = 4, kGpus = 2, kTokens = 64, kOthers = kMachines - 1, kWords = 2048;
   Setup s = setup(usual(), kMachines, kGpus, kTokens);
@@ -139,10 +143,11 @@ void test_bytes_of_machines() {
   const uint64_t rows_and_sums = kTokens * (kGpus - 1) * (2 * row + kOthers * (row + 2 * row));
   const uint64_t nvlink = rows_and_sums + kMachines * kTokens * (kGpus - 1) * sizeof(Entry);
   const Result r = simulate(s);
-  // Words, offsets and what calls are believed to be come beside these.
+  // Signals, offsets and the configurations of calls come in addition.
   CHECK(r.sent.nic >= nic && r.sent.nic < nic + kWords);
   CHECK(r.sent.nvlink >= nvlink && r.sent.nvlink < nvlink + kWords);
-  // Rows; sums, of four return groups (a row has as many columns of tasks); that the call has begun, to each rank.
+  // Messages from one rank to another machine: 1 with rows; 4 with sums, one for each return group (a row has four
+  // blocks of columns); and one to each rank of that machine, which says that the call has begun.
   CHECK_EQ(r.sent.messages, kOthers * (1 + 4 + kGpus));
 }
 

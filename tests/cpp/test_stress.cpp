@@ -1,6 +1,6 @@
-// The CPU engine under stress: 10,000 calls on four ranks of two processors each, in changing shapes and with
-// changing options, a quarter of them on a perturbed schedule. Every twentieth is compared with a reference in
-// fp64, on every rank.
+// The CPU engine under stress: 10,000 calls on four ranks of two processors each, with changing shapes and options. A
+// quarter of the calls have a perturbed schedule. Every twentieth is compared with a reference in fp64, on every
+// rank.
 //
 //   test_stress [calls]
 #include <algorithm>
@@ -22,8 +22,8 @@ struct Counts {
   std::atomic<uint32_t> calls = 0, verified = 0, undecided = 0;
 };
 
-// Calls [first, first + n) on a new group, whose tiles are all of one size. Ranks run as far ahead of one
-// another as the protocol lets them: nothing here makes them wait but every twentieth call's comparison.
+// Makes calls [first, first + n) on a new group, with tiles of one size. Ranks run as far ahead of one another as the
+// protocol lets them; only the comparison of every twentieth call delays them.
 void run_group(uint32_t first, uint32_t n, uint32_t tile_rows, uint32_t tile_columns, Counts& counts) {
   const Limits l = call_limits();
   std::vector<std::unique_ptr<host::Group>> groups = host::make_thread_groups(kRanks, member_heap_bytes(l));

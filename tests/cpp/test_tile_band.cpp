@@ -1,4 +1,5 @@
-// Bands of ready tiles against a plain sort: an expert's together, in the order of their first ones, the others kept.
+// Compares bands of ready tiles with a plain algorithm: the tiles of an expert are taken together, experts in the
+// order of their first tiles, and the tiles that are left keep their order.
 #include <algorithm>
 #include <cstdio>
 #include <random>
@@ -28,12 +29,13 @@ uint32_t expert_of(uint64_t word) {
   return Ready::unpack(word).expert();
 }
 
-// What is taken; `ready` becomes the list: that, then what is left.
+// Returns the band that should be taken from the first `sight` ready tiles. `ready` becomes what the list should be
+// then: first the tiles that are taken, then those that are left.
 Band by_expert(Words& ready, uint32_t most, uint32_t sight) {
   const auto seen = ready.begin() + std::min<std::ptrdiff_t>(sight, std::ssize(ready));
   Words taken;
   for (auto first = ready.begin(); first != seen; ++first) {
-    if (std::find(taken.begin(), taken.end(), *first) != taken.end()) continue;  // indices differ
+    if (std::find(taken.begin(), taken.end(), *first) != taken.end()) continue;  // words differ, since indices do
     std::copy_if(first, seen, std::back_inserter(taken),
                  [&](uint64_t word) { return expert_of(word) == expert_of(*first); });
   }

@@ -1,5 +1,5 @@
-// Element types against a reference of another kind, exhaustively where there is an end; and GEMM rows that
-// must not depend on where in a tile they stand.
+// Compares element types with a reference that is computed in another way: all values, or where there are too many,
+// random ones. Also checks that a row of a GEMM does not depend on its place in a tile.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -17,7 +17,7 @@ namespace {
 
 using namespace flashmoe::cpu;
 
-// A 16-bit float: 1 sign bit, the rest exponent and `mantissa` bits of mantissa.
+// A 16-bit float: 1 sign bit, `mantissa` bits of mantissa, and an exponent in the other bits.
 struct Format {
   const char* name;
   int mantissa;
@@ -36,9 +36,9 @@ double value(const Format& f, uint16_t pattern) {
   return pattern & 0x8000 ? -magnitude : magnitude;
 }
 
-// The pattern nearest to v, ties to even: by bisection over the values, which ascend with the pattern. What
-// is half a step or more beyond the largest finite value is infinite; its step's end is the value of
-// infinity's pattern.
+// The pattern nearest to v, ties to even, found by bisection over the values, which ascend with the pattern. The
+// value of infinity's pattern is taken to be one step beyond the largest finite value. What is half of this step or
+// more beyond the largest finite value becomes infinite.
 uint16_t nearest(const Format& f, float v) {
   const double magnitude = std::fabs(static_cast<double>(v));
   uint16_t low = 0, high = f.infinity();
@@ -89,7 +89,8 @@ void check_format(const Format& f) {
   }
   CHECK_EQ(nans, 2u * ((1u << f.mantissa) - 1));
 
-  // The midpoint between each value and the next, and the floats next to it: where rounding changes its mind.
+  // The midpoint between each value and the next one, where the direction of rounding changes, and the two floats
+  // next to the midpoint.
   uint32_t midpoints = 0;
   for (uint16_t pattern = 0; pattern < f.infinity(); ++pattern) {
     const double exact = (value(f, pattern) + value(f, static_cast<uint16_t>(pattern + 1))) / 2;
@@ -124,7 +125,8 @@ double value_of_e4m3(uint8_t pattern) {
   return pattern & 0x80 ? -magnitude : magnitude;
 }
 
-// The midpoint between each value and the next, and the floats next to it; what is beyond the largest; and no numbers.
+// The midpoint between each value and the next one, and the two floats next to the midpoint; values beyond the
+// largest; and NaN.
 void check_e4m3() {
   for (uint32_t i = 0; i < 0x7f; ++i) {
     const auto pattern = static_cast<uint8_t>(i);
@@ -148,15 +150,15 @@ void check_e4m3() {
   CHECK(std::isnan(e4m3_to_float(0x7f)) && std::isnan(e4m3_to_float(0xff)));
 }
 
-// Where scales lie in a quantised row, and what other rows are.
+// Where the scales lie in a quantised row, and how many bytes a row has, quantised or not.
 static_assert(row_bytes(7168, 1) == 7392 && scales_offset(7168) == 7168);
 static_assert(row_bytes(200, 1) == 224 && scales_offset(200) == 208 && scale_blocks(200) == 2);
 static_assert(row_bytes(1, 1) == 32 && row_bytes(129, 2) == 258 && row_bytes(3, 4) == 12);
 
 // ---- SiLU -------------------------------------------------------------------------------------------------
 
-// Of every bfloat16 value down to -2^30, in the order of their patterns: FNV-1a of the results' bits, which no change may
-// touch.
+// SiLU of every bfloat16 value from -2^30 on. No change to the code may change a bit of the results, so their bits,
+// in the order of the values' patterns, must have this FNV-1a hash.
 void check_silu_bits() {
   uint64_t hash = 0xcbf29ce484222325u;
   for (uint32_t pattern = 0; pattern < 0x10000; ++pattern) {
@@ -168,7 +170,8 @@ void check_silu_bits() {
   CHECK_EQ(hash, uint64_t{4085862573712623834u});
 }
 
-// Where e^-x has no place in fp32, SiLU is what it tends to: zero far below, x far above.
+// Where fp32 cannot hold e^-x, SiLU has the value to which it tends: zero for large negative x, x for large positive
+// x.
 void check_silu_ends() {
   for (uint32_t pattern = 0; pattern < 0x10000; ++pattern) {
     const float x = widened(kBf16, static_cast<uint16_t>(pattern));
@@ -185,14 +188,14 @@ void check_silu_ends() {
     } else if (x > 0x1p30f) {
       CHECK_EQ(alone, x);
     }
-    if (std::isfinite(x)) CHECK(std::fabs(alone - std::fmax(x, 0.0f)) < 0.279f);  // at x = -1.278
+    if (std::isfinite(x)) CHECK(std::fabs(alone - std::fmax(x, 0.0f)) < 0.279f);  // the most is at x = -1.278
   }
 }
 
 // ---- GELU by tanh -----------------------------------------------------------------------------------------
 
-// Of every bfloat16 value, with its slope: within the roundings that it is made of, and where e^-y has no place in fp32 what
-// it tends to.
+// GELU by tanh and its slope, of every bfloat16 value. The error must be within what the roundings of the computation
+// explain. Where fp32 cannot hold e^-y, the result must be the value to which it tends.
 void check_gelu_tanh() {
   const AgreedLayer layer{.activation = Activation::kGeluTanh};
   const double u = 0x1p-24, factor = std::sqrt(8 / M_PI);
@@ -208,7 +211,9 @@ void check_gelu_tanh() {
     }
     const double v = x, y = factor * v * (1 + 0.044715 * v * v), steepness = factor * (1 + 3 * 0.044715 * v * v);
     const double s = 1 / (1 + std::exp(-y)), bent = std::fabs(v) / (1 + std::exp(std::fabs(y))) * steepness;
-    // Roundings: of y 5, which e^-y has times y, and of what is made of it; where e^-y is small beside 1, so is its error.
+    // of_s and of_bent count roundings. Roundings of y count |y| times, because y is in the exponent of e^-y;
+    // roundings of what is computed from e^-y count once. Where e^-y is small compared with 1, so is its error
+    // compared with the result.
     const double of_s = 6 * std::fmax(-y, 0.0) + 11, of_bent = 6 * std::fabs(y) + 16;
     CHECK(std::fabs(value - v * s) <= (u * of_s * s + 0x1p-126) * std::fabs(v));
     const double expected = s + (bent == 0 ? 0 : v * s * (1 - s) * steepness);
@@ -228,7 +233,8 @@ float dot(const float* a, const float* b, uint32_t k) {
   return static_cast<float>(sum);
 }
 
-// Every tile size from 1 to 128, a row at every place that the frames give it: always the bits it has alone.
+// Tiles of every size from 1 to 128, at several places among the rows. Every row must have the bits that it has
+// alone.
 void check_rows(uint32_t n, uint32_t k, DType t) {
   constexpr uint32_t kRows = 200;
   std::mt19937 random(n * 1000 + k);

@@ -1,4 +1,5 @@
-// Waits end, and calls that cannot succeed end everywhere, naming the rank that is to blame.
+// Checks that waits end, and that calls that cannot succeed end on all ranks, with a fault that names the rank to
+// blame.
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -11,15 +12,15 @@ namespace {
 
 using cpu::CpuPlatform;
 constexpr uint64_t kMs = 1'000'000;
-// Until a wait expires that is to expire. A thread that gets no core for half of it is taken for dead, rightly: long
-// enough for that not to happen on a busy machine.
+// The timeout of waits that are to expire. A rank whose thread gets no core for half of this time is taken for dead,
+// rightly. The timeout is so long that this does not happen on a busy machine.
 constexpr uint64_t kPatience = 1500 * kMs;
-// Of waits that something else is to end.
+// The timeout of waits that are to end in another way.
 constexpr uint64_t kForever = 120'000 * kMs;
 
 // ---- wait_until -------------------------------------------------------------------------------------------
 
-// A clock that only waiting moves: whatever this machine is busy with, the test sees the same times.
+// Its clock moves only when something waits. So the test sees the same times, however busy the machine is.
 struct ClockPlatform : CpuPlatform {
   static inline uint64_t clock = kMs;
   static uint64_t now_ns() { return clock; }
@@ -35,7 +36,8 @@ struct Waiter {
   Call call;
 };
 
-// Says that the others moved, for so many stretches, if they had the time to.
+// Stands for the other ranks. In the first `stretches` calls, moved() says that they have moved, later that they have
+// not. It checks that they had half a timeout to do so.
 struct Others {
   uint32_t stretches = 0;
   uint32_t samples = 0;
@@ -59,10 +61,10 @@ void check_wait() {
     CHECK(wait_until<ClockPlatform>(w.call, idle, others) == WaitEnd::kExpired);
     const uint64_t took = ClockPlatform::clock - start;
     CHECK(took >= (rearmed + 1) * 100 * kMs && took <= (rearmed + 1) * 105 * kMs);
-    CHECK_EQ(others.samples, rearmed + 1);  // a new look for each stretch
+    CHECK_EQ(others.samples, rearmed + 1);  // one sample for each stretch
   }
 
-  // Progress once per 99 ms keeps a wait alive that lasts 100.
+  // Progress every 99 ms keeps a wait alive whose timeout is 100 ms.
   Others none;
   uint32_t steps = 0;
   const auto now_and_then = [&] {
@@ -71,7 +73,8 @@ void check_wait() {
   };
   CHECK(wait_until<ClockPlatform>(w.call, now_and_then, none) == WaitEnd::kDone);
 
-  // A waiter that was itself stopped for ten timeouts has no right to judge before it gave the others time.
+  // A waiter that was itself stopped for ten timeouts must still give the others half a timeout before it expires
+  // (moved() checks this).
   for (const uint32_t stopped_at : {10u, 49u, 60u}) {
     Others others;
     uint32_t step = 0;
@@ -85,7 +88,7 @@ void check_wait() {
 
 void check_abort() {
   Waiter w;
-  w.call.policy.timeout_ns = 0;  // none: only the abort ends it
+  w.call.policy.timeout_ns = 0;  // no timeout: only the abort ends the wait
   std::thread aborter([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     CpuPlatform::store_release(&w.call.control()->abort.value, uint64_t{1}, kDevice);
@@ -113,8 +116,8 @@ Limits three_ranks() {
   return l;
 }
 
-// Expert e lives on rank e. Every token of rank 0 goes to rank 1, of rank 1 to itself, of rank 2 to rank 1:
-// what rank 1 computes waits, in a partial tile, for rank 2's packet.
+// Expert e is on rank e. All tokens of all ranks go to expert 1. So what rank 1 computes is in a partial tile, which
+// waits for the packet of rank 2.
 Problem all_to_rank_1() {
   Problem x;
   x.epoch = 1;
@@ -137,7 +140,7 @@ const FaultRecord& record(const Call& c, uint32_t at, uint32_t by) {
   return *c.fault(at, by);
 }
 
-// Whoever posted a fault posted the same one to every rank.
+// Checks that each rank has posted the same fault, or none, to every rank.
 void check_posted_everywhere(const Call& c) {
   for (uint32_t by = 0; by < c.shape.ranks; ++by) {
     for (uint32_t at = 0; at < c.shape.ranks; ++at) {
@@ -147,8 +150,8 @@ void check_posted_everywhere(const Call& c) {
   }
 }
 
-// Runs one call of the group on `present` ranks, in which rank `impatient` is the first whose wait expires.
-// Every present rank must leave its call without success, long before its own timeout.
+// Runs one call of the group on the ranks `present`. The first wait that expires is one of rank `impatient`. Every
+// present rank must leave its call without success, and all but `impatient` long before their own timeouts.
 template <class P>
 void run_faulty(AbstractGroup<P>& group, const std::vector<Problem>& problems, std::vector<uint32_t> present,
                 uint32_t impatient) {
@@ -173,8 +176,8 @@ void check_fault(const FaultRecord& r, FaultKind kind, uint32_t rank, uint32_t a
   CHECK_EQ(r.fault.epoch, 1u);
 }
 
-// Rank 2 never enters the call. Whichever of the others notices first names it; the other leaves by that
-// record.
+// Rank 2 never enters the call. Whichever of the other two ranks notices this first names rank 2 in a record; the
+// other one leaves because of this record.
 void check_absent_rank() {
   const std::vector<Problem> problems{all_to_rank_1()};
   for (const uint32_t finder : {0u, 1u}) {
@@ -185,14 +188,14 @@ void check_absent_rank() {
     CHECK_EQ(record(c, 1 - finder, 1 - finder).posted, 0u);
     check_posted_everywhere(c);
 
-    // It comes late: it sees the record and leaves at once.
+    // Rank 2 comes late. It sees the record and leaves at once.
     group.rank(2).call.policy.timeout_ns = kForever;
     CHECK_EQ(group.rank(2).run(problems), 0u);
     CHECK_EQ(record(c, 2, 2).posted, 0u);
   }
 }
 
-// Stops the threads that are about to store to certain words, until they are released.
+// Stops each thread that is about to store to one of certain words, until release() is called.
 class Parking {
  public:
   void watch(const void* word) { words_.push_back(word); }
@@ -235,8 +238,8 @@ struct ParkingPlatform : CpuPlatform {
   }
 };
 
-// Rank 2 stops in the middle of the call: its processor has sent its packet to rank 0 and not to rank 1, its
-// OS actor stands still. Rank 1 awaits that packet and rank 0 awaits rank 1, yet both must name rank 2.
+// Rank 2 stops in the middle of the call: its processor has sent its packet to rank 0 but not to rank 1, and its OS
+// actor stands still. Rank 1 waits for that packet, and rank 0 waits for rank 1, yet both must name rank 2.
 void check_stopped_rank() {
   const std::vector<Problem> problems{all_to_rank_1()};
   for (const uint32_t finder : {0u, 1u}) {
@@ -259,14 +262,14 @@ void check_stopped_rank() {
       check_fault(record(c, 1, 1), FaultKind::kPacket, 1, 2, 2);
     }
     check_posted_everywhere(c);
-    // Its processors then wait for tasks that will not come: the peer's record wakes them, too.
+    // Rank 2's processor then waits for tasks that will not come. The other ranks' record ends this wait, too.
     parking.release();
     rank_2.join();
   }
 }
 
-// A rank that moves is not to blame, and is waited for: rank 2's OS actor steps, slowly, and rank 0 is
-// patient as long as it does.
+// A rank that moves is not to blame. Rank 2's OS actor makes progress slowly, and the other ranks wait as long as it
+// does.
 void check_slow_rank() {
   const std::vector<Problem> problems{all_to_rank_1()};
   AbstractGroup<CpuPlatform> group(three_ranks());
@@ -275,7 +278,7 @@ void check_slow_rank() {
   for (uint32_t p = 0; p < 2; ++p) {
     threads.emplace_back([&, p] { CHECK_EQ(group.rank(p).run(problems), 1u); });
   }
-  // Stands in for an OS actor that achieves something every now and then, for two timeouts.
+  // These stores stand for an OS actor that achieves something every 100 ms, for two timeouts.
   Status* status = group.rank(2).call.memory.heap_layout.at<Status>(group.heap(2), HeapField::kStatus);
   for (uint64_t i = 1; i <= 30; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
@@ -285,7 +288,7 @@ void check_slow_rank() {
   for (std::thread& t : threads) t.join();
 }
 
-// The OS actor never runs: nobody but the processor can notice.
+// The OS actor never runs, so only the processor can notice it.
 void check_dead_os_actor() {
   AbstractGroup<CpuPlatform> group(three_ranks());
   const Problem x = all_to_rank_1();
@@ -299,7 +302,7 @@ void check_dead_os_actor() {
   check_posted_everywhere(c);
 }
 
-// Many threads find a fault at once: one record, whole, the same everywhere.
+// Several threads find a fault at the same time. There must be one record, complete, and the same on all ranks.
 void check_first_fault_only() {
   for (uint32_t round = 0; round < 50; ++round) {
     AbstractGroup<CpuPlatform> group(three_ranks());
@@ -327,13 +330,14 @@ void check_first_fault_only() {
 struct UnmappedPlatform : CpuPlatform {
   static constexpr bool kPeersMapped = false;
 };
-// It has nothing to put with, which it need not here. And no platform does without a clock.
+// UnmappedPlatform has no puts, because this test needs none, so it does not satisfy the concept. A Platform without
+// a clock must not satisfy it either.
 struct WithoutClock : CpuPlatform {
   static void now_ns();
 };
 static_assert(!RunsProtocol<UnmappedPlatform> && !RunsProtocol<WithoutClock> && RunsProtocol<CpuPlatform>);
 
-// Rank 1 of three, as it would be on GPUs: nothing but its own heap is there to be touched.
+// Rank 1 of three ranks that do not share memory, as on GPUs: it can address no heap but its own.
 struct Unmapped {
   Unmapped() : limits(three_ranks()) {
     limits.staging = limits.rdma = 1;
@@ -357,7 +361,7 @@ struct Unmapped {
 void check_unmapped_peers() {
   Unmapped own;
   const Call& c = own.call;
-  // The calls that peers are known to have begun: rank 0 this one, rank 2 the one before.
+  // What this rank knows of its peers: rank 0 has begun this call, rank 2 only the call before.
   *c.call_signal(1, 0) = Signal::make(5, 0);
   *c.heap<uint64_t>(1, HeapField::kCallSignal, 0, 2) = Signal::make(4, 0);
   c.status(1)->entered = 5;
@@ -369,17 +373,19 @@ void check_unmapped_peers() {
   group.sample();
   CHECK(!group.moved());
   CHECK_EQ(group.culprit(0), 2u);
-  // All have begun it: whether they move is not known, so it is who was awaited.
+  // Now all ranks have begun the call. This rank cannot know whether they move, so the culprit is the rank for which
+  // it waits.
   *c.call_signal(1, 2) = Signal::make(5, 0);
   CHECK_EQ(group.culprit(0), 0u);
   CHECK_EQ(group.culprit(2), 2u);
-  // What is owed to the own rank is signalled, what to others handed to the senders.
+  // A return to the own rank is signalled at once. A return to another rank is handed to the senders.
   signal_return<UnmappedPlatform>(c, 1, 0);
   CHECK_EQ(*c.return_signal(1, 1, 0), Signal::make(5, 0));
   signal_return<UnmappedPlatform>(c, 2, 0);
   CHECK_EQ(*c.returns_ready(2), Signal::make(5, 0));
   CHECK_EQ(*c.returns_ready(0), 0u);
-  // Who comes second neither overwrites a fault nor ends the call before it is posted.
+  // An actor that finds a fault after another actor must not overwrite the first fault, and must not end the call
+  // before the first fault is posted.
   c.control()->fault_claim.value = 1;
   post_fault<UnmappedPlatform>(c, {.kind = FaultKind::kLocal});
   CHECK_EQ(c.control()->abort.value, 0u);
@@ -388,12 +394,13 @@ void check_unmapped_peers() {
   CHECK_EQ(c.control()->abort.value, 1u);
   CHECK_EQ(record(c, 1, 1).posted, FaultRecord::kFailed);
   CHECK_EQ(record(c, 1, 1).fault.epoch, 5u);
-  // Behind the workspace there is room for the rows.
+  // The memory behind the workspace has room for the rows that are put.
   CHECK(c.out_row(own.limits.max_tokens) <= c.memory.work + work_bytes(own.limits));
 }
 
-// All find that rank 1 computes something else. Whoever has posted a fault sends it to all (who have its configuration too, by
-// which a disagreement is worded), and every rank leaves although it would wait for ever.
+// Rank 1 computes something else than the others. Whoever finds this posts a fault and sends it to all ranks,
+// together with its own configuration, which is needed to describe the disagreement. Every rank leaves the call,
+// although no timeout is set.
 template <class P>
 void check_faults_by_puts(uint32_t senders, uint64_t seed) {
   Limits l = three_ranks();

@@ -1,10 +1,10 @@
-// A Platform whose lanes are threads: what the protocol does with a warp, under ThreadSanitizer and without
-// lockstep.
+// A Platform whose lanes are threads. So ThreadSanitizer checks what the protocol does with a warp, without lockstep.
 //
-// It promises no more than CUDA does, so that ThreadSanitizer reports what relies on more. Lanes run at their
-// own pace between collectives. Only sync() orders their memory accesses: ballot, broadcast and the scans
-// exchange values by relaxed atomics. A poll is relaxed, and acquired by the polling lane's acquire() or next fence. (That
-// a post releases only what came before the last release_fence is not modelled: it is a release store.)
+// The Platform promises no more than CUDA does, so that ThreadSanitizer reports code that relies on more. Lanes run
+// at their own pace between collectives. Only sync() orders their memory accesses: ballot, broadcast and the scans
+// exchange values by relaxed atomics. A poll is relaxed; what it saw is acquired by the polling lane's acquire() or
+// next fence. (One thing is not modelled: a post should release only what came before the last release_fence, and
+// here it is a release store.)
 #pragma once
 
 #include <array>
@@ -24,7 +24,7 @@ class WarpPlatform : public cpu::CpuMemory {
  public:
   static constexpr uint32_t kLanes = Lanes;
 
-  // Runs body() on every lane of a new warp, or of a new team of warps; returns when all lanes have.
+  // Run body() on every lane of a new warp, or of a new team of warps. They return when all lanes have ended.
   template <class Body>
   static void run_warp(Body&& body) {
     run<1>(body);
@@ -48,7 +48,7 @@ class WarpPlatform : public cpu::CpuMemory {
   static void acquire(const uint64_t* p, Scope scope) {
     if (self().polled.erase(p) != 0) load_acquire(p, scope);
   }
-  // ThreadSanitizer knows no fences, but loads.
+  // ThreadSanitizer does not know fences, so every polled word is loaded once more, with acquire.
   template <class Scope>
   static void release_fence(Scope scope) {
     for (const uint64_t* p : self().polled) load_acquire(p, scope);
@@ -97,9 +97,9 @@ class WarpPlatform : public cpu::CpuMemory {
  private:
   enum class Op : uint32_t { kSync, kBallot, kBroadcast, kScan, kMatch };
 
-  // A lane's word: number of the meeting (24 bits) | op (8) | value (32): value and announcement in one
-  // store, so a relaxed one will do. Two words by the parity of the meeting: who writes the one of n + 2 has
-  // met all lanes in n + 1, hence all lanes have left n.
+  // A lane's word has the number of the meeting (24 bits), the op (8 bits) and the value (32 bits). One store writes
+  // the value and announces it, so the store may be relaxed. There are two words, by the parity of the meeting: a
+  // lane that writes the word of meeting n + 2 has met all lanes in meeting n + 1, so all lanes have left meeting n.
   struct alignas(64) Slot {
     std::atomic<uint64_t> word[2] = {};
   };
@@ -155,7 +155,7 @@ class WarpPlatform : public cpu::CpuMemory {
 };
 static_assert(RunsProtocol<WarpPlatform<4>>);
 
-// Platforms without a notion of it have warps of one lane: the thread that calls.
+// Runs body() on all lanes of a warp. If the Platform has no run_warp(), its warps have one lane: the calling thread.
 template <class P, class Body>
 void run_warp(Body&& body) {
   if constexpr (requires { P::run_warp(body); }) {

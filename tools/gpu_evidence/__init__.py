@@ -1,1 +1,1 @@
-"""What GPU tests have run, on what, of which sources: what is stale, how it is run again, and the page about it."""
+"""Records of GPU tests: which ran, on which device and sources; which are stale; running these; the page about it."""

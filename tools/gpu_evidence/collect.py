@@ -1,4 +1,4 @@
-"""Which GPU tests there are, as pytest collects them. No GPU is needed."""
+"""Finds which GPU tests there are, by pytest's collection. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .records import Collected
 
 
 def collected(root: Path = ROOT) -> Collected:
-    """By place and file. Raises `RuntimeError` with what pytest says if it cannot collect them."""
+    """The tests by place and file. If pytest cannot collect them, raises `RuntimeError` with pytest's output."""
     with tempfile.TemporaryDirectory(prefix="flashmoe-collected-") as folder:
         told = Path(folder) / "told"
         command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", str(TESTS)]
@@ -28,7 +28,8 @@ def collected(root: Path = ROOT) -> Collected:
 
 
 def by_place(items: dict[str, list[str]]) -> Collected:
-    """Of items, each with the test that it is of and the places where it runs, the tests by place and file."""
+    """The tests by place and file. `items` names for each of pytest's items (a test with one set of parameters) its
+    test, and then the places where it runs."""
     found: dict[str, dict[str, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
     for item, (test, *places) in items.items():
         for place in places:

@@ -1,11 +1,12 @@
-"""What a file of GPU tests depends on, as three digests and one for each kernel.
+"""Digests of what a file of GPU tests depends on: three digests, and one for each kernel that it loads.
 
-- Its tests: the file and the modules beside it that it imports.
-- Python: the package's modules that these import, and those that they import.
-- Host: what the CUDA engine's bindings are linked from, which is what their headers name.
+- Its tests: the file, and modules outside of the package that it imports.
+- Python: the package's modules that these files import, directly or through other modules.
+- Host: the C++ files that the CUDA engine's bindings are linked from: csrc/bindings/cuda.cpp, the headers that it
+  includes, also through other files, and the .cpp file that belongs to each header.
 
-Of these a comment and a docstring are no part, and no blank line: none of them runs. A kernel's digest is that of all
-files that it is compiled from, comments too, as in the name under which it is kept (python/flashmoe/jit.py).
+Comments, docstrings and blank lines are not part of these three digests, because they do not run. A kernel's digest is
+of all files that the kernel is compiled from, with their comments, as is the name of its file (python/flashmoe/jit.py).
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from flashmoe.spec import ACTIVATIONS, DTYPES
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = Path("tests/gpu")
 CONFTEST = TESTS / "conftest.py"
-"""pytest loads it beside every file."""
+"""pytest loads this file together with each file of tests, so it is part of each one's digest."""
 TELLS = TESTS / "told.py"
-"""It decides of no test what it shows."""
+"""This file is left out of all digests: it only reports outcomes, so no test's outcome depends on it."""
 ON_CPU_TOO = TESTS / "test_cpu_engine.py"
-"""It compares the engines."""
+"""This file also depends on the CPU engine, because it compares the two engines."""
 
 _IMPORTED_FROM = ("python", "tests/gpu", "tests", "benchmarks")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
@@ -38,7 +39,8 @@ _CPP = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*
 
 
 class Tree:
-    """The sources in a folder, which do not change while this looks at them."""
+    """The sources in a folder, and their digests. The sources must not change while this object is in use, because it
+    reads each file only once."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self.root = root
@@ -47,7 +49,7 @@ class Tree:
         self._of_entry: dict[str, bytes] = {}
 
     def sources_of(self, test: Path) -> dict[str, str]:
-        """The three digests of a file of tests, which is named from the root."""
+        """The three digests of a file of tests. `test`: its path from the root."""
         modules = closure([self.root / test, self.root / CONFTEST], self._imports)
         modules.discard(self.root / TELLS)
         package = {path for path in modules if self.root / "python" in path.parents}
@@ -56,7 +58,7 @@ class Tree:
         return {"tests": self._digest(modules - package), "python": self._digest(package), "host": self._digest(linked)}
 
     def kernels(self, variants: Iterable[jit.Variant]) -> dict[str, str]:
-        """A digest for each, by its type, its activation and the options that are on."""
+        """The digests of these kernels, by name: a kernel's type, its activation and the options that are on."""
         found = {}
         for variant in variants:
             digest = hashlib.sha256(self._entry(variant) + " ".join(variant.flags).encode())
@@ -65,14 +67,14 @@ class Tree:
         return dict(sorted(found.items()))
 
     def kernel(self, name: str) -> str | None:
-        """The digest of one by that name; None: these sources make no such kernel."""
+        """The digest of the kernel with this name; None: these sources have no such kernel."""
         try:
             return self.kernels([variant_named(name)])[name]
-        except (TypeError, ValueError, KeyError, OSError):  # an option, an activation or a source that is no more
+        except (TypeError, ValueError, KeyError, OSError):  # an option, activation or source that no longer exists
             return None
 
     def source(self, path: Path) -> str:
-        """The digest of one that nvcc is given as it is, and of what it includes."""
+        """The digest of a source that nvcc compiles without options, and of what the source includes."""
         return self._digest(closure([path], self._linked))
 
     def _entry(self, variant: jit.Variant) -> bytes:
@@ -84,7 +86,8 @@ class Tree:
         return self._of_entry[variant.entry]
 
     def _imports(self, path: Path) -> set[Path]:
-        """The files of the modules that a file imports, anywhere in it, and of the packages that they are in."""
+        """The files of all modules that a file imports, also inside its functions, and of the packages that the modules
+        are in."""
         if path not in self._imported:
             names = {name[:end] for name in _imported_names(self.root, path) for end in range(1, len(name) + 1)}
             folders = [self.root / folder for folder in _IMPORTED_FROM]
@@ -92,7 +95,7 @@ class Tree:
         return self._imported[path]
 
     def _linked(self, path: Path) -> set[Path]:
-        """The headers that a file includes, each with the source that defines what it declares."""
+        """The headers that a file includes, each with the .cpp file of the same name, if there is one."""
         found = set()
         for name in _INCLUDE.findall(path.read_text()):
             for each in (path.parent / name, self.root / "include" / name, self.root / "csrc" / name):
@@ -109,7 +112,7 @@ class Tree:
 
 
 def differing(root: Path = ROOT) -> str:
-    """The first source that is not as the installed package has it; empty: there is none."""
+    """The first source that differs from the installed package's copy of it; empty: none differs."""
     package = Path(flashmoe.__file__).resolve().parent
     pairs = [(path, package / path.relative_to(root / "python/flashmoe")) for path in _files(root / "python/flashmoe")]
     pairs += [(path, jit.source_root() / path.relative_to(root)) for path in _files(root / "include")]
@@ -125,20 +128,20 @@ def _files(folder: Path) -> list[Path]:
 
 
 def variant_named(name: str) -> jit.Variant:
-    """That of a name in `kernels`."""
+    """The build of a kernel by its name in `Tree.kernels`."""
     dtype, activation, *options = name.split()
     return jit.Variant(dtype, activation, **dict.fromkeys(options, True))
 
 
 def variant_of(flags: Sequence[str]) -> jit.Variant:
-    """That which nvcc was given these flags for."""
+    """The build of a kernel by the flags with which nvcc was called."""
     macros = dict(flag[2:].partition("=")[::2] for flag in flags if flag.startswith("-DFLASHMOE_"))
     on = {name: macro in macros for name, macro in jit.OPTIONS.items()}
     return jit.Variant(DTYPES[int(macros["FLASHMOE_DTYPE"])], ACTIVATIONS[int(macros["FLASHMOE_ACTIVATION"])], **on)
 
 
 def closure(paths: Iterable[Path], leads_to: Callable[[Path], Iterable[Path]]) -> set[Path]:
-    """These files, and all that one leads to."""
+    """These files and all files that they lead to, directly or through other files."""
     found: set[Path] = set()
     todo = list(paths)
     while todo:
@@ -165,7 +168,7 @@ def _imported_names(root: Path, path: Path) -> Iterator[tuple[str, ...]]:
 
 
 def code_of(path: Path) -> bytes:
-    """What a file says to a compiler; of other files, all."""
+    """The part of a Python or C++ file that runs, without comments; the whole content of any other file."""
     if path.suffix == ".py":
         return without_words(path.read_text()).encode()
     if path.suffix in (".h", ".cpp", ".cuh", ".cu"):
@@ -182,7 +185,8 @@ def without_comments(text: str) -> str:
 
 @functools.cache
 def without_words(text: str) -> str:
-    """Python without its comments, docstrings and blank lines; the same whatever version of Python reads it."""
+    """Python without its comments, docstrings and blank lines. The result does not depend on the version of Python that
+    runs this."""
     lines = text.splitlines(keepends=True)
     spans = [*_comments(text), *_docstrings(text)]
     for (first, start), (last, end) in sorted(spans, reverse=True):
@@ -192,7 +196,7 @@ def without_words(text: str) -> str:
 
 
 _Span = tuple[tuple[int, int], tuple[int, int]]
-"""The first and the last line, each with a column."""
+"""Where a span begins and where it ends, each as a line and a column."""
 
 
 def _comments(text: str) -> Iterator[_Span]:
@@ -202,7 +206,7 @@ def _comments(text: str) -> Iterator[_Span]:
 
 
 def _docstrings(text: str) -> Iterator[_Span]:
-    """All strings that are statements: what says something of a name below it is one too."""
+    """The spans of all strings that are statements: docstrings, and strings below a name that describe the name."""
     lines = text.splitlines(keepends=True)
 
     def column(line: int, in_bytes: int) -> int:

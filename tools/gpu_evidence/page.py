@@ -1,4 +1,4 @@
-"""docs/evidence.md: each promise of the pages, the tests that show it, and where these ran last."""
+"""Makes docs/evidence.md: each promise of the pages, the tests that show it, and where these tests ran last."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FOLDERS = {
 
 
 class Page:
-    """Of the records in a folder of results, the newest of which count."""
+    """The page, made from records. `results`: the folder of results, whose other records the page also cites."""
 
     def __init__(self, results: Path, records: list[dict[str, Any]]) -> None:
         self._commits = {
@@ -61,7 +61,7 @@ class Page:
         return f"| {promise.says} ({link(promise.page)}) | {shown} |"
 
     def _where(self, test: str) -> str:
-        """Where it ran last, unless that is everywhere."""
+        """Where a test ran last; empty for a test that needs no GPU and no environment of its own."""
         file, _, name = test.partition("::")
         if file.startswith("tests/gpu/"):
             runs: dict[str, Ran] = {}
@@ -106,12 +106,13 @@ def stamp(run: Ran) -> str:
 
 
 def digest(run: Ran) -> str:
-    """Of all that a run was of."""
+    """A digest of the sources and kernels that a run tested."""
     return hashlib.sha256(json.dumps([run.sources, run.kernels], sort_keys=True).encode()).hexdigest()[:8]
 
 
 def link(page: str) -> str:
-    """To a page, from docs/. On the site README is another page than on GitHub, so that no link leads to it in both."""
+    """A link from a page of docs/ to another page. README gets no link: on the site it lies at another place than on
+    GitHub, so no link would work on both."""
     return "README" if page == "README.md" else f"[{Path(page).stem}]({page.removeprefix('docs/')})"
 
 

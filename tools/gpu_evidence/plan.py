@@ -1,4 +1,4 @@
-"""What of the GPU tests is to run: shards of at most eight minutes, each at one place."""
+"""Plans which GPU tests are to run, in shards that are expected to take at most eight minutes, each at one place."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from .records import PLACES, Evidence
 
 SHARD_SECONDS = 480.0
 UNKNOWN_START, UNKNOWN_TEST = 12.0, 5.0
-"""Of what never ran: seconds of a process until its first test, and of a test with its parameters."""
+"""Seconds that are expected where there is no record: from the start of a process to its first test, and for a test
+with all its parameters."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Tests of one file, which one process runs at one place."""
+    """Tests of one file that one process runs at one place."""
 
     place: str
     file: str
     tests: tuple[str, ...]
     seconds: float
-    """Expected."""
+    """How long it is expected to take."""
     why: str
-    """Of its first test."""
+    """Why its first test is stale."""
 
 
 @dataclass
@@ -33,13 +34,13 @@ class Shard:
 
     @property
     def seconds(self) -> float:
-        """Expected, where as many files run at once as may."""
+        """How long it is expected to take, if as many files run at once as the place allows."""
         each = [unit.seconds for unit in self.units]
         return max(sum(each) / PLACES[self.place].at_once, max(each, default=0.0))
 
 
 def units(evidence: Evidence) -> Iterator[Unit]:
-    """What is stale, by place and file; a file that takes longer than a shard in several parts."""
+    """The stale tests, as a unit for each place and file. A file that takes longer than a shard has several units."""
     stale: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for place, file, test, why in evidence.stale():
         stale[place, file].append((test, why))
@@ -59,7 +60,7 @@ def units(evidence: Evidence) -> Iterator[Unit]:
 
 
 def expected_seconds(evidence: Evidence, place: str, file: str, test: str) -> float:
-    """What it took there, or elsewhere."""
+    """The seconds that the test took there in its last run, else those that it took at another place."""
     for where in (place, *PLACES):
         if (run := evidence.runs.get((where, file, test))) is not None:
             return run.seconds
@@ -67,7 +68,7 @@ def expected_seconds(evidence: Evidence, place: str, file: str, test: str) -> fl
 
 
 def shards(of: Iterable[Unit]) -> list[Shard]:
-    """The units in their order, as many in each as it has time for."""
+    """Shards of these units, in their order. Each shard takes as many units as fit into its time, but at least one."""
     found: list[Shard] = []
     for unit in of:
         if found and found[-1].place == unit.place:

@@ -1,8 +1,8 @@
 """What README.md and the pages of docs/ promise, and the tests that show it.
 
-Speed is none of it: that is measured, and not shown by tests. Pages that only explain or measure have no promises here.
-Cases of tests/fake_driver/ are run by tests/test_cuda_host.py, files of tests/cpp/ by `make test-cpp`, those of
-tests/release/ by `make wheel`.
+Promises of speed are not in the list, because speed is measured and not tested. Pages that only explain or measure have
+no promises here. tests/test_cuda_host.py runs the cases of tests/fake_driver/, `make test-cpp` the files of tests/cpp/,
+and `make wheel` those of tests/release/.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 class Promise(NamedTuple):
     says: str
-    """It, in one short sentence of ours."""
+    """The promise, in one short sentence that docs/evidence.md prints."""
     page: str
-    """The page that makes it, from the root."""
+    """The page that makes the promise, as a path from the root."""
     quote: str
-    """A run of words of that page, by which a test finds that it is still said there."""
+    """Words of that page, as they stand there. A test checks that the page still has them."""
     tests: tuple[str, ...]
-    """What shows it: files from the root, with ``::`` and a function where one alone does. None: nothing shows it."""
+    """The tests that show the promise: paths from the root, with ``::`` and a function if only this function does.
+    Empty: no test shows it."""
 
 
 class Topic(NamedTuple):

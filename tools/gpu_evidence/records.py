@@ -1,8 +1,8 @@
-"""What runs of GPU tests left, and what of it is of today's sources.
+"""Records of runs of GPU tests, and which of the runs were of today's sources.
 
-A record is of a shard: some files of tests at one place, on one day. Of each file it has the digests that it was of,
-the kernels that its ranks loaded, and of each test, with all its parameters, how many passed, failed and were skipped,
-why, and seconds.
+A record is of a shard: some files of tests at one place, on one day. For each file it has the digests of its sources,
+and the kernels that its ranks loaded, with their digests. For each test, with all its parameters, it has how many of
+pytest's items passed, failed and were skipped, the reasons, and the seconds.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ RESULTS = ROOT / "benchmarks" / "results" / "tests"
 
 
 class Place(NamedTuple):
-    """Where tests run."""
+    """A place where tests run."""
 
     gpus: int
     ranks_a_gpu: int
     at_once: int
-    """How many files, on a machine with cores enough."""
+    """The most files that run at once. On a machine with few cores, fewer files do."""
     title: str
 
 
@@ -34,14 +34,17 @@ PLACES = {
     "shared": Place(1, 4, 1, "ranks that share a GPU"),
     "own": Place(2, 1, 1, "a GPU for each rank"),
 }
-"""Tests without several ranks run `alone`, several files at once, since most of their time is the CPU's; those of
-several ranks where they share a GPU, and where each has its own. tests/gpu/told.py says which is for where."""
+"""Tests without several ranks run `alone`, several files at once, because they spend most of their time on the CPU;
+those that look at times or at free memory run `undisturbed`. Tests of several ranks run at two places: where the ranks
+share a GPU, and where each has its own. tests/gpu/told.py says which tests run where."""
 
 OTHERS = {"tests": "the tests", "python": "Python", "host": "the host's C++"}
-"""What the digests of a file are of."""
+"""The names of the three digests of a file of tests (digests.py), and the words for them in the reason of a stale
+test."""
 
 Collected = Mapping[str, Mapping[str, tuple[str, ...]]]
-"""By place and file: the tests that are there, with all their parameters, or one name for each part of them."""
+"""The names of the tests, by place and file. A test has one name for all its parameters; a test with the mark `parts`
+has a name for each set of them."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +54,24 @@ class Ran:
     passed: int
     failed: int
     skipped: dict[str, int]
-    """By reason."""
+    """How many were skipped, by reason."""
     seconds: float
     sources: dict[str, str]
     kernels: dict[str, str]
     start: float
-    """Seconds that its file took beside its tests."""
+    """The seconds that its file took in addition to its tests."""
     device: str
     commit: str
     ended: str
 
 
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The records there, the newest last."""
+    """The records in a folder, the newest last."""
     return sorted((json.loads(path.read_text()) for path in folder.glob("*.json")), key=lambda record: record["ended"])
 
 
 def last_runs(records: list[dict[str, Any]]) -> dict[tuple[str, str, str], Ran]:
-    """By place, file and test."""
+    """The last runs, by place, file and test. `records`: the newest last."""
     found = {}
     for record in records:
         for file, of in record["files"].items():
@@ -81,7 +84,7 @@ def last_runs(records: list[dict[str, Any]]) -> dict[tuple[str, str, str], Ran]:
 
 
 class Evidence:
-    """Which tests there are, how each ended last, and whether that is of the sources in a tree."""
+    """Which tests there are, how each ended in its last run, and whether that run was of the sources in a tree."""
 
     def __init__(self, collected: Collected, records: list[dict[str, Any]], tree: Tree) -> None:
         self.collected, self.runs, self.tree = collected, last_runs(records), tree
@@ -90,17 +93,17 @@ class Evidence:
         self._kernels: dict[str, str | None] = {}
 
     def of(self, tree: Tree) -> Evidence:
-        """The same tests and runs, beside other sources."""
+        """The same tests and runs, compared with other sources."""
         return Evidence(self.collected, self._records, tree)
 
     def stale(self) -> Iterator[tuple[str, str, str, str]]:
-        """Place, file and name of each test that is to run, and why."""
+        """The place, file and name of each test that is to run, and why it is."""
         for place, files in self.collected.items():
             for file, tests in files.items():
                 yield from ((place, file, test, why) for test in tests if (why := self.why(place, file, test)))
 
     def why(self, place: str, file: str, test: str) -> str:
-        """Why a test is to run; empty: it need not."""
+        """Why a test is to run; empty: it need not run."""
         run = self.runs.get((place, file, test))
         if run is None:
             return "it never ran"
@@ -118,7 +121,8 @@ class Evidence:
         return self._sources[file]
 
     def kernels_of(self, file: str) -> dict[str, str]:
-        """By name, with its digest now: what the file's runs have loaded, as far as there still is such a kernel."""
+        """The kernels that the file's last runs have loaded, with their digests of now, by name. Kernels that no longer
+        exist are left out."""
         names = {name for (_, of, _), run in self.runs.items() if of == file for name in run.kernels}
         return {name: digest for name in sorted(names) if (digest := self._kernel(name)) is not None}
 

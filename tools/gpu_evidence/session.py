@@ -1,7 +1,9 @@
 """Runs shards of GPU tests, and leaves a record of each.
 
-Each file of tests has a process of its own, so that what one breaks no other sees, and a kernel cache of its own, which
-says at the end what it has loaded. The kernels that its last run loaded are compiled before the first test.
+Each file of tests runs in a process of its own, so that a file that breaks its process does not disturb others. It also
+has a kernel cache of its own, which is empty at first, so that each kernel that it loads is asked of the compiler
+(stored_nvcc.py), and can be recorded. Before the first test of a shard, the kernels that its files loaded in their last
+runs are compiled into a store.
 """
 
 from __future__ import annotations
@@ -35,20 +37,21 @@ from .plan import Shard, Unit
 from .records import PLACES, Evidence
 
 TEST_SECONDS = 300
-"""One test's limit, unless it has its own."""
+"""The most seconds that a test may take, unless the test sets its own limit."""
 NVCC = Path(__file__).with_name("stored_nvcc.py")
 
 
 @dataclass
 class Session:
-    """The runs of one machine. `commit`: of the sources; `deadline`: by `time.monotonic`, when all is to be over."""
+    """Runs of tests on this machine. `commit` is that of the sources. At `deadline`, by `time.monotonic`, all runs must
+    be over."""
 
     evidence: Evidence
     results: Path
     commit: str
     deadline: float
     work: Path
-    """A folder for what goes with this session: caches, the store of kernels, what runs tell."""
+    """A folder for files that are deleted after the session: caches, the store of kernels, reports of runs, logs."""
     failed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -58,14 +61,16 @@ class Session:
         self.device, self.driver = gpus[0]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.gpus = visible.split(",") if visible else [str(gpu) for gpu in range(len(gpus))]
-        # What FLASHMOE_NVCC names may be `NVCC`, which asks this compiler.
+        # The compiler that `NVCC` calls. FLASHMOE_TESTS_NVCC comes first: if another session has started this one,
+        # jit.find_nvcc() returns `NVCC` itself.
         self.nvcc = os.environ.get("FLASHMOE_TESTS_NVCC") or jit.find_nvcc()
         self.store = Path(os.environ.get("FLASHMOE_TESTS_STORE") or self.work / "store")
         self.store.mkdir(parents=True, exist_ok=True)
         self._sharing, self._files = threading.Lock(), itertools.count()
 
     def run(self, shards: Sequence[Shard]) -> None:
-        """What of them there is time for: those of one GPU on all GPUs at once, then those of several."""
+        """Runs the shards, as far as there is time: first those that need one GPU, on all GPUs at once, then those that
+        need several GPUs."""
         free: queue.Queue[str] = queue.Queue()
         for gpu in self.gpus:
             free.put(gpu)
@@ -84,7 +89,7 @@ class Session:
                 self._run_shard(shard, self.gpus[:gpus])
 
     def _run_shard(self, shard: Shard, gpus: list[str]) -> None:
-        """Its record is written behind each file."""
+        """Runs one shard. Its record is written again after each file."""
         place = PLACES[shard.place]
         environment = self._environment(shard.place, gpus)
         self._compile(shard, environment)
@@ -99,13 +104,13 @@ class Session:
         at_once = max(1, min(place.at_once, (os.cpu_count() or 1) // len(self.gpus) // 2))
         with contextlib.ExitStack() as stack:
             if place.ranks_a_gpu > 1:
-                stack.enter_context(self._sharing)  # by one shard at a time: there is one daemon
+                stack.enter_context(self._sharing)  # one shard at a time, because there is only one MPS daemon
                 environment |= stack.enter_context(mps(self.work))
             pool = stack.enter_context(ThreadPoolExecutor(at_once))
             list(pool.map(run_unit, sorted(shard.units, key=lambda unit: -unit.seconds)))
 
     def _compile(self, shard: Shard, environment: dict[str, str]) -> None:
-        """What the last runs of these files have loaded, as many at once as there are cores."""
+        """Compiles the kernels that the last runs of the shard's files loaded, as many at once as there are cores."""
         names = {name for unit in shard.units for name in self.evidence.kernels_of(unit.file)}
         path = os.pathsep.join([str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
         environment = environment | {"PYTHONPATH": path, "FLASHMOE_TESTS_ASKED": os.devnull} | self._cache("compiled")
@@ -118,20 +123,20 @@ class Session:
             "FLASHMOE_SHARE_GPUS": str(PLACES[place].ranks_a_gpu),
             "FLASHMOE_TESTS_NVCC": str(self.nvcc),
             "FLASHMOE_TESTS_STORE": str(self.store),
-            # The references are of small matrices, and the cores are for other files and for ranks.
+            # One thread each: the references' matrices are small, and other files and ranks need the cores.
             **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         }
         return {**os.environ, **told}
 
     def _cache(self, name: str) -> dict[str, str]:
-        """For a kernel cache by that name."""
+        """The environment variable for a kernel cache with that name."""
         folder = self.work / "caches" / name
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return {"FLASHMOE_CACHE": str(folder)}
 
     def _run_unit(self, unit: Unit, environment: dict[str, str]) -> dict[str, Any]:
-        """The file's part of the record."""
+        """Runs a unit. Returns the record's entry for its file."""
         name = f"{next(self._files)}-{Path(unit.file).stem}"
         told, asked = (self.work / f"{name}-{what}.jsonl" for what in ("told", "asked"))
         for path in (told, asked):
@@ -163,7 +168,7 @@ class Session:
         print(f"  {where}: {said}, {seconds:.0f} s of {unit.seconds:.0f}", flush=True)
 
     def _until_the_end(self, command: list[str], environment: dict[str, str], log: Path) -> str:
-        """Runs pytest; says what ended it before its last test, if anything did."""
+        """Runs pytest. If it ended before its last test, returns why; else an empty text."""
         with log.open("w") as output:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -180,7 +185,7 @@ class Session:
 
 
 class Record:
-    """Of a shard, as far as it has run. Its file is there when something has."""
+    """The record of a shard, as far as it has run. The record's file is made when the first unit has run."""
 
     def __init__(self, session: Session, place: str) -> None:
         gpus = PLACES[place].gpus
@@ -201,7 +206,7 @@ class Record:
         self._began, self._lock = time.monotonic(), threading.Lock()
 
     def add(self, file: str, ran: dict[str, Any]) -> None:
-        """What a file's process has run; of several parts of one, all."""
+        """Adds the results of a unit, and writes the record. Results of several units of one file are joined."""
         with self._lock:
             if (before := self._said["files"].get(file)) is not None:
                 ran = ran | {each: before[each] | ran[each] for each in ("kernels", "tests", "failures")}
@@ -213,7 +218,7 @@ class Record:
             write(self._path, self._said)
 
     def _new_path(self) -> Path:
-        """That no other record has, of whatever session."""
+        """A path that no other record has, also not one of another session."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             path = self._folder / f"{self._stem}-{number}.json"
@@ -225,8 +230,8 @@ class Record:
 
 @contextlib.contextmanager
 def mps(work: Path) -> Iterator[dict[str, str]]:
-    """Where ranks share a GPU, NVIDIA's MPS has their kernels run side by side: variables for its clients. Where there
-    is no MPS they take turns."""
+    """Starts NVIDIA's MPS, under which kernels of ranks that share a GPU run side by side, and yields the environment
+    variables for these ranks. Without MPS, their kernels take turns, and there are no variables."""
     if (program := shutil.which("nvidia-cuda-mps-control")) is None:
         yield {}
         return
@@ -240,8 +245,9 @@ def mps(work: Path) -> Iterator[dict[str, str]]:
 
 
 def file_record(lines: list[str], why: str) -> dict[str, Any]:
-    """Of what a run told (tests/gpu/told.py): counts of each test whose every item is over, and each failure. `why`:
-    what ended the run early, which is the failure of the first item that is not over, unless that is the time."""
+    """The record's entry for what a run has reported (tests/gpu/told.py): the counts of each test whose items have all
+    ended or of which one has failed, and each failure. `why`: what ended the run early. Then the first item that has
+    not ended counts as failed for this reason, unless the time ran out."""
     told = [json.loads(line) for line in lines]
     test_of = {item: test for item, (test, *_) in told[0]["collected"].items()} if told else {}
     over = {line["test"]: line for line in told[1:]}
@@ -268,5 +274,5 @@ def file_record(lines: list[str], why: str) -> dict[str, Any]:
 
 
 def without_figures(reason: str) -> str:
-    """A reason to skip without what differs from run to run: process ids and addresses."""
+    """A reason for skipping a test, without the parts that differ from run to run: process ids and addresses."""
     return re.sub(r"0x[0-9a-f]+|\bpid \d+", "...", reason)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""nvcc for GPU tests: takes what was compiled before from a store, and writes down what it was asked for.
+"""A stand-in for nvcc in GPU tests. It takes kernels that were compiled before from a store, and records its calls.
 
-Each file of tests begins with an empty cache, so that what its processes ask the compiler for are the kernels that it
-loads, whichever process loads them. python/flashmoe/jit.py names the folder of the output after all that a kernel is
-compiled from, and so is it named in the store. It begins quickly, since a file may load a hundred kernels: no import of
-ours.
+Each file of tests begins with an empty kernel cache. So its processes ask the compiler for every kernel that they load,
+and the recorded calls name all kernels of the file. python/flashmoe/jit.py makes the name of the output's folder from
+everything that a kernel is compiled from, so this name also identifies the kernel in the store. A file may load a
+hundred kernels, so this program must start quickly: it imports nothing of this project.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ def main() -> int:
         if done.returncode == 0:
             with open(f"{stored}.{os.getpid()}", "wb") as log:
                 log.write(done.stdout)
-            os.replace(f"{stored}.{os.getpid()}", f"{stored}.log")  # which is there before the kernel is
+            os.replace(f"{stored}.{os.getpid()}", f"{stored}.log")  # first, so that a stored kernel always has its log
             shutil.copyfile(output, f"{stored}.{os.getpid()}")
             os.replace(f"{stored}.{os.getpid()}", f"{stored}.cubin")
         return done.returncode
-    with open(f"{stored}.log", "rb") as log:  # of spills, too, which are for who asks to judge
+    with open(f"{stored}.log", "rb") as log:  # as nvcc's output: its caller looks for spills there
         sys.stdout.buffer.write(log.read())
     shutil.copyfile(f"{stored}.cubin", output)
     return 0

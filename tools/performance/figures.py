@@ -1,6 +1,7 @@
-"""Pictures of what suites measured, in one style: axes with units, labels at the lines, the middle half of all calls.
+"""Draws what suites measured, in one style: axes with units, names at the lines' ends, and bars for the middle half of
+all calls.
 
-A picture carries a digest of the files that it was drawn from, by which a test sees that it is of what is there.
+A picture carries a digest of the files that it was drawn from, by which a test checks that it is of the current files.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from .series import File, Time, text
 
 DIGEST = "flashmoe-results-sha256"
-"""The name of a picture's text that has it."""
+"""The name of the entry in a picture's metadata that has the digest."""
 COLOURS = {
     "flashmoe": "#1f5fa8",
     "pytorch": "#e08214",
@@ -49,7 +50,7 @@ _OTHER = ("#c51b7d", "#4d9221", "#35978f", "#bf812d", "#762a83", "#d6604d")
 _PANEL = (4.6, 3.4)  # inches
 
 Lines = dict[str, list[tuple[float, Time]]]
-"""By call: x and time."""
+"""By call: a line's points, each with an x and a time."""
 
 
 def colour(call: str, among: Sequence[str]) -> str:
@@ -67,8 +68,8 @@ def draw_lines(
     files: Iterable[File],
     published: dict[str, tuple[float, float, str]] | None = None,
 ) -> None:
-    """A panel for each title, with a point that others state (x, y and whose), if there is one; from 0 on, so that
-    heights are times."""
+    """Draws a panel for each title. `published` has for some titles a point that a paper states: x, y and whose it is.
+    The y axis begins at 0, so that heights can be compared as times."""
     figure, axes_of = _figure(len(panels), y)
     for axes, (title, lines) in zip(axes_of, panels.items(), strict=True):
         axes.set_title(title, fontsize=9, loc="left")
@@ -107,7 +108,8 @@ def draw_lines(
 
 
 def draw_bars(path: Path, panels: dict[str, dict[str, dict[str, Any]]], y: str, files: Iterable[File]) -> None:
-    """Of each panel, bars by group and then by name: a number, a `Time`, or a number that is published (`Other`)."""
+    """Draws a panel for each title, with groups of bars. A bar has a name, and is a number, a `Time`, or a number that
+    others have published (`Published`)."""
     figure, axes_of = _figure(len(panels), y, wide=True)
     for axes, (title, groups) in zip(axes_of, panels.items(), strict=True):
         axes.set_title(title, fontsize=9, loc="left")
@@ -131,7 +133,7 @@ def draw_bars(path: Path, panels: dict[str, dict[str, dict[str, Any]]], y: str, 
 
 
 class Published(float):
-    """A number that others state: drawn hollow."""
+    """A number that others have published. Its bar is drawn hollow."""
 
 
 def _bar(axes: Any, at: float, value: Any, name: str, shade: str) -> None:
@@ -166,7 +168,7 @@ def _figure(panels: int, y: str, wide: bool = False) -> tuple[Any, list[Any]]:
 
 
 def _label_ends(axes: Any, ends: list[tuple[float, str, str]]) -> None:
-    """Names at the right ends of lines, moved apart where they would lie upon each other."""
+    """Writes names at the right ends of lines, and moves them apart where they would overlap."""
     most = axes.get_ylim()[1]
     least_gap = most * 0.062
     at = -least_gap

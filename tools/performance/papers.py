@@ -1,7 +1,7 @@
-"""Every table and figure of both papers, what regenerates it, and the figures that they state in words or tables.
+"""Every table and figure of both papers, the suites that regenerate them, and the values that the papers state.
 
-FlashDMoE: Aimuyo, Oh and Singh, 2025. COMET: Zhang et al., MLSys 2025. Points that a paper only draws are not guessed
-from its pictures.
+FlashDMoE: Aimuyo, Oh and Singh, 2025. COMET: Zhang et al., MLSys 2025. Values are those that a paper states in words or
+tables; none is read off its pictures.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from typing import NamedTuple
 
 
 class Item(NamedTuple):
-    """A table or figure."""
+    """A table or figure of a paper."""
 
     paper: str
     name: str
     shows: str
     suite: str | None = None
-    """What regenerates it."""
+    """The suite of `flashmoe bench` that regenerates it; None: no suite does."""
     needs: str | None = None
-    """What that needs which is not at hand; without a suite: why there is none."""
+    """With a suite: what the published measurement needs that the suite does without. Without a suite: why there is no
+    suite."""
 
 
 _DRAWING = "a drawing"
@@ -72,14 +73,14 @@ ITEMS = (
 
 
 class Published(NamedTuple):
-    """A figure as its authors state it."""
+    """A value as a paper states it."""
 
     suite: str
     what: str
     value: float
     unit: str
     of: str
-    """Where it is stated, and on what it was measured."""
+    """Where the paper states it, and on which machine it was measured."""
 
 
 _FLASHDMOE = "FlashDMoE, section {}; H100, float32"

@@ -1,6 +1,7 @@
-"""The page of what suites measured: every table and figure of both papers, pictures, tables, what is absent and why.
+"""Makes docs/performance.md: the tables and figures of both papers, and for each suite its measurements, with pictures
+and tables, and what is absent and why.
 
-It follows from the files of results alone, so that a test can make it again and compare.
+The page depends only on the files of results, so that a test can make it again and compare.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from .papers import ITEMS, PUBLISHED
 from .series import LEAST_MOST, File, Time, files
 
 PICTURES = Path("images") / "performance"
-"""Beside the page."""
+"""The folder of pictures, relative to the folder of the page."""
 
 Drawer = Callable[[Path, list[File]], bool]
-"""Whether there was something to draw."""
+"""Draws a suite's picture from its files. Returns False if there was nothing to draw."""
 Panels = dict[str, dict[str, dict[str, Any]]]
 """Bars by panel, group and name."""
 
 
 def write(folder: Path, page: Path) -> list[Path]:
-    """The page and its pictures, from the files in `folder`. The pictures' paths."""
+    """Writes the page and its pictures from the files in `folder`. Returns the pictures' paths."""
     found = files(folder)
     drawn = {}
     for name in SUITES:
@@ -40,7 +41,7 @@ def write(folder: Path, page: Path) -> list[Path]:
 
 
 def markdown(found: dict[str, list[File]], drawn: set[str]) -> str:
-    """`drawn`: the suites that have a picture."""
+    """The page's text. `drawn`: the suites that have a picture."""
     parts = [_INTRODUCTION, _items(found), _baselines()]
     for suite in SUITES.values():
         parts.append(_section(suite, found.get(suite.name, []), suite.name in drawn))
@@ -143,12 +144,12 @@ def _cell(time: Time | None) -> str:
 
 
 def _short(number: float) -> str:
-    """With three digits, those behind the point too."""
+    """A number with three significant digits; from 100 on, without decimals."""
     return f"{number:.0f}" if number >= 100 or number == int(number) == 0 else f"{number:#.3g}"
 
 
 def _clocks(file: File) -> str:
-    """While calls were timed."""
+    """A sentence about the clocks and the power while calls were timed; empty if they were not recorded."""
     seen = [point["clocks"] for point in file.points if point.get("clocks", {}).get("sm_mhz")]
     if not seen:
         return ""
@@ -214,7 +215,7 @@ def _metrics(file: File) -> str:
 
 
 def _versions(file: File) -> str:
-    """What was measured of each baseline that is a package."""
+    """A table of the packages that were measured as baselines, with their versions."""
     rows = {}
     for point in file.points:
         if versions := point["values"]["versions"]:
@@ -233,7 +234,7 @@ def _stragglers(file: File) -> str:
 
 
 def _placements(file: File) -> str:
-    """Experts that are chosen unevenly: the fullest rank's rows, of the mean."""
+    """For experts that are chosen unevenly: the rows of the fullest rank, divided by the mean of all ranks."""
     rows = [
         (point["name"], row["placement"], f"{row['spread_of_load']:.3f}", f"{row['fullest']:.2f}")
         for point in file.points
@@ -377,7 +378,8 @@ def _card(device: str) -> str:
 
 
 def _by_size(x: str, label: str, title: Callable[[Time], str]) -> Drawer:
-    """Lines over a size, a panel for each layer and group of ranks, where there are two points at least."""
+    """Makes a drawer of lines over the size `x`, with a panel for each title and device. Calls with fewer than two
+    different sizes are left out."""
 
     def draw(path: Path, of: list[File]) -> bool:
         panels: dict[str, figures.Lines] = {}
@@ -399,7 +401,7 @@ def _ranks(count: int) -> str:
 
 
 def _gpus(path: Path, of: list[File]) -> bool:
-    """Latency, efficiency and throughput by ranks, of files of one device together."""
+    """Draws latency, efficiency and throughput over the number of ranks. Files of the same device share panels."""
     times: dict[tuple[str, str], list[Time]] = {}
     for file, time in _all_times(of):
         if time.call in ("flashmoe", "pytorch", "gemms"):
@@ -435,7 +437,7 @@ def _scaled(time: Time, how: Callable[[float], float]) -> Time:
 
 
 def _bars_of_times(path: Path, of: list[File]) -> bool:
-    """A panel for each machine and number of ranks, a group of bars for each point."""
+    """Draws a panel for each device and number of ranks, with a group of bars for each point."""
     panels: Panels = {}
     for file, time in _all_times(of):
         group = f"{time.ranks} ranks sharing one GPU" if file.shared else _ranks(time.ranks)
@@ -448,7 +450,8 @@ def _bars_of_times(path: Path, of: list[File]) -> bool:
 
 
 def _beside_published(suite: str, x: str, title: str, bars: Callable[[dict[str, Any]], Panels]) -> Drawer:
-    """What `bars` makes of a point, of all machines; then what others state of the same."""
+    """Makes a drawer of the bars that the function `bars` returns for the points of all files, followed by a panel with
+    the values that papers state for the suite."""
 
     def draw(path: Path, of: list[File]) -> bool:
         panels: Panels = {}
@@ -478,7 +481,7 @@ def _utilized(point: dict[str, Any]) -> Panels:
 
 
 def _over_ours(path: Path, of: list[File]) -> bool:
-    """Of each baseline, its busy time over FlashMoE's beside it."""
+    """Draws for each baseline its time divided by that of FlashMoE at the same point."""
     panels: Panels = {}
     for file in of:
         medians = {(each.point, each.call): each.median for each in file.times()}

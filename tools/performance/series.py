@@ -1,4 +1,4 @@
-"""What files of results hold, as times by point and call."""
+"""Reads files of results as times by point and call."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from flashmoe.bench.store import PREFIX, read
 
 LEAST_MOST = "least and most of all calls"
 _OF_PROGRAMS = ("fused_gpu", "fused_group")
-"""Whose results are of the layer beside its GEMMs, as `tokens`, `gpus` and `experts` are."""
+"""The scripts of benchmarks/, by name, that time the layer and its bare GEMMs, as the suites `tokens`, `gpus` and
+`experts` do."""
 
 
 @dataclass(frozen=True)
 class Time:
-    """Of one call at one point, by one timer; milliseconds."""
+    """The times of one call at one point, by one timer, in milliseconds."""
 
     ranks: int
     point: str
@@ -29,37 +30,37 @@ class Time:
     lower: float
     median: float
     upper: float
-    """The middle half of all calls."""
+    """`lower` and `upper` enclose what `File.spread` names."""
 
 
 @dataclass(frozen=True)
 class File:
-    """Of one suite, from one machine."""
+    """A file of one suite's results on one machine."""
 
     path: Path
     suite: str
     device: str
     commit: str
     points: list[dict[str, Any]]
-    """Those that have figures."""
+    """The points that have figures."""
     without: list[dict[str, Any]]
-    """Those that were voided, or failed."""
+    """The points without figures: they failed, or their check did."""
     spread: str = "middle half of all calls"
-    """What lower and upper are."""
+    """What `Time.lower` and `Time.upper` enclose."""
 
     @property
     def name(self) -> str:
-        """As documents cite it."""
+        """The file's name as pages cite it: its folder and its name."""
         return f"{self.path.parent.name}/{self.path.name}"
 
     @property
     def shared(self) -> bool:
-        """Whether more ranks than GPUs were measured."""
+        """Whether ranks shared GPUs: a point has more ranks than there are GPUs."""
         gpus = self.device.rpartition(" x")[2]
         return gpus.isdigit() and any(point["ranks"] > int(gpus) for point in self.points)
 
     def times(self, timer: str | None = None) -> Iterator[Time]:
-        """`timer`: None for ``busy`` where there is that."""
+        """The times by the timer `timer`. None: for each call by "busy", or by "plain" if it has no "busy" times."""
         for point in self.points:
             for call, timers in point.get("samples", {}).items():
                 chosen = timer or ("busy" if "busy" in timers else "plain")
@@ -68,14 +69,14 @@ class File:
                     yield Time(*of, *(times if self.spread == LEAST_MOST else quartiles(times)))
 
     def absent(self) -> dict[str, str]:
-        """What stood beside no point, by name, and why."""
+        """The calls that were absent at all points, by name, and why they were."""
         present = {call for point in self.points for call in point.get("samples", {})}
         said = {name: why for point in self.points for name, why in point.get("absent", {}).items()}
         return {name: why for name, why in said.items() if name not in present}
 
 
 def _sizes(point: dict[str, Any]) -> dict[str, Any]:
-    """With those of its shape."""
+    """A point's sizes, with the sizes that its shape implies."""
     sizes = dict(point["sizes"])
     if (shape := sizes.get("shape")) in SHAPES:
         hidden, intermediate, experts, top_k, activation, _ = SHAPES[shape]
@@ -85,7 +86,8 @@ def _sizes(point: dict[str, Any]) -> dict[str, Any]:
 
 
 def files(folder: Path) -> dict[str, list[File]]:
-    """By suite; those of the CPU engine's small forms left out, which show no more than that suites work."""
+    """The files of results, by suite. Those of the CPU engine are left out, because its small forms of the suites only
+    show that the suites work."""
     found: dict[str, list[File]] = {}
     for path in sorted(folder.glob(f"{PREFIX}*/*.json")):
         result = read(path)
@@ -101,12 +103,12 @@ def files(folder: Path) -> dict[str, list[File]]:
 
 
 def of_programs(folder: Path) -> Iterator[File]:
-    """The last whole runs of benchmarks/fused_gpu.py and fused_group.py, which kept no single times, as files of the
-    suites that show the same."""
+    """The last whole runs of benchmarks/fused_gpu.py and fused_group.py, as files of the suites that show the same.
+    Their results have no times of single calls."""
     for kind in _OF_PROGRAMS:
         for path in sorted(folder.glob(f"{kind}/*.json")):
             if "-" in path.stem:
-                continue  # an earlier run, of the commit behind it
+                continue  # an earlier run, whose name ends with its commit
             result = json.loads(path.read_text())
             points = [_point(row) for row in result["shapes"]]
             of_suite = {
@@ -120,7 +122,7 @@ def of_programs(folder: Path) -> Iterator[File]:
 
 
 def _point(row: dict[str, Any]) -> dict[str, Any]:
-    """As a suite would have it, but that times are least, median and most."""
+    """A row of a script's result as a point of a suite. But its samples are only the least, the median and the most."""
     ranks = row.get("ranks", 1)
     samples = {}
     for call, name in (("flashmoe", "fused"), ("gemms", "floor")):
@@ -136,5 +138,5 @@ def _point(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def text(path: Path) -> str:
-    """A file's content, on one line: what pictures carry a digest of."""
+    """A file's content on one line. The digests of pictures are made from it."""
     return json.dumps(json.loads(path.read_text()), sort_keys=True)

@@ -17,8 +17,8 @@ uint32_t attribute(int device, DeviceAttribute which) {
   return static_cast<uint32_t>(value);
 }
 
-// The driver's handle of a device. The ordinal -1 is replaced by that of the device of the caller's current context, or
-// by 0.
+// The driver's handle of a device. Replaces the ordinal -1 by the ordinal of the device of the caller's current
+// context, or by 0 if there is none.
 int open_device(int& ordinal) {
   const Driver& d = driver();
   int count = 0, device = 0;
@@ -119,7 +119,7 @@ void DeviceMemory::download(void* to, uint64_t bytes, uint64_t offset) const {
   check(driver().cuMemcpyDtoH_v2(to, address_ + offset, bytes), "cannot copy from the device");
 }
 
-// Delegates for the same reason.
+// Delegates to another constructor for the same reason as DeviceMemory.
 MappedPage::MappedPage(const Device& device) : MappedPage(device, nullptr) {
   const Device::Use use(device);
   check(driver().cuMemHostAlloc(&host_, kBytes, kHostAllocMapped | kHostAllocPortable), "cannot map host memory");

@@ -1,6 +1,7 @@
-// A GPU and its resources, each of which its object releases: memory, mapped host memory, streams, events and modules.
+// A GPU and its resources: memory, mapped host memory, streams, events and modules. Each resource is an object, whose
+// destructor releases it.
 //
-// Destructors report no errors, because at the exit of the process the driver may be gone before its users.
+// Destructors report no errors, because when the process exits the driver may be gone before the objects.
 #pragma once
 
 #include <cstddef>
@@ -157,7 +158,7 @@ class Module {
   DriverModule handle() const { return module_; }
   // A kernel that may use shared_bytes of dynamic shared memory.
   DriverFunction kernel(const char* name, uint32_t shared_bytes) const;
-  // Copies a constant of the module, which must have that size.
+  // Copies a constant of the module, which must have this number of bytes.
   void read(const char* name, void* to, size_t bytes) const;
 
  private:

@@ -1,8 +1,8 @@
-// The part of the CUDA driver API that the host side uses. It is loaded when it is first needed. So the library can be
-// built without a CUDA toolkit, and runs the CPU engine where there is no driver.
+// The part of the CUDA driver API that the host side uses. The driver's library is loaded when it is first needed. So
+// this package can be built without a CUDA toolkit, and runs the CPU engine where there is no driver.
 //
 // Names and signatures are those of the driver's exported symbols, whose ABI does not change. Enumerations are ints.
-// tests/test_cuda_host.py compares them with cuda.h where there is one.
+// tests/test_cuda_host.py compares all of them with cuda.h if the machine has that file.
 #pragma once
 
 #include <cstddef>
@@ -47,7 +47,7 @@ struct LaunchAttribute {  // CUlaunchAttribute
     int cooperative;
   } value;
 };
-inline constexpr int kLaunchCooperative = 2;  // CU_LAUNCH_ATTRIBUTE_COOPERATIVE; clusters: the kernel's own attribute
+inline constexpr int kLaunchCooperative = 2;  // CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 
 struct LaunchConfig {  // CUlaunchConfig
   unsigned grid_x, grid_y, grid_z;

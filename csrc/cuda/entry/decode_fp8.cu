@@ -1,4 +1,4 @@
-// The kernel for a few tokens with experts in e4m3.
+// The kernel for a few tokens with experts in e4m3, of a rank that is alone.
 #include "flashmoe/sm90/decode/fp8.cuh"
 
 #include "decode.cu"

@@ -1,4 +1,4 @@
-// The kernel for a few tokens. The file that includes this one has defined Kernel: that of a rank alone
+// The kernel for a few tokens. The file that includes this one has defined Kernel, which is that of a rank alone
 // (decode/alone.cuh) or of a rank of a group (decode/group.cuh).
 #pragma once
 

@@ -1,4 +1,5 @@
-// The fused kernel of a layer that serves, one instance of it (spec/build.h), compiled on first use by python/flashmoe/jit.py.
+// The fused kernel of calls for inference: one instance of it (spec/build.h), which python/flashmoe/jit.py compiles on
+// first use.
 #include "flashmoe/sm90/roles/pass.cuh"
 
 using Pass = flashmoe::sm90::Inference;

@@ -1,4 +1,4 @@
-// The fused kernel of groups whose peers are not mapped. Here Platform reaches peers by NVSHMEM's functions
+// The fused kernel of groups whose peers are not mapped. In this kernel, Platform reaches peers by NVSHMEM's functions
 // (gpu/network.cuh).
 #include "flashmoe/gpu/network.cuh"
 

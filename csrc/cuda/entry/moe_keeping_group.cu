@@ -1,5 +1,5 @@
-// The forward pass that keeps, among several ranks, and the two kernels behind it that count its rows and move them to what is
-// kept.
+// The fused kernel of the forward pass that keeps, among several ranks; and two kernels that run after it: one counts
+// the rows to keep, and one moves them to the kept memory.
 #include "moe_keeping.cu"
 
 #include "flashmoe/gpu/kept_rows.cuh"

@@ -32,8 +32,8 @@ void refuse_broken_world(const std::string& group) {
                      "': an earlier group of this process broke while its ranks joined; start a new process"));
 }
 
-// Refuses NVSHMEM's puts by the GPU itself. The kernel is compiled without them. If they are on, there may be no proxy
-// that serves puts instead.
+// Refuses puts that the GPU itself makes, which are options of NVSHMEM. The kernel is compiled without such puts. If
+// they are switched on, there may be no proxy, which makes the kernel's puts otherwise.
 void refuse_puts_by_gpu() {
   for (const char* const name : {"NVSHMEM_IB_ENABLE_IBGDA", "NVSHMEM_GPUNETIO_ENABLE_GDAKI"}) {
     const char* const set = std::getenv(name);
@@ -46,8 +46,8 @@ void refuse_puts_by_gpu() {
   }
 }
 
-// Most ranks on one GPU. Ranks that share a GPU take turns of milliseconds, in which each waits for the others, unless
-// MPS lets them run side by side. Results are right, but only tests have a use for this.
+// Most ranks on one GPU. Ranks that share a GPU take turns of milliseconds, and each waits for the others' turns,
+// unless MPS lets them run side by side. Results are right, but only tests have a use for this.
 uint32_t most_on_a_gpu() {
   const char* const set = std::getenv("FLASHMOE_SHARE_GPUS");
   return set == nullptr ? 1 : static_cast<uint32_t>(std::max(1, std::atoi(set)));
@@ -129,8 +129,8 @@ class NvshmemGroup final : public host::Group {
     notices_.set_stage(Notice::kPosted);
   }
 
-  // Ranks agree on whether every rank has mapped every other's memory. If one has not, all ranks must reach all others
-  // by puts.
+  // Ranks agree on whether every rank has mapped every other rank's memory. If one of them has not, all ranks must
+  // reach all others by puts, and all throw NotMapped.
   void map_all(const Nvshmem& api) {
     const uint32_t rank = notices_.rank();
     for (uint32_t q = 0; q < notices_.ranks(); ++q) {

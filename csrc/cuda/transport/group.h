@@ -23,12 +23,13 @@ std::unique_ptr<host::Group> make_single_gpu_group(const Device& device, uint64_
 // Every rank of a group throws this if one of them cannot map another's memory and limits.rdma is 0.
 struct NotMapped {};
 
-// Ranks are processes of one machine, each with a GPU of its own. The heap of a rank is NVSHMEM's memory. A rank has
-// the others' heaps mapped. With limits.rdma it reaches them by puts alone, and heaps() has null for them.
+// Ranks are processes of one machine, each with a GPU of its own. The heap of a rank is memory of NVSHMEM. A rank has
+// mapped the other ranks' heaps. With limits.rdma it has not: it reaches them by puts alone, and heaps() has null for
+// them.
 //
 // Ranks meet in shared memory (host::join_process_group), so that a rank that is missing, dies or disagrees is named
-// within timeout_ns. `prepare` is called once they have met; there a rank takes memory of its own. If `prepare` or
-// anything else that a rank does here throws, the others are told at once.
+// within timeout_ns. `prepare` is called once they have met; in it a rank allocates its own memory. If `prepare` or
+// anything else that a rank does here throws, the other ranks are told at once.
 //
 // The first group of a process initialises NVSHMEM, and all later groups of the process must have the same ranks. All
 // heaps are zeroed before any rank has joined.

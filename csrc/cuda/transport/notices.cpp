@@ -13,7 +13,7 @@ namespace {
 
 using host::concat;
 
-constexpr uint32_t kRarely = 128;  // looks between two calls of the hook: 25 ms
+constexpr uint32_t kRarely = 128;  // looks between two calls of check_interrupt(): about 25 ms
 
 }  // namespace
 

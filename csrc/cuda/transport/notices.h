@@ -18,15 +18,16 @@ struct Notice {
   uint32_t stage;
   uint32_t failed;  // 1: this rank goes no further, see failure
   uint32_t world_rank, world_ranks;
-  uint32_t maps_all;  // set with kLooked: whether it has every rank's memory mapped
+  uint32_t maps_all;  // set with kLooked: whether this rank has mapped every other's memory
   uint32_t free_blocks;
   uint64_t free[kMostFree];  // numbers of blocks that this rank has given back
   char device[16];           // UUID of the rank's GPU
-  NvshmemUniqueId id;        // set by rank 0 if there is no world yet
-  char failure[512];         // why it does not join
+  NvshmemUniqueId id;        // set by rank 0 if NVSHMEM is not initialised yet
+  char failure[512];         // why this rank does not join
 };
 
-// Every wait ends when a rank fails, when its process is gone, or at the deadline of joining as a whole.
+// Every wait ends when a rank fails, when a rank's process is gone, or at the deadline. There is one deadline for
+// joining as a whole.
 class Notices {
  public:
   // Meets the other ranks (host::join_process_group).
@@ -44,8 +45,8 @@ class Notices {
   void fail(const char* why) const;
   void await(uint32_t p, Notice::Stage stage) const;
   void await_all(Notice::Stage stage) const;
-  // Looks at the other ranks once, while this rank waits for something that all do together (`what`). Throws Error if a
-  // rank is gone or at the deadline. Also throws what the interrupt hook throws.
+  // Looks at the other ranks once, while this rank waits for something that all ranks do together (`what`). Throws
+  // Error if a rank is gone or at the deadline. Also throws what the interrupt hook throws.
   void watch_others(const char* what) const;
   // Whether every rank says that it has given the block back.
   bool given_back_by_all(uint64_t block) const;

@@ -53,7 +53,7 @@ NvshmemVersion Nvshmem::version() const {
   return v;
 }
 
-// NVSHMEM itself accepts a kernel of an older release.
+// Stricter than NVSHMEM's own check, which accepts a kernel compiled with the headers of an older release.
 void check_headers(const Nvshmem& api, const NvshmemVersion& compiled_with) {
   const NvshmemVersion library = api.version();
   if (compiled_with == library) return;

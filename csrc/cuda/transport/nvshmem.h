@@ -3,8 +3,8 @@
 // is made, so that nothing else needs it.
 //
 // Names, signatures and layouts are those of NVSHMEM 3's host ABI. A later library serves this ABI too: its structures
-// may have more fields, which are zero here, and versions of their own. tests/test_cuda_host.py compares them with the
-// headers of the oldest and the newest release that kernels are compiled with.
+// may have more fields, which are zero here, and versions of their own. tests/test_cuda_host.py compares names,
+// signatures and layouts with the headers of the oldest and the newest release that kernels are compiled with.
 #pragma once
 
 #include <cstddef>

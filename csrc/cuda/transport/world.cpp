@@ -34,7 +34,7 @@ uint8_t* Lease::take(SymmetricMemory& b) {
   return b.address;
 }
 
-// Runs f, which all ranks run together. f may never return if a rank dies meanwhile. So f runs in a thread of its own,
+// Runs f, which all ranks run together. If a rank dies meanwhile, f may never return. So f runs in a thread of its own,
 // which stays behind if this rank gives up waiting. For this reason f must not refer to anything that may be gone by
 // then.
 template <class F>

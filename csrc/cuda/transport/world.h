@@ -25,8 +25,8 @@ struct World {
   // Held while a rank joins. Recursive, because a joining rank calls the interrupt hook. The hook runs the user's code,
   // which may drop another context and with it its lease.
   std::recursive_mutex mutex;
-  uint32_t rank = 0, ranks = 0;  // 0: not initialised
-  bool broken = false;           // this rank gave up on a common action; a thread may still be in it
+  uint32_t rank = 0, ranks = 0;  // ranks 0: not initialised
+  bool broken = false;           // this rank gave up on something that ranks do together; a thread may still be in it
   uint64_t allocations = 0;
   std::vector<SymmetricMemory> blocks;
 };
@@ -51,7 +51,7 @@ class Together {
   Together(const Device& device, const Notices& notices, const Nvshmem& api)
       : device_(device), notices_(notices), api_(api) {}
 
-  // Initialises NVSHMEM, unless that is done.
+  // Initialises NVSHMEM, unless this process has done so.
   void enter_world() const;
   // Takes a block of that size that no rank uses any more. If there is none, frees all blocks that no rank uses, then
   // allocates a new one.

@@ -13,7 +13,7 @@ namespace flashmoe {
 template <class P>
 FLASHMOE_FN bool run_former(const Call& c, Source* sources, const FormerMemory& memory) {
   if (memory.step == 0 || memory.first >= c.shape.local_experts) return true;
-  constexpr uint32_t kLooks = 8;  // many, as own packets arrive all at once, and the first tiles wait for them
+  constexpr uint32_t kLooks = 8;  // many, because own packets arrive all at once, and the first tiles wait for them
   Arrivals<P, kPacketsOfLane, kLooks> arrivals(c, sources);
   TileFormer<P, kPacketsOfLane> former(c, memory);
   const WaitEnd end = wait_until<P>(
@@ -21,7 +21,7 @@ FLASHMOE_FN bool run_former(const Call& c, Source* sources, const FormerMemory& 
       [&] {
         const bool moved = arrivals.step([&](uint32_t p, uint32_t b, uint32_t n) { former.consume(p, b, n); },
                                          [&](uint32_t p) {
-                                           // finish() first: tasks wait for its tiles, and nobody yet for close().
+                                           // finish() comes first: tasks wait for the tiles that it announces.
                                            if (arrivals.complete()) former.finish();
                                            former.close(p);
                                          });

@@ -25,9 +25,10 @@ class GroupLiveness {
     return P::ballot(any) != 0;
   }
 
-  // The rank that holds the group up: one that has not begun the call, else one whose OS actor stands still although
-  // its call is not over, else the one that was awaited. One lane. (On a CPU, of those that have not begun, rather one
-  // whose OS actor stands still: the others may wait for it in the call before.)
+  // The rank that holds the group up: a rank that has not begun the call, else a rank whose OS actor stands still
+  // although its call is not over, else the rank that was awaited. (On a CPU, a rank that has not begun the call and
+  // whose OS actor stands still comes first, because the other ranks that have not begun may wait for it in the call
+  // before.) One lane.
   FLASHMOE_FN uint32_t culprit(uint32_t awaited) const {
     if constexpr (P::kSleeps) {
       for (uint32_t p = 0; p < c_.shape.ranks; ++p) {
@@ -48,7 +49,8 @@ class GroupLiveness {
  private:
   FLASHMOE_FN Status read(uint32_t p) const {
     if constexpr (!P::kPeersMapped) {
-      // Whether a peer moves cannot be seen: it counts as having left, so that culprit() does not blame it for that.
+      // It cannot be seen whether the peer stands still. So the peer counts as having left the call, and culprit()
+      // does not blame it for standing still.
       if (p != c_.rank) return {entered_by<P>(c_, p), c_.epoch, 0, 0};
     }
     const Status* s = c_.status(p);

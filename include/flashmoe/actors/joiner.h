@@ -1,7 +1,7 @@
 // Joiner: adds a token's two rows as soon as both are computed, in place of Combine. It runs in joined calls, where a
 // rank is alone and a token has two rows at most. The processor that stores the later row of a token has the two rows
-// added, and the output written, while other tasks run. With Combine, every processor would have nothing but combines
-// to do after its last task. (If tokens have one row each, nothing is joined: GEMM1 writes the output.)
+// added, and the output written, while other tasks run. With Combine, every processor would still have sums to make
+// after its last task. (If tokens have one row each, nothing is joined: GEMM1 writes the output.)
 //
 // There is a word for each token and block of columns. It counts how much of the token's two rows is stored. A thread
 // block that has stored all of a task's features of a row adds 2. If a cluster's two blocks have half of the features
@@ -19,33 +19,34 @@ FLASHMOE_HD bool joins_late_rows(const Call& c) {
   return c.policy.joined != 0 && c.shape.top_k == 2;
 }
 
-// A late row: its token and its block of columns in one word, which lanes and the queue pass on.
+// A late row is the later one of a token's two rows, in one block of columns. Its token and block of columns are
+// packed into one word, which lanes and the queue pass on.
 struct LateRow {
   FLASHMOE_HD static constexpr uint32_t make(uint32_t token, uint32_t column) { return token | column << 16; }
   FLASHMOE_HD static constexpr uint32_t token(uint32_t row) { return row & (kMaxJoinedTokens - 1); }
   FLASHMOE_HD static constexpr uint32_t column(uint32_t row) { return row >> 16; }
 };
 
-// The processor's late rows, in memory that its workers share: a queue that one of them fills and any empties, by atomics
-// throughout.
+// A queue of a processor's late rows, in memory that its workers share. One worker puts late rows in, and any worker
+// takes them out. All accesses are atomic.
 struct LateRows {
   static constexpr uint32_t kCapacity = 512;
 
   uint32_t row[kCapacity];
-  uint32_t found, taken;  // ever put in the queue, and taken out of it
+  uint32_t found, taken;  // how many late rows have been put into the queue, and taken out of it
   uint32_t closed;        // 1: no more will be found
 
   // One thread, before the workers' first synchronization.
   FLASHMOE_FN void init() { found = taken = closed = 0; }
 };
 
-// One worker's side of it. All functions by all lanes.
+// One worker's access to the queue. All lanes call its functions.
 template <class P, JoinsRows Engine>
 class Joiner {
  public:
   FLASHMOE_FN Joiner(const Call& call, Engine& engine, LateRows& late) : c_(call), engine_(engine), late_(late) {}
 
-  // Joins a few late rows; false if there are none.
+  // Takes a few late rows from the queue and joins them; false if the queue is empty.
   FLASHMOE_FN bool step() {
     static_assert(Engine::kJoinedAtOnce <= P::kLanes);
     uint32_t first = 0, count = 0;
@@ -70,7 +71,7 @@ class Joiner {
     return true;
   }
 
-  // Until no more will be found.
+  // Joins late rows until the queue is empty and no more will be found.
   FLASHMOE_FN void run() {
     while (true) {
       const bool closed = P::broadcast(P::lane() == 0 ? P::look_nearby(&late_.closed) : 0u, 0) != 0;
@@ -80,9 +81,9 @@ class Joiner {
     }
   }
 
-  // By the one worker that fills the queue: counts rows 0 .. rows - 1 of a task, which are stored, and queues the late
-  // ones. Joins until the queue has room for kMost >= rows. token_of(i): whose row i is, asked for i < kMost. part:
-  // what each row adds to its word, 2 or 1.
+  // Called by the one worker that fills the queue. Counts rows 0 .. rows - 1 of a task, which are stored, and puts
+  // the late ones into the queue. Before that, joins rows until the queue has room for kMost rows (kMost >= rows).
+  // token_of(i): the token of row i; it is called for all i < kMost. part: what each row adds to its word, 2 or 1.
   template <uint32_t kMost, class TokenOf>
   FLASHMOE_FN void find(TokenOf&& token_of, uint32_t rows, uint32_t column, uint32_t part) {
     constexpr uint32_t kEach = kMost / P::kLanes, kAll = 4;
@@ -115,7 +116,7 @@ class Joiner {
     if (P::lane() == 0) P::set_nearby(&late_.found, found);
   }
 
-  // Nothing will be found any more.
+  // Says that no more late rows will be found.
   FLASHMOE_FN void close() {
     if (P::lane() == 0) P::set_nearby(&late_.closed, 1u);
   }

@@ -1,7 +1,7 @@
-// Keeper: copies the rows of other ranks' tokens to memory of the pass, as the rows arrive. Keepers run where passes
-// train among several GPUs. A forward pass needs these rows again for its gradients (unless x is dispatched again). A
-// backward pass needs them after its last return. But the source overwrites them in the next call, which it begins when
-// it has all its returns.
+// Keeper: copies the rows of other ranks' tokens from the heap to memory of the pass, as the rows arrive. Keepers run
+// where passes train among several GPUs. A forward pass keeps these rows for its gradients (unless x is dispatched
+// again). A backward pass needs them after its last return. But the source overwrites them in the heap in the next
+// call, which it begins when it has all its returns.
 //
 // So a source must not get its last return before keepers have copied its rows. For this, each keeper counts as one
 // more expert, without rows, in the counter of Pending. No further signal is needed.
@@ -13,8 +13,9 @@
 
 namespace flashmoe {
 
-// Copies every c.policy.keepers-th token's row, from the `first` on: copy(p, token), of those that rank p has sent. Runs until
-// all are here; false if the call was aborted. All lanes. sources: as a former's.
+// Runs the keeper with number `first`. It calls copy(p, token) for the rows that each other rank p has sent, of
+// tokens first, first + c.policy.keepers, ... It runs until all packets are here; false if the call was aborted. All
+// lanes. sources: [R] in shared memory, uninitialised.
 template <class P, class Copy>
 FLASHMOE_FN bool run_keeper(const Call& c, Source* sources, uint32_t first, Copy&& copy) {
   constexpr uint32_t kLooks = 8;

@@ -11,10 +11,10 @@
 
 namespace flashmoe {
 
-// A packet's rows are sent in parts of so many tokens.
+// The number of consecutive tokens whose rows are a part of a packet.
 inline constexpr uint32_t kPartTokens = 32;
 
-// All lanes. One word a lane, not 16 bytes: packets begin at any word.
+// Copies n words. A lane copies one word at a time, not 16 bytes, because packets may begin at any word. All lanes.
 template <class P, class Word>
 FLASHMOE_FN void copy_words(Word* to, const Word* from, uint32_t n) {
   constexpr uint32_t kAtOnce = 2;
@@ -42,7 +42,7 @@ FLASHMOE_FN void copy_entries(Entry* to, const Entry* from, uint32_t n) {
   copy_words<P>(reinterpret_cast<uint32_t*>(to), reinterpret_cast<const uint32_t*>(from), n * (sizeof(Entry) / 4));
 }
 
-// Counts a part, and tells whether it is the last of so many: then the counter is zero again. One lane.
+// Counts a part that is sent, and returns whether it is the last of `parts`. If so, sets the counter to zero. One lane.
 template <class P>
 FLASHMOE_FN bool is_last_part(uint32_t* sent, uint32_t parts) {
   if (P::fetch_add_acq_rel(sent, 1u) + 1 != parts) return false;
@@ -62,7 +62,8 @@ class MachineSender {
         b_(b),
         first_(b << call.policy.log2_block) {}
 
-  // Of each rank of the machine: offsets, and entries behind those of the ranks before.
+  // Sends the offsets and the entries of the packets for all ranks of the machine. The entries of one packet lie
+  // directly behind those of the packet before.
   FLASHMOE_FN void send_entries() const {
     Entry* entries = to_.entries(first_);
     for (uint32_t i = 0; i < m_.size(machine_); ++i) {
@@ -89,7 +90,8 @@ class MachineSender {
     }
   }
 
-  // Counts a part that is sent; who counts the last one of a batch of token blocks signals it: a message. One lane.
+  // Counts a part that is sent. The sender that counts the last part of a batch of token blocks signals the batch.
+  // One lane.
   FLASHMOE_FN void count_part(uint32_t parts) const {
     const uint32_t each = m_.batch_blocks(c_.block_tokens(), c_.memory.token_row_bytes), batch = b_ / each;
     parts *= min_of(each, c_.blocks() - batch * each);
@@ -106,8 +108,9 @@ class MachineSender {
   const uint32_t b_, first_;
 };
 
-// A part of block b's packets to rank q's machine, if q is its relay: all parts but those to relays are none. `parts`: of
-// a block. All lanes, when the block's routing is here.
+// If rank q is its machine's relay for this rank, sends q a part of token block b's packets for all ranks of that
+// machine. Otherwise does nothing. parts: the number of parts of a token block. All lanes call it, after the block's
+// routing is here.
 template <class P, SendsRows Engine>
 FLASHMOE_FN void send_to_machine(const Call& c, Engine& engine, uint32_t q, uint32_t b, uint32_t part, uint32_t parts) {
   if (!c.machines->is_relay(c.rank, q)) return;

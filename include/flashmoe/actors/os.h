@@ -1,8 +1,9 @@
 // The OS actor of a rank: announces the call, then runs subscriber and scheduler until every task is published and
 // everything this rank awaits has been returned.
 //
-// One warp (the CPU engine: one thread, which where ranks are on several machines is its rank's relay, too). It never
-// computes. The rank's other actors watch whether it steps (OsLiveness), and it watches the peers (GroupLiveness).
+// It is one warp, or one thread of the CPU engine. (If ranks are on several machines, this thread also does the work
+// of a relay.) It never computes. The rank's other actors watch whether it takes steps (OsLiveness), and it watches
+// the peers (GroupLiveness).
 #pragma once
 
 #include "flashmoe/actors/group_liveness.h"
@@ -30,7 +31,7 @@ FLASHMOE_FN bool run_os(const Call& c, const OsScratch<P>& scratch) {
   Relay<P> relay(c);
   GroupLiveness<P> group(c, scratch.seen);
   Status* own = c.status(c.rank);
-  // Plain reads of own words: nobody else writes them.
+  // Plain loads, because during a call nobody else writes these words.
   uint64_t heartbeat = own->heartbeat, progress = own->progress;
   const WaitEnd end = wait_until<P>(
       c,

@@ -1,8 +1,8 @@
-// Processor: takes tasks, has the engine execute them, and retires them: to retire a task, it increments the dependency
-// counters; if a counter is complete, it makes the next tasks ready or signals the home rank.
+// Processor: takes tasks, has the engine execute them, and retires them. To retire a task, it changes the dependency
+// counters. If this completes a counter, it makes the next tasks ready or signals the home rank.
 //
-// Counters live in device memory; a retiring warp bumps one per lane. Whoever completes a counter zeroes it, so that
-// nothing is cleared between calls.
+// Counters lie in device memory. Each lane of the warp that retires a task changes at most one counter at a time. The
+// lane that completes a counter sets it to zero, so that nothing need be cleared between calls.
 #pragma once
 
 #include "flashmoe/actors/engine.h"
@@ -17,7 +17,8 @@ namespace flashmoe {
 // The retire functions: called by all lanes of one warp of the processor, after all writes of the task. retire()
 // chooses among them.
 
-// Product n has done one more block of the tile's columns, of all its slices; with the last one, what follows is ready.
+// Counts one more block of columns of product n for the tile; for the shared expert, blocks of all slices. When the
+// last block is counted, makes the tile ready for the product that comes after n.
 template <uint32_t n, class P>
 FLASHMOE_FN void retire_column(const Call& c, TileIndex index) {
   const uint32_t tile = index.number();
@@ -35,7 +36,7 @@ FLASHMOE_FN void retire_column(const Call& c, TileIndex index) {
   });
 }
 
-// One more block of columns of the tile's rows is computed: each segment's rank is owed that much less.
+// Counts one more block of columns of the tile's rows as computed, for each source that has rows in the tile (Pending).
 template <class P>
 FLASHMOE_FN void retire_owed(const Call& c, uint32_t tile, uint32_t column) {
   const uint32_t segments = c.tile(tile)->shape.segments;
@@ -55,7 +56,7 @@ FLASHMOE_FN void retire(const Call& c, const Task& task) {
   });
 }
 
-// What a processor that is one worker keeps of its returns and its late rows, in memory that all its lanes share.
+// What a processor that has only one worker stores for its returner and its joiner, in memory that all its lanes share.
 template <class P>
 struct OneWorker {
   template <class S>
@@ -77,7 +78,8 @@ struct OneWorker {
   };
 };
 
-// Once the task's rows are written, with all features (part 2): queues those that are their token's later one.
+// Called when a task's rows are written. Puts those rows into the joiner's queue that are the later row of their
+// token. Each row adds 2 to its word, because the processor has computed all of the task's features.
 template <class P, JoinsRows Engine>
 FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engine>& joiner) {
   const uint32_t tile = task.tile().whole(), rows = c.tile(tile)->shape.rows;
@@ -88,9 +90,10 @@ FLASHMOE_FN void find_late_rows(const Call& c, const Task& task, Joiner<P, Engin
   }
 }
 
-// Runs a processor that is one worker to the end of the call. (On a GPU, a processor's warps share this work:
-// sm90/roles/kernel.cuh.) It dispatches, sends (unless peers are not mapped: then put senders do), and computes tasks; while
-// it waits for one, it returns or joins. memory: of this processor, uninitialised.
+// Runs a processor that has only one worker to the end of the call. (On a GPU, a processor's warps share this work:
+// sm90/roles/kernel.cuh.) The processor dispatches, sends (unless peers are not mapped, because then put senders
+// send), and computes tasks. While it waits for a task, it runs the returner or the joiner. memory: of this
+// processor, uninitialised.
 template <class P, RunsProcessor Engine>
 FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typename OneWorker<P>::Memory& memory) {
   if (P::lane() == 0) {
@@ -121,7 +124,7 @@ FLASHMOE_FN void run_processor(const Call& c, uint32_t id, Engine& engine, typen
       joiner.step();
     }
     retire<P>(c, task);
-    // A piece after each GEMM1 task: peers must not wait until this processor has no tasks left.
+    // Sums a piece after each GEMM1 task, because peers must not wait until this processor has no tasks left.
     if (is_one_of<kHome>(task.kind) && combines) returner.step(between);
   }
   if (combines) returner.run(c);

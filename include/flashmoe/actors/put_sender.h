@@ -12,7 +12,7 @@
 
 namespace flashmoe {
 
-// One of a rank's senders. All functions by all lanes; those that return a bool: false if the call was aborted.
+// One of a rank's senders. All lanes call its functions. Those that return a bool return false if the call was aborted.
 template <class P, StagesRows Engine>
 class PutSender {
  public:
@@ -22,13 +22,14 @@ class PutSender {
   FLASHMOE_FN void run(uint32_t first, uint32_t senders, uint32_t own_block) {
     const bool announced = first != 0 || announce(own_block);
     if (announced && send_packets(first, senders)) send_returns(first, senders);
-    P::quiet();  // of a call that failed, too
+    P::quiet();  // also if the call has failed
   }
 
  private:
-  // Puts to the peers what the OS actor has announced in the own heap, where puts may read; no sooner than Sender
-  // would. A call that has begun is announced even if it was aborted: if this rank found that another disagrees, peers
-  // word that from both configurations.
+  // Puts to the peers the configuration and the call signal that the OS actor has written to this rank's own heap,
+  // from which puts may read. It waits as Sender::announce() does. A call that has begun is announced even if it was
+  // aborted: if this rank has found that another rank disagrees, the peers need both configurations for their error
+  // messages.
   FLASHMOE_FN bool announce(uint32_t own_block) const {
     const bool goes_on = (own_block >= c_.blocks() || await_routing<P>(c_, own_block)) &&
                          await_word<P>(c_, c_.call_signal(c_.rank, c_.rank));
@@ -42,9 +43,9 @@ class PutSender {
     return goes_on;
   }
 
-  // Whether a call that was aborted has begun. A rank that finds a fault has announced the call before, in its own
-  // heap. But a wait looks at the signal first, then at the abort, and both may be written in between: so look again,
-  // behind the abort.
+  // Whether a call that was aborted has begun. A rank that finds a fault has written its call signal, in its own
+  // heap, before it aborts. But the wait above looked at the signal first and at the abort word after that, and both
+  // may have been written in between. So this function looks at the signal again, after the abort word.
   FLASHMOE_FN bool has_begun() const {
     P::load_acquire(&c_.control()->abort.value, kDevice);
     P::sync();
@@ -53,7 +54,7 @@ class PutSender {
     return Signal::epoch(word) == c_.epoch;
   }
 
-  // This sender has token blocks first, first + senders, ..., for all ranks: so each row is copied to out_row() once.
+  // This sender sends token blocks first, first + senders, ... to all ranks, so each row is copied to out_row() once.
   FLASHMOE_FN bool send_packets(uint32_t first, uint32_t senders) const {
     const uint32_t blocks = c_.blocks();
     FLASHMOE_NO_UNROLL
@@ -92,7 +93,8 @@ class PutSender {
     P::sync();
   }
 
-  // Rows of neighbouring tokens go in one put: with many experts per token, most tokens go to every rank.
+  // Puts the packet of token block b to rank q. Rows of neighbouring tokens go in one put, because with many experts
+  // per token most tokens go to every rank.
   FLASHMOE_FN void send_packet(uint32_t b, uint32_t q) const {
     const uint32_t first = b << c_.policy.log2_block, tokens = c_.tokens_in_block(b);
     const uint32_t slot = peer_slot(c_.rank, q, c_.shape.ranks);
@@ -122,15 +124,15 @@ class PutSender {
                   c_.packet_signal(c_.rank, c_.rank, b), Signal::make(c_.epoch, entries), q);
   }
 
-  // Puts every rank's sums, rank after rank. A rank's tokens are dealt out to the senders, kLanes at a time; each waits
-  // until its rows have arrived, and the last of them signals the rank.
+  // Puts every rank's sums, rank after rank. A rank's tokens are dealt out to the senders, kLanes tokens at a time.
+  // Each sender waits until the rows that it has put have arrived, and the last sender signals the rank.
   FLASHMOE_FN bool send_returns(uint32_t first, uint32_t senders) const {
     FLASHMOE_NO_UNROLL
     for (uint32_t i = 1; i < c_.shape.ranks; ++i) {
       const uint32_t p = (c_.rank + i) % c_.shape.ranks;
       if (!await_word<P>(c_, c_.call_signal(c_.rank, p))) return false;
       const uint32_t tokens = c_.tokens_of(p);
-      if (tokens == 0) continue;  // it awaits nothing, and nobody need set returns_ready for it
+      if (tokens == 0) continue;  // p awaits nothing, and perhaps nobody sets returns_ready for it
       if (!await_word<P>(c_, c_.returns_ready(p))) return false;
       engine_.begin();
       send_rows(p, tokens, first * P::kLanes, senders * P::kLanes);
@@ -145,7 +147,8 @@ class PutSender {
     return true;
   }
 
-  // Puts the sums of those of p's tokens that have rows here: tokens first .. first + kLanes - 1 of every `step`.
+  // Puts the sums of this sender's share of p's tokens, if they have rows here. The share is tokens first .. first +
+  // kLanes - 1 of every `step` tokens.
   FLASHMOE_FN void send_rows(uint32_t p, uint32_t tokens, uint32_t first, uint32_t step) const {
     FLASHMOE_NO_UNROLL
     for (uint32_t base = first; base < tokens; base += step) {
@@ -163,8 +166,9 @@ class PutSender {
   Engine& engine_;
 };
 
-// Puts this rank's own fault record into the others' heaps, if it posts one. The first sender, after its run(); all
-// lanes. It waits until the OS actor has left, which is the last that may post one: while it awaits what others return.
+// Puts this rank's own fault record into the other ranks' heaps, if the rank posts a fault. All lanes of the first
+// sender call it, after run(). It waits until the OS actor has left, because the OS actor is the last that may post a
+// fault: it waits for the other ranks' returns.
 template <class P>
 FLASHMOE_FN void tell_fault(const Call& c) {
   wait_until<P>(
@@ -176,8 +180,8 @@ FLASHMOE_FN void tell_fault(const Call& c) {
       },
       OsLiveness<P>{c});
   FaultRecord* const own = c.fault(c.rank, c.rank);
-  P::load_acquire(&c.control()->abort.value, kDevice);  // set after the record
-  P::sync();                                            // whichever lane has seen it
+  P::load_acquire(&c.control()->abort.value, kDevice);  // was set after the record was written
+  P::sync();                                            // all lanes have acquired it
   if (P::broadcast(P::load_acquire(&own->posted, kSystem), 0) != FaultRecord::kFailed) return;
   P::sync();
   FLASHMOE_NO_UNROLL

@@ -1,8 +1,8 @@
-// Relay: passes on what sources on other machines have sent for the ranks of this machine. A source's rows lie in this
-// rank's heap (Call::dispatched_row), those that only other ranks need, too. The relay copies each row to the same
-// place in the heap of every rank that needs it. Then it copies that rank's entries, offsets and counts, and then it
-// signals that rank's packet. So each rank finds packets as if the source itself had written them. The relay signals
-// its own packet in the same way.
+// Relay: passes on what sources on other machines have sent for the ranks of this machine. All rows that a source has
+// sent lie in this rank's heap (Call::dispatched_row), even rows that only other ranks need. For each other rank q of
+// the machine, the relay copies the rows that q needs to the same place in q's heap. Then it copies q's entries,
+// offsets and counts, and signals q's packet. So each rank finds packets as if the source itself had written them.
+// The relay writes and signals its own packet in the same way.
 //
 // On the CPU engine the OS actor passes on, one batch of token blocks a step (Relay). Where relays are actors of their
 // own (kRelaysApart), workers share the packets among them, after their own sends (RelayWorker). Both wait only for
@@ -29,21 +29,23 @@ FLASHMOE_FN bool agrees(const Call& c, uint32_t p) {
   return Signal::epoch(word) == c.epoch && c.call_config(c.rank, p)->hash == c.config.hash;
 }
 
-// Token blocks of source p, whose call signal is here, in one message.
+// The number of token blocks in one message of source p, whose call signal must be here.
 template <class P>
 FLASHMOE_FN uint32_t blocks_of_batch(const Call& c, uint32_t p) {
   const uint32_t log2 = CallPayload::log2_block(Signal::payload(*c.call_signal(c.rank, p)));
   return c.machines->batch_blocks(1u << log2, c.memory.token_row_bytes);
 }
 
-// Passes on source p's packet of token block b, whose batch is here, to the rank at that place of this machine. All lanes.
+// Passes on source p's packet of token block b, whose batch is here, to the rank that has this place on this machine.
+// All lanes.
 template <class P, PassesRows Engine>
 FLASHMOE_FN void pass_on(const Call& c, Engine& engine, uint32_t p, uint32_t b, uint32_t place) {
   const Machines& m = *c.machines;
   const RelayPlace from(c, m, c.rank, p);
   const uint32_t q = m.rank_at(m.of[c.rank], place);
   const uint32_t first = c.packet_first_token(p, b), tokens = c.packet_tokens(p, b);
-  // Entries of the rank at a place, as p counts: the own shared expert is none of those that it sends to.
+  // How many experts the rank at place i has, as p counts them. owned(c.rank) includes this rank's shared expert, for
+  // which p sends nothing.
   const auto experts = [&](uint32_t i) {
     const uint32_t rank = m.rank_at(m.of[c.rank], i);
     return rank == c.rank ? c.shape.routed_local_experts() : c.owned(rank);
@@ -70,7 +72,7 @@ FLASHMOE_FN void pass_on(const Call& c, Engine& engine, uint32_t p, uint32_t b, 
   P::add(&m.counts[c.parity()].rows_passed, rows);
 }
 
-// The engine of an OS actor: words, by any lanes.
+// The engine with which an OS actor passes rows on: all lanes copy words of 2 bytes.
 template <class P>
 class PlainRows {
  public:
@@ -95,7 +97,7 @@ class PlainRows {
 };
 static_assert(PassesRows<PlainRows<void>>);
 
-// The OS actor's part. For platforms whose ranks share a machine there is none.
+// The OS actor's part in a relay. On Platforms whose ranks share a machine, it has nothing to do.
 template <class P>
 class Relay {
  public:
@@ -117,7 +119,8 @@ class Relay<P> {
     P::sync();
   }
 
-  // Passes on a batch, if one is here, unless others do that; true if there was one. All lanes.
+  // Passes on a batch, if one is here, and returns whether there was one. Does nothing if relay workers pass on. All
+  // lanes.
   FLASHMOE_FN bool step() {
     if constexpr (!P::kRelaysApart) {
       for (uint32_t n = 0; n < m_.source_count; ++n) {
@@ -131,14 +134,16 @@ class Relay<P> {
     return false;
   }
 
-  // Whether all is passed on, and all that this rank is to sum for its machine is here. All lanes. It looks at a few words
-  // of each source: so it is asked last, when the call is over but for this.
+  // Whether all packets are passed on, and all sums are here that this rank must add up for its machine. All lanes.
+  // The scheduler calls it last, when nothing else of the call is missing, because it looks at a few words of each
+  // source.
   FLASHMOE_FN bool complete() {
     while (done_ < m_.source_count && is_done(done_)) ++done_;
     return done_ == m_.source_count;
   }
 
-  // Of a wait that expired, what is missing, if it is a sum. One lane.
+  // For a wait that has expired: if no signal to this rank itself is missing (kLocal), but a sum that it must add up
+  // for its machine is, writes this to `fault`. One lane.
   FLASHMOE_FN void explain(Fault& fault) const {
     for (uint32_t i = 0; fault.kind == FaultKind::kLocal && m_.sums && i < m_.source_count; ++i) {
       const uint32_t p = m_.sources[i];
@@ -190,12 +195,14 @@ class Relay<P> {
     return P::broadcast(passed(i), 0) == c_.blocks_of(p) * ranks() && has_sums(p);
   }
 
-  // The signals of the sums of p's tokens that ranks of this machine leave here, place by place.
+  // How many sum signals the ranks of this machine set here for one source, and where the n-th one for source p lies.
+  // They are counted by place, then by return group.
   FLASHMOE_FN uint32_t sums_of_source() const { return ranks() * c_.policy.groups; }
   FLASHMOE_FN uint64_t* sum_signal(uint32_t p, uint32_t n) const {
     return RelayPlace(c_, m_, c_.rank, p).sum_signal(n / c_.policy.groups, n % c_.policy.groups);
   }
-  // A later call's will do: a rank without experts signals as soon as p is in it, and p is not before this one's sum is home.
+  // A sum signal of a later call is accepted, too. A rank without experts sets it as soon as p is in that later call,
+  // and p is in it only after the sums of this call have come home.
   FLASHMOE_FN bool has_sums(uint32_t p) const {
     if (!m_.sums || c_.blocks_of(p) == 0) return true;
     bool all = true;
@@ -208,18 +215,19 @@ class Relay<P> {
   const Call& c_;
   const Machines& m_;
   uint32_t next_ = 0;
-  uint32_t done_ = 0;  // sources, the first ones, of which nothing is missing
+  uint32_t done_ = 0;  // of the first `done_` sources, nothing is missing
 };
 
-// One of a rank's relay workers. All functions by all lanes.
+// One of a rank's relay workers. All lanes call its functions.
 template <class P, PassesRows Engine>
   requires HasSpans<Engine>
 class RelayWorker {
  public:
   FLASHMOE_FN RelayWorker(const Call& call, Engine& engine) : c_(call), m_(*call.machines), engine_(engine) {}
 
-  // The `first`-th of so many. Sources have as many workers each, and their packets these in turn; so a source that is
-  // late holds up no other, unless there are fewer workers than sources. False if the call was aborted.
+  // Runs worker number `first` of `workers`. Each source has the same number of workers, which take its packets in
+  // turn. So a source that is late holds up no other source, unless there are fewer workers than sources. False if
+  // the call was aborted.
   FLASHMOE_FN bool run(uint32_t first, uint32_t workers) {
     const uint32_t sources = m_.source_count, each = sources == 0 ? 0 : max_of(workers / sources, 1u);
     FLASHMOE_NO_UNROLL
@@ -230,7 +238,7 @@ class RelayWorker {
   }
 
  private:
-  // Of the i-th source, the packets first, first + step, ..., which are numbered token block by token block.
+  // Passes on packets first, first + step, ... of the i-th source. Packets are numbered by token block, then by place.
   FLASHMOE_FN bool pass_on_packets(uint32_t i, uint32_t first, uint32_t step) {
     const uint32_t p = m_.sources[i], ranks = m_.size(m_.of[c_.rank]);
     if (!await([&] { return agrees<P>(c_, p); })) return false;

@@ -10,19 +10,21 @@
 //   Combine  out[token] = sum of the rows that came back for the token, over k (direct) or over ranks (reduced), in
 //            ascending order in fp32 (FlashDMoE, equation 5.3). It goes return group by return group.
 //
-// Both are tasks in the papers' sense, but no scheduler hands them out. They are cut into pieces of some items each.
+// In the papers both are tasks, but here no scheduler hands them out. They are cut into pieces of some items each.
 // (The engine says what an item is: a token's columns of the group, or a part of these columns.) A worker takes the
-// next piece before the piece is ready, and sums it when it is ready and the worker has no task. So they need no slot
-// of the ready queue and no step of the scheduler, and fill the time between products.
+// next piece before the piece is ready, and sums it when it is ready and the worker has no task. So pieces need no
+// slot of the ready queue and no step of the scheduler, and fill the time between products.
 //
 //   ready     Reduce: reduce_signal[p][g] has this call's epoch. Combine: return_signal[q][g] of every rank q has it.
-//   taken     Reduce: by tickets of one counter of the rank. Whoever does the last piece of (p, g) signals p, so no piece
-//             may wait for a processor that is busy until the end. Combine: pieces are dealt out to processors in turn,
-//             and a processor's workers (a GPU's warps) take its pieces by a counter of the processor.
-//   retired   Reduce: reduce_done[p][g] counts pieces, and the last one signals the group to p. Combine: nothing depends
-//             on it; a rank's call is over when no worker has a piece left.
+//   taken     Reduce: by tickets of one counter of the rank. The worker that does the last piece of (p, g) signals p,
+//             so no piece may wait for a processor that is busy until the end. Combine: pieces are dealt out to
+//             processors in turn, and a processor's workers (a GPU's warps) take its pieces by a counter that the
+//             processor has.
+//   retired   Reduce: reduce_done[p][g] counts pieces, and the worker that counts the last one signals the group to p.
+//             Combine: nothing depends on it; a rank's call is over when no worker has a piece left.
 //
-// Where clusters stop early (OrderPolicy::link_clusters), they alone take Reduce's pieces as long as others have tasks.
+// If some clusters stop early (OrderPolicy::link_clusters), only these take pieces of Reduce while the others have
+// tasks.
 //
 // The sums that a rank makes as a relay are pieces of Reduce, too. In each return group they come after everything that
 // this rank itself owes. So there is no circle of waits: a machine's sum of group g waits for Reduce of g, which waits
@@ -41,31 +43,32 @@ namespace flashmoe {
 
 // The piece of Reduce that a worker has taken.
 struct ReduceCursor {
-  uint32_t debt;          // its number: debts go by group, then by source
-  uint32_t base;          // pieces of the debts before
-  uint32_t ticket;        // the piece's number among those of all debts
-  uint32_t begun, ready;  // 1: the first piece is taken; the debt's rows are computed
+  uint32_t debt;          // the number of the piece's debt: debts are counted by return group, then by source
+  uint32_t base;          // the number of pieces of all debts before this one
+  uint32_t ticket;        // the piece's number among the pieces of all debts
+  uint32_t begun, ready;  // begun 1: the worker has taken its first piece. ready 1: the debt's rows are computed
 };
 
-// The piece of its processor's combines that a worker has taken.
+// The piece of Combine that a worker has taken, one of those that its processor has to do.
 struct CombineCursor {
   uint32_t group, piece;
-  uint32_t held;          // 1: taken and not combined yet
-  uint32_t ready_groups;  // so many groups, the first ones, are known to be here
+  uint32_t held;          // 1: the worker has a piece that it has not summed yet
+  uint32_t ready_groups;  // the first `ready_groups` groups are known to have returned from all ranks
 };
 
-// What has an S for each worker of a processor; all lanes call both.
+// A cursor has an S for each worker of a processor. load() and save() are for the S of the worker that calls them,
+// with all lanes.
 template <class Cursor, class S>
 concept HoldsForWorkers = requires(Cursor& cursor, const S& state) {
   { cursor.load() } -> std::same_as<S>;
   cursor.save(state);
 };
 
-// Of a processor, zeroed before each call.
+// The cursors of a processor's workers. Zeroed before each call.
 template <template <class> class Cursor>
   requires HoldsForWorkers<Cursor<ReduceCursor>, ReduceCursor>
 struct ReturnCursors {
-  uint32_t combines;  // pieces of its combines taken
+  uint32_t combines;  // how many of the processor's pieces of Combine its workers have taken
   Cursor<ReduceCursor> reduce;
   Cursor<CombineCursor> combine;
 };
@@ -73,19 +76,19 @@ struct ReturnCursors {
 // Which pieces a worker takes.
 enum class Summing : uint8_t { kAll, kReduces, kCombines };
 
-// The same of a worker whose processor still has tasks. Where clusters stop early for Reduce, the others leave it to
-// them: a piece beside tasks takes as long as one or two of them.
+// Which pieces a worker takes while its processor still has tasks. If some clusters stop early for Reduce, the others
+// leave Reduce to them, because summing a piece beside tasks takes as long as one or two tasks.
 FLASHMOE_HD Summing summing_between_tasks(const Call& c) {
   return c.policy.order.link_clusters != 0 ? Summing::kCombines : Summing::kAll;
 }
 
-// Whether slot s of an own token's return rows holds something: s is k (direct) or a rank (reduced). Those of a bad row do
-// (fill_missing).
+// Whether return row s of an own token holds something: s is k (direct) or a rank (reduced). The return rows of a bad
+// row hold NaN (fill_missing).
 FLASHMOE_HD bool is_returned(const Call& c, uint32_t token, uint32_t s) {
   return c.reduced() ? *c.out_counts(s, token) != 0 : static_cast<uint32_t>(c.routing(token)[s]) < Choice::kNone;
 }
 
-// One worker's part in Reduce. All functions by all lanes.
+// One worker's part in Reduce. All lanes call its functions.
 template <class P, SumsRows Engine, class Cursor>
 class Reducer {
  public:
@@ -125,7 +128,7 @@ class Reducer {
                                 all);
   }
 
-  // After the piece is summed.
+  // Called after the piece is summed.
   FLASHMOE_FN void done() {
     ReduceCursor at = cursor_.load();
     const uint32_t p = source(at.debt), g = group(at.debt);
@@ -140,7 +143,7 @@ class Reducer {
   }
 
  private:
-  // The debt is paid: tells who waits for it.
+  // Called when a debt is paid, which means that all its sums are written. Tells the rank that waits for them.
   FLASHMOE_FN void signal([[maybe_unused]] uint32_t debt, uint32_t p, uint32_t g) const {
     if constexpr (SpansMachines<P>) {
       if (is_of_machine(debt)) return signal_home<P>(c_, p, g);
@@ -148,7 +151,8 @@ class Reducer {
     signal_return<P>(c_, p, g);
   }
 
-  // Those of the rank itself, one to each rank; behind them those of its machine that it is to sum.
+  // How many debts a return group has: one of this rank to each rank, and behind these, for each source for which
+  // this rank is the relay, one of the whole machine.
   FLASHMOE_FN uint32_t debts_of_group() const {
     if constexpr (SpansMachines<P>) {
       const Machines& m = *c_.machines;
@@ -162,7 +166,8 @@ class Reducer {
   }
   FLASHMOE_FN bool is_of_machine(uint32_t debt) const { return debt % debts_of_group() >= c_.shape.ranks; }
   FLASHMOE_FN uint32_t group(uint32_t debt) const { return debt / debts_of_group(); }
-  // Sources from the rank behind this one on; the own rank last. Behind it, those that this rank is the relay of.
+  // The source to which a debt is owed. First come all ranks, from the next rank on, round the ranks, the own rank
+  // last. Then come the sources for which this rank is the relay.
   FLASHMOE_FN uint32_t source(uint32_t debt) const {
     if constexpr (SpansMachines<P>) {
       if (is_of_machine(debt)) return c_.machines->sources[debt % debts_of_group() - c_.shape.ranks];
@@ -197,7 +202,7 @@ class Reducer {
     return 1;
   }
 
-  // Whether every rank of this machine has left its sums for p's relay.
+  // Whether every rank of this machine has left its sums for source p with this rank, which is the relay for p.
   FLASHMOE_FN uint32_t has_sums(uint32_t p, uint32_t g) const {
     const Machines& m = *c_.machines;
     const RelayPlace from(c_, m, c_.rank, p);
@@ -211,7 +216,7 @@ class Reducer {
     return all ? 1 : 0;
   }
 
-  // A rank without experts owes nothing itself.
+  // How many items a debt has. A rank without experts owes nothing itself.
   FLASHMOE_FN uint32_t items(uint32_t debt) const {
     if constexpr (SpansMachines<P>) {
       if (c_.shape.local_experts == 0 && !is_of_machine(debt)) return 0;
@@ -228,7 +233,7 @@ class Reducer {
   Cursor& cursor_;
 };
 
-// One worker's part in the combines of its processor. All functions by all lanes.
+// One worker's part in Combine. All lanes call its functions.
 template <class P, SumsRows Engine, class Cursor>
 class Combiner {
  public:
@@ -253,7 +258,7 @@ class Combiner {
     return engine_.combine_piece(at.group, number(at), engine_.items_of_combine(all), all);
   }
 
-  // After the piece is summed.
+  // Called after the piece is summed.
   FLASHMOE_FN void done() {
     CombineCursor at = cursor_.load();
     engine_.end(Phase::kCombine, number(at), at.group);
@@ -262,11 +267,11 @@ class Combiner {
   }
 
  private:
-  // The piece's number among those of its group, which are dealt out in rounds, one to each processor.
+  // The piece's number among the pieces of its group. These are dealt out to the processors in turn.
   FLASHMOE_FN uint32_t number(const CombineCursor& at) const {
     return engine_.processor() + at.piece * engine_.processors();
   }
-  // Takes the processor's next piece, group after group; with none left, at.group is the number of groups.
+  // Takes the processor's next piece, group after group. If none is left, sets at.group to the number of groups.
   FLASHMOE_FN void take(CombineCursor& at) const {
     uint32_t piece = 0;
     if (P::lane() == 0) piece = P::fetch_add_nearby(&taken_, 1u);
@@ -294,7 +299,7 @@ class Combiner {
       P::acquire(c_.return_signal(c_.rank, returner(q), g), kSystem);
     return true;
   }
-  // Who says that what rank q owes to this one is here.
+  // The rank whose return signal says that what rank q owes to this rank is here.
   FLASHMOE_FN uint32_t returner(uint32_t q) const {
     if constexpr (SpansMachines<P>) return c_.machines->returner(c_.rank, q);
     return q;
@@ -306,7 +311,7 @@ class Combiner {
   Cursor& cursor_;
 };
 
-// One worker. All functions by all lanes.
+// One worker's returner. All lanes call its functions.
 template <class P, SumsRows Engine, template <class> class Cursor>
 class Returner {
  public:
@@ -315,7 +320,7 @@ class Returner {
         reducer_(call, engine, cursors.reduce),
         combiner_(call, engine, cursors.combines, cursors.combine) {}
 
-  // Sums a piece, if one is ready. kDone: there are none left.
+  // Sums a piece, if one is ready. kDone: no pieces are left.
   FLASHMOE_FN Step step(Summing what) {
     const Step reduced = what == Summing::kCombines ? Step::kDone : reducer_.look();  // first: a peer waits for it
     const bool reduces = reduced == Step::kProgress;
@@ -333,7 +338,7 @@ class Returner {
     return reduced == Step::kDone && combined == Step::kDone ? Step::kDone : Step::kIdle;
   }
 
-  // Until there are none left, or the call is aborted.
+  // Sums pieces until none are left, or the call is aborted.
   FLASHMOE_FN void run(const Call& c, Summing what = Summing::kAll) {
     wait_until<P>(
         c,

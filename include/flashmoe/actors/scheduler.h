@@ -18,7 +18,8 @@ class Scheduler {
   static constexpr uint32_t kBandTasks = 64;
   // Tiles that are ready for the returning product wait in two lists: see OrderPolicy::gemm1_lists.
   static constexpr uint32_t kLists = ready_lists(kReturning);
-  // A band: `tiles` tiles times `columns` blocks of columns, block by block. next: its tasks that are published.
+  // A band: a task for each of `columns` blocks of columns and each of `tiles` tiles, ordered by block, then by tile.
+  // next: how many of its tasks are published.
   struct Band {
     uint32_t tiles = 0, first_column = 0, columns = 0, next = 0;
     FLASHMOE_FN bool empty() const { return next == tiles * columns; }
@@ -26,9 +27,9 @@ class Scheduler {
   // Shared memory, uninitialised. What is rarely touched lies here rather than in registers, which a GPU's OS warp is
   // short of; lane 0 writes it.
   struct Memory {
-    Band band[kProducts];                          // each product's, being published
-    TileIndex tiles[kProducts][kMaxRaster];        // of those bands
-    uint32_t returning_first[kMaxGroups][kLists];  // where the return group's next band begins in each list
+    Band band[kProducts];                          // for each product, the band that is being published
+    TileIndex tiles[kProducts][kMaxRaster];        // the tiles of these bands
+    uint32_t returning_first[kMaxGroups][kLists];  // where in each list the return group's next band begins
   };
 
   FLASHMOE_FN Scheduler(const Call& call, Subscriber<P>& subscriber, Memory& memory)
@@ -43,14 +44,14 @@ class Scheduler {
     P::sync();
   }
 
-  // Starts the loads of a step, so that they are under way during the subscriber's. All lanes.
+  // Starts the loads of a step, so that they are under way while the subscriber takes its step. All lanes.
   FLASHMOE_FN void look() {
     taken_ = P::load_relaxed(&c_.control()->queue_head.value);
     word_ = look_ready<P>(c_, drained_);
   }
 
-  // Publishes what the window allows; kDone once all words of the call are published and all its returns are here, if
-  // nothing else is to be done: may_end() is asked last. All lanes, after look().
+  // Publishes what the window allows. Returns kDone once all words of the call are published, all its returns are
+  // here, and may_end() returns true, which is called last. All lanes, after look().
   template <class MayEnd>
   FLASHMOE_FN Step step(MayEnd&& may_end) {
     bool moved = drain();
@@ -59,8 +60,9 @@ class Scheduler {
     while (room > 0) {
       const TaskKind kind = choose(c_.policy.order, ready());
       if (kind == TaskKind::kNone) break;
-      // One fence for the step: nothing that its later tasks refer to is written in between. A lane may post a task
-      // that another lane polled: each lane fences what it polled, then they meet.
+      // One fence is enough for the step, because nothing that its later tasks refer to is written in between. A lane
+      // may post a task that another lane has polled. So each lane fences what it has polled, and then all lanes
+      // meet.
       if (!fenced) {
         P::release_fence(kDevice);
         P::sync();
@@ -95,8 +97,9 @@ class Scheduler {
     return tasks;
   }
 
-  // Moves items of the ready list to the products' lists of ready tiles. What the items refer to is acquired by the
-  // release_fence before they are published: it fences both ways, and the OS warp itself does not read that.
+  // Moves items of the ready list to the products' lists of ready tiles. The OS warp itself does not read what the
+  // items refer to. The release_fence before the tasks are published also acquires it, for the processors that take
+  // the tasks.
   FLASHMOE_FN bool drain() {
     bool moved = false;
     while (true) {
@@ -139,7 +142,8 @@ class Scheduler {
     return c_.workspace<uint64_t>(WorkField::kReadyTiles, list, position);
   }
 
-  // Calls store(position) in the lanes with `has`, at consecutive positions behind `end`, which moves on.
+  // Calls store(position) in the lanes with `has`, with consecutive positions from `end` on, and moves `end` behind
+  // them.
   template <class Store>
   FLASHMOE_FN static void append(uint32_t& end, bool has, Store&& store) {
     uint32_t total;
@@ -176,7 +180,7 @@ class Scheduler {
     return n;
   }
 
-  // Opens product n's next band; there is a ready tile that has not been in one.
+  // Opens product n's next band. There must be a ready tile that has not been in one.
   template <uint32_t n>
   FLASHMOE_FN void open_band() {
     constexpr uint32_t kList = first_list(n);
@@ -186,7 +190,8 @@ class Scheduler {
       set(memory_.band[n], Band{tiles, 0, c_.policy.columns[n], 0});
       first_[n] += tiles;
     } else {
-      // Group by group over all ready tiles, so that the first columns can be combined while the last are computed.
+      // Bands go group by group over all ready tiles, so that the first columns can be combined while the last
+      // columns are computed.
       const uint32_t i = next_returning_list(), g = i / kLists, list = i % kLists;
       const uint32_t first = memory_.returning_first[g][list], columns = c_.group_columns(g);
       // A group of few columns has more tiles in a band, to keep the processors supplied: each band costs a round trip.
@@ -207,16 +212,17 @@ class Scheduler {
       ++i;
     return i;
   }
-  // By comparison: an index known only at run time would move the array out of the registers.
+  // Compares, because an index that is known only at run time would move the array out of the registers.
   FLASHMOE_FN uint32_t returning_ready(uint32_t list) const {
     constexpr uint32_t kList = first_list(kReturning);
     return list == 0 ? ready_[kList] : ready_[kList + 1];
   }
 
-  // The tiles of a new band, up to `most` of the n that are ready; returns how many.
+  // Takes the tiles of a new band, up to `most` of the n tiles that are ready; returns how many.
   FLASHMOE_FN uint32_t take_tiles(TileIndex* to, uint32_t most, uint32_t n, uint64_t* ready) {
     most = min_of(most, n);
-    // Hardly an expert has two tiles: no weights to share, and tasks so short that it is enough to keep up with them.
+    // In the first case hardly any expert has two tiles, so tiles share no weights. Besides, tasks are short then, so
+    // the scheduler must be fast to keep up with the processors.
     if (formed_ == c_.shape.local_experts && tiles_ <= formed_) {
       take_in_order<P>(to, most, ready);
     } else {
@@ -225,7 +231,7 @@ class Scheduler {
     return most;
   }
 
-  // The next tasks of product n's band, at most `limit`, a lane each; returns how many.
+  // Takes the next tasks of product n's band, at most `limit`, one for each lane; returns how many.
   template <uint32_t n>
   FLASHMOE_FN uint32_t next_of(uint32_t limit, bool& has, Task& task) {
     const Band w = memory_.band[n];
@@ -245,12 +251,13 @@ class Scheduler {
     P::sync();
   }
 
-  // Whether as many tasks of the returning product are published as the first return group has: those of the first group
-  // go first among those that are ready. The number of tiles is known: all experts are formed.
+  // Whether as many tasks of the returning product are published as the first return group has. (Of ready tasks,
+  // those of the first group go first.) Called only when all experts are formed, so that the number of tiles is
+  // known.
   FLASHMOE_FN bool first_group_is_published() const {
     return product_published_[kReturning] >= tiles_ * c_.group_columns(0);
   }
-  // Publishes stop words until `stops` are published in this call: a cluster takes one, and no task behind it.
+  // Publishes stop words until `stops` are published in this call. A cluster that has taken one takes no more tasks.
   FLASHMOE_FN void publish_stops(uint32_t stops) {
     P::release_fence(kDevice);
     P::sync();
@@ -261,8 +268,8 @@ class Scheduler {
     }
   }
 
-  // Every cluster has a stop word, the last of them behind every task: when it is taken, the queue and the ready list
-  // are empty.
+  // Publishes a stop word for every cluster that has none yet. At least one of them comes after all tasks. When the
+  // last stop word is taken, the queue and the ready list are empty.
   FLASHMOE_FN void end_tasks() {
     publish_stops(c_.policy.clusters);
     ended_ = true;
@@ -281,10 +288,10 @@ class Scheduler {
   uint32_t tasks_ = 0;             // published in this call
   uint32_t stopped_ = 0;           // clusters whose stop words are published
   uint32_t product_published_[kProducts] = {};
-  uint32_t tiles_ = 0;                // of the experts that are formed
-  uint32_t formed_ = 0;               // experts all of whose tiles are known
-  uint32_t ready_[kReadyLists] = {};  // tiles ever in each list
-  uint32_t first_[kProducts] = {};    // where a product's next band begins in its list; not of the returning one
+  uint32_t tiles_ = 0;                // the number of tiles of the `formed_` experts
+  uint32_t formed_ = 0;               // the number of local experts that have all their tiles
+  uint32_t ready_[kReadyLists] = {};  // how many tiles have been put into each list in this call
+  uint32_t first_[kProducts] = {};    // where in its list a product's next band begins; not for the returning product
   bool ended_ = false;
 };
 

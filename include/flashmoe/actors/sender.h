@@ -1,11 +1,11 @@
 // Sender: brings a rank's packets to the other ranks: offsets, entries and rows, then the signal.
 //
 // A packet for another rank is built in the workspace, in the outbox, because many small stores to a peer would hold up
-// the signal of the own packet. Its rows are sent in parts of 32 tokens, by several senders. Whoever sends the last
-// part signals the packet. Rank 2 of 4 sends all packets for rank 3, then those for rank 0, then those for rank 1. So
-// each rank receives from one rank at a time, and receives its first packets early. Senders share the parts of one
-// packet. If one sender sent a whole packet, all packets would be complete at the same time, late, and until then no
-// tile could be made of them.
+// the signal of the own packet. Its rows are sent in parts of 32 tokens, by several senders. The sender that is the
+// last to finish a part signals the packet. Rank 2 of 4 sends all packets for rank 3, then those for rank 0, then
+// those for rank 1. So each rank receives from about one rank at a time, and receives its first packets early.
+// Senders share the parts of one packet. If each sender sent whole packets, all packets would be complete at about
+// the same time, late, and until then no tile could be made of them.
 //
 // Other senders: machine_sender.h sends the packets for all ranks of another machine to its relay. put_sender.h sends
 // where peers are not mapped.
@@ -20,8 +20,8 @@
 namespace flashmoe {
 
 // Waits until a signal in the own heap or workspace has this call's epoch; false if the call was aborted. All lanes of
-// a sender. It acquires at device scope: behind a word of this rank's own actors all that they wrote before may be
-// read; of a peer's word, only the word itself.
+// a sender. It acquires at device scope. So if this rank's own actors wrote the word, the caller may read all that
+// they wrote before it. If a peer wrote the word, the caller may read only the word itself.
 template <class P>
 FLASHMOE_FN bool await_word(const Call& c, const uint64_t* word) {
   const WaitEnd end = wait_until<P>(
@@ -43,9 +43,9 @@ FLASHMOE_FN bool await_routing(const Call& c, uint32_t b) {
   return await_word<P>(c, c.packet_signal(c.rank, c.rank, b));
 }
 
-// One of a rank's senders. All packets' parts are numbered: destination by destination, in each by token block. A sender
-// takes the next part that no other has taken, so that those that are free before the last tokens are routed send what
-// there is. All functions by all lanes.
+// One of a rank's senders. The parts of all packets are numbered by destination, then by token block. A sender takes
+// the next part that no other sender has taken. So senders that are free before the last tokens are routed send the
+// packets that are there. All lanes call its functions.
 template <class P, SendsRows Engine>
 class Sender {
  public:
@@ -86,16 +86,17 @@ class Sender {
     return static_cast<uint32_t>(P::broadcast(part, 0));
   }
 
-  // Announces the call to the peers, once this processor has signalled its own packet: on a GPU that signal's release
-  // would otherwise wait 0.1 ms for these words, the call's first to its peers. (Were the OS actor to announce, so
-  // would its releases, when it publishes tasks.) Peers have no use for them sooner.
+  // Announces the call to the peers, after this processor has signalled its first packet to the rank itself. On a
+  // GPU, the release of that signal would otherwise wait 0.1 ms for the words that announce the call, which are the
+  // call's first stores to peers. (If the OS actor announced the call, its releases would wait likewise when it
+  // publishes tasks.) Peers have no use for the words sooner.
   FLASHMOE_FN bool announce(uint32_t own_block) const {
     if (own_block < c_.blocks() && !await_routing<P>(c_, own_block)) return false;
     announce_to_peers<P>(c_);
     return true;
   }
 
-  // Sends rank q the rows that it needs of a part: of the token block's tokens base .. base + kPartTokens - 1.
+  // Sends rank q the rows that it needs of one part, which is tokens base .. base + kPartTokens - 1 of the token block.
   FLASHMOE_FN void send_part(uint32_t b, uint32_t q, uint32_t base) const {
     const uint32_t first = b << c_.policy.log2_block;
     FLASHMOE_UNROLL
@@ -109,7 +110,7 @@ class Sender {
     }
   }
 
-  // Counts a part that is sent; who counts the last part of a packet signals it. One lane.
+  // Counts a part that is sent. The sender that counts the last part of a packet signals the packet. One lane.
   FLASHMOE_FN void count_part(uint32_t b, uint32_t q, uint32_t parts, uint32_t entries) const {
     if (parts != 1 && !is_last_part<P>(c_.out_sent(q, b), parts)) return;
     signal_packet<P>(c_, q, b, entries);

@@ -1,5 +1,5 @@
-// Subscriber: watches the signals that arrive in this rank's heap. Call signals and packets become tiles; return signals tell
-// when the call is over.
+// Subscriber: watches the signals that arrive in this rank's heap. From packets it forms tiles, unless the rank has
+// formers beside the OS actor. Return signals tell it when all results have come home.
 //
 // Run by the OS warp; every lane keeps the same private members.
 #pragma once
@@ -15,7 +15,7 @@ class Subscriber {
   // Shared memory, uninitialised.
   struct Memory {
     Source* sources;      // [R]
-    FormerMemory former;  // where formers run beside the OS actor: of no expert
+    FormerMemory former;  // serves no expert if formers run beside the OS actor
   };
 
   FLASHMOE_FN Subscriber(const Call& call, const Memory& memory)
@@ -38,15 +38,15 @@ class Subscriber {
         moved = true;
       }
     }
-    // Not sooner: before all packets are here hardly anything returns, and to look for it holds up packets, for which
-    // tasks wait.
+    // It does not look for returns sooner: before all packets are here, hardly anything returns, and each look would
+    // delay the packets, for which tasks wait.
     if (finished_) moved |= find_returns();
     return moved;
   }
 
   // Every packet of every rank is here.
   FLASHMOE_FN bool complete() const { return finished_; }
-  // So many return groups, the first ones, are back from every rank.
+  // The number of return groups, from the first on, that are back from every rank.
   FLASHMOE_FN uint32_t returned() const { return returned_; }
 
   // What is missing, for a wait that expired. One lane.
@@ -76,8 +76,8 @@ class Subscriber {
   // Source p has no more packets.
   FLASHMOE_FN void close(uint32_t p) {
     former_.close(p);
-    // A rank without experts owes nothing and says so, but not before p is in this call: p might still be waiting for
-    // the signal of the call before, which this one overwrites.
+    // A rank without experts owes nothing, and signals this to p, but only when p is in this call. Before, p might
+    // still wait for the return signal of the call before, which this one overwrites.
     if (c_.shape.local_experts != 0) return;
     for (uint32_t g = P::lane(); g < c_.policy.groups; g += P::kLanes) signal_return<P>(c_, p, g);
   }

@@ -36,17 +36,19 @@ __device__ __forceinline__ float min_or_nan(float a, float b) {
 
 }  // namespace detail
 
-// Few instructions each: an epilogue is straight-line code, run by one warp per scheduler, and its length is its time.
+// The functions below take few instructions each: an epilogue is straight-line code that one warp per scheduler runs,
+// so its number of instructions decides its time.
 
-// x / (1 + exp(-alpha x)). Relative error below 2^-20 where |alpha x| < 20; beyond, exp's argument is rounded to less than
-// that.
+// x / (1 + exp(-alpha x)). The relative error is below 2^-20 where |alpha x| < 20. Beyond that it is larger, because
+// exp's argument is rounded.
 __device__ __forceinline__ float silu(float x, float alpha = 1.0f) {
   constexpr float kLog2E = 1.44269504f;
   return x * detail::reciprocal_approx(1.0f + detail::exp2_approx(x * (-kLog2E * alpha)));
 }
 
-// x (1 + tanh(y / 2)) / 2 = x / (1 + exp(-y)), y = 2 sqrt(2 / pi) (x + 0.044715 x^3). As silu, but exp's argument is
-// off by up to four roundings, 2^-22 of itself. -y / ln 2, for square = x^2:
+// x (1 + tanh(y / 2)) / 2 = x / (1 + exp(-y)), y = 2 sqrt(2 / pi) (x + 0.044715 x^3). It is computed like silu, but
+// exp's argument is off by up to four roundings, which are 2^-22 of it. gelu_tanh_exponent() is -y / ln 2, for square
+// = x^2.
 __device__ __forceinline__ float gelu_tanh_exponent(float x, float square) {
   return x * fmaf(square, -0.10294324f, -2.3022082f);
 }
@@ -56,8 +58,8 @@ __device__ __forceinline__ float gelu_tanh(float x) {
 
 // x (1 + erf(x / sqrt 2)) / 2 = max(x, 0) - |x| h, with h = erfc(|x| / sqrt 2) / 2. The polynomial q is log2(h), so
 // that the special function unit, which does 4 operations a clock and scheduler, is used once (exp2); other formulas
-// use it twice. Minimax for |x| <= 5.75, where the relative error is 5.4e-6; beyond, the absolute one is below 1e-12.
-// h, for u = |x|:
+// use it twice. q is a minimax polynomial for |x| <= 5.75, where the relative error of h is 5.4e-6; beyond that, the
+// absolute error is below 1e-12. normal_tail() is h, for u = |x|.
 __device__ __forceinline__ float normal_tail(float u) {
   float q = fmaf(u, -1.8255128e-06f, 6.1440482e-05f);
   q = fmaf(u, q, -9.2949249e-04f);
@@ -73,9 +75,9 @@ __device__ __forceinline__ float gelu(float x) {
   return fmaf(-u, normal_tail(u), detail::max_or_nan(x, 0.0f));
 }
 
-// The same for results of 8 significant bits (bf16): minimax for the same range, relative error of the tail 3.1e-4,
-// where half a unit in their last place is 2e-3 to 4e-3. Two multiplications less, of 11 instructions: 1.4 us of an
-// epilogue's 4.2.
+// The same for results of 8 significant bits (bf16). q is a minimax polynomial for the same range. The relative error
+// of h is 3.1e-4, while half a unit in a result's last place is 2e-3 to 4e-3. It takes two of 11 instructions less,
+// both multiplications, which saves 1.4 us of an epilogue's 4.2 us.
 __device__ __forceinline__ float short_gelu(float x) {
   const float u = fabsf(x);
   float q = fmaf(u, -2.1686355e-04f, 4.6652417e-03f);
@@ -86,7 +88,7 @@ __device__ __forceinline__ float short_gelu(float x) {
   return fmaf(-u, detail::exp2_approx(q), detail::max_or_nan(x, 0.0f));
 }
 
-// The same with erfc by Abramowitz and Stegun 7.1.26, within 1.5e-7 of it. h:
+// The same h, with erfc by Abramowitz and Stegun 7.1.26, which is within 1.5e-7 of erfc.
 __device__ __forceinline__ float exact_normal_tail(float x) {
   constexpr float kP = 0.3275911f * 0.707106781f, kHalfLog2E = 0.72134752f;
   const float t = detail::reciprocal_approx(fmaf(kP, fabsf(x), 1.0f));
@@ -101,7 +103,8 @@ __device__ __forceinline__ float exact_gelu(float x) {
   return detail::max_or_nan(x, 0.0f) - tail;
 }
 
-// The activation of two values; with a gate that of the gate, which the caller multiplies by shaped_up().
+// Activates two values in place. With a gated activation, these are gates, and the caller multiplies the results by
+// shaped_up().
 template <class Dtype, Activation A>
 __device__ __forceinline__ void activate_pair(float& a, float& b, const ClampedShape& shape) {
   if constexpr (A == Activation::kRelu || A == Activation::kRelu2) {

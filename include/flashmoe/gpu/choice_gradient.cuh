@@ -1,4 +1,4 @@
-// The gradient of a choice's combine weight, of a backward pass.
+// The gradient of a choice's combine weight, in a backward pass.
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"
@@ -7,12 +7,13 @@
 
 namespace flashmoe::gpu {
 
-// Rows of pre-activations that a token has: one for each choice, of the shared expert for each slice.
+// How many rows of pre-activations a token has: one for each choice of a routed expert, and one for each slice of the
+// shared expert.
 __device__ __forceinline__ uint32_t rows_of_token(const CallShape& shape) {
   return kBuild.sliced ? shape.routed_top_k() + shape.shared : shape.top_k;
 }
 
-// The router's experts and choices, which in builds of passes that train without slices are the call's.
+// The router's E and K. In builds without slices (kBuild.sliced), these are the call's `experts` and `top_k`.
 __device__ __forceinline__ uint32_t gate_experts_of(const CallShape& shape) {
   return kBuild.sliced ? shape.gate_experts : shape.experts;
 }
@@ -22,7 +23,8 @@ __device__ __forceinline__ uint32_t gate_top_k_of(const CallShape& shape) {
 
 namespace detail {
 
-// Of one of the call's choices, of which one is a slice of an expert's.
+// The gradient of the weight of the call's choice k of a token. (If experts are cut into slices, each slice is a
+// choice of the call.)
 __device__ __forceinline__ float slice_gradient(const KernelArgs& args, uint32_t token, uint32_t k, uint32_t parts) {
   const CallShape& shape = args.call.shape;
   const BackwardArgs& b = args.backward;
@@ -42,8 +44,9 @@ __device__ __forceinline__ float slice_gradient(const KernelArgs& args, uint32_t
 
 }  // namespace detail
 
-// Of choice k of a token, 0 where it was dropped. A rank alone: the sum of its parts, of which there are so many, once all are
-// stored. Among several ranks: what has come home, once all of dX has returned.
+// The gradient of the weight of the router's choice k of a token; 0 if the choice was dropped. On a rank alone, it is
+// the sum of `parts` parts, and the caller calls this only when all parts are stored. Among several ranks, it is the
+// number that has come home, and the caller calls this only when all of dX has returned.
 __device__ __forceinline__ float choice_gradient(const KernelArgs& args, uint32_t token, uint32_t k, uint32_t parts) {
   if constexpr (!kBuild.sliced) return detail::slice_gradient(args, token, k, parts);
   const uint32_t slices = args.call.shape.slices;

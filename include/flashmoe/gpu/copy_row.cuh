@@ -6,8 +6,8 @@
 
 namespace flashmoe::gpu {
 
-// A row of a multiple of 16 bytes, by one warp. kFlight: chunks of 16 bytes that a lane has on their way. What it is copied from
-// may have been written while the kernel runs.
+// Copies a row of a multiple of 16 bytes, by one warp. kFlight: how many loads of 16 bytes a lane has in flight. The
+// row may have been written while the kernel runs.
 template <uint32_t kFlight = 8>
 __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, uint32_t bytes) {
 #pragma unroll 1

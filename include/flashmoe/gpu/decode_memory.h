@@ -7,26 +7,31 @@
 
 namespace flashmoe::gpu {
 
-// At most so many tokens of a rank go through the kernel.
+// The most tokens of a rank that go through the kernel for a few tokens.
 inline constexpr uint32_t kFewTokens = 256;
-// The most choices that they have there, those of the shared expert's slices too.
+// The most choices that these tokens have. Each slice of the shared expert counts as a choice.
 inline constexpr uint32_t kFewChoices = 2048;
-// In a group, so many rows may come to a rank (of kFewChoices), and so many offsets of packets, El + 1 each.
+// In a group: the most offsets of packets that may come to a rank, El + 1 for each packet. (The most rows that may
+// come to a rank are kFewChoices.)
 inline constexpr uint32_t kFewOffsets = 16384;
-// fp32's products there are made without the tensor cores: beyond so many tokens, more slowly than weights arrive.
+// The most tokens in fp32, whose products are made without the tensor cores: with more tokens, products would take
+// longer than the weights take to arrive.
 inline constexpr uint32_t kFewExactTokens = 8;
-// So many tokens' rows may be sums of parts, kMostFewParts at most: of a token, all rows' parts have so many columns.
+// In calls of at most kFewExactTokens tokens, a row may be the sum of up to kMostFewParts parts. All parts of all
+// rows of a token have at most kFewPartColumns columns.
 inline constexpr uint32_t kMostFewParts = 8, kFewPartColumns = 32768;
 
-// Whether a rank of a group has room, in a thread block, for all that ever comes to it in a call: then calls may go through
-// the kernel, whatever the others' numbers of tokens (sm90/decode/group.cuh). The same on all ranks.
+// Whether a thread block of each rank of a group has room for everything that can come to the rank in a call. Then
+// calls may go through the kernel, however many tokens each rank has (sm90/decode/group.cuh). The answer is the same
+// on all ranks.
 constexpr bool has_few_in_group(const Limits& l) {
   const uint64_t packets = uint64_t{l.ranks} * l.max_blocks();
   return l.ranks > 1 && l.rdma == 0 && l.max_tokens <= kFewTokens &&
          l.ranks * uint64_t{l.max_tokens} * min_of(l.top_k, l.max_local_experts) <= kFewChoices &&
          packets * (l.max_local_experts + 1) <= kFewOffsets;
 }
-// The most rows of a call, and units of them, each some rows of an expert or of a slice of the shared one.
+// The most rows of a call, and the most units. A unit has some rows of one expert, or of one slice of the shared
+// expert.
 constexpr uint32_t few_rows(const Limits& l) {
   if (l.ranks > 1) return has_few_in_group(l) ? l.ranks * l.max_tokens * min_of(l.top_k, l.max_local_experts) : 0;
   return min_of(min_of(l.max_tokens, kFewTokens) * (l.top_k + l.shared), kFewChoices);
@@ -35,7 +40,7 @@ constexpr uint32_t few_units(const Limits& l) {
   return min_of(few_rows(l), l.experts + l.shared + few_rows(l) / 16);
 }
 
-// A choice of an expert, which other thread blocks load as one word: it is its own signal.
+// A choice of an expert. Other thread blocks load it as one word, so its epoch says whether the rest is there, too.
 struct alignas(16) FewChoice {
   uint64_t epoch;
   uint32_t weight;  // a float's bits
@@ -67,13 +72,13 @@ inline constexpr FieldSpec<FewField> kFewTable[] = {
 };
 static_assert(sizeof(kFewTable) / sizeof(kFewTable[0]) == static_cast<size_t>(FewField::kCount));
 
-// Offsets are from the workspace's beginning, `bytes` are those of both.
+// Offsets count from the workspace's beginning, and `bytes` is the size of the workspace and this memory together.
 using FewLayout = Layout<FewField>;
 inline FewLayout make_few_layout(const Limits& limits) {
   return make_layout(kFewTable, limits, work_bytes(limits));
 }
 
-// A call's. The only place where this memory is addressed.
+// The memory of a call for a few tokens. Only this struct computes addresses in it.
 struct FewMemory {
   const FewLayout& layout;
   const Call& c;
@@ -90,7 +95,7 @@ struct FewMemory {
   }
   FLASHMOE_HD uint32_t* done(uint32_t unit) const { return at<uint32_t>(FewField::kDone, unit); }
   FLASHMOE_HD uint8_t* row(uint32_t row) const { return at<uint8_t>(FewField::kRows, row); }
-  // A row of H is `part` times `rows` and more behind the first.
+  // Part `part` of row `row`, of `rows` rows of H numbers: first lies part 0 of all rows, then part 1 of all rows, ...
   FLASHMOE_HD float* part(uint32_t part, uint32_t rows, uint32_t row) const {
     return at<float>(FewField::kParts) + (uint64_t{part} * rows + row) * c.shape.hidden;
   }

@@ -5,7 +5,7 @@
 
 namespace flashmoe::gpu {
 
-// Of an activation of one number: its value and its slope.
+// The value of an activation at one number, and its slope there.
 struct ValueAndSlope {
   float value, slope;
 };
@@ -18,7 +18,7 @@ __device__ __forceinline__ ValueAndSlope silu_and_slope(float x, float alpha = 1
   return {value, fmaf(alpha * value, 1.0f - s, s)};
 }
 
-// The slope is the normal distribution's function plus x times its density.
+// The slope is the normal distribution's cumulative function, plus x times the density.
 template <bool kExact>
 __device__ __forceinline__ ValueAndSlope gelu_and_slope(float x) {
   constexpr float kHalfLog2E = 0.72134752f, kDensityAt0 = 0.39894228f;
@@ -27,9 +27,9 @@ __device__ __forceinline__ ValueAndSlope gelu_and_slope(float x) {
   return {fmaf(-u, tail, max_or_nan(x, 0.0f)), fmaf(x, density, x < 0.0f ? tail : 1.0f - tail)};
 }
 
-// The slope is s + x s (1 - s) y', for s = 1 / (1 + exp(-y)). s and 1 - s are made of exp(-|y|), which never overflows, so that
-// neither is a difference that cancels. Where x^2 is above 128, exp(-|y|) is 0, and so is what y' multiplies: the bound keeps
-// y' finite.
+// The slope is s + x s (1 - s) y', for s = 1 / (1 + exp(-y)) and the y of gelu_tanh(). s and 1 - s are computed from
+// exp(-|y|), which never overflows, and without a difference that could cancel. If x^2 is above 128, exp(-|y|) is 0,
+// so y' is multiplied by 0. The bound of x^2 keeps y' finite there.
 __device__ __forceinline__ ValueAndSlope gelu_tanh_and_slope(float x) {
   constexpr float kLinear = 1.5957691f, kThreeCubic = 0.21406445f;
   const float square = min_or_nan(x * x, 128.0f);
@@ -40,9 +40,9 @@ __device__ __forceinline__ ValueAndSlope gelu_tanh_and_slope(float x) {
 
 }  // namespace detail
 
-// With a gated activation: the activated gate, and its slope. Without a gate: the activation, and its slope. Where
-// there is no slope, this takes PyTorch's: relu's is 0 at 0, and at a limit it is the slope inside. kExact: gelu as
-// exact fp32 layers have it (they multiply without tensor cores).
+// With a gated activation: the activated gate, and its slope. Without a gate: the activation, and its slope. At
+// points without a derivative, the slope is PyTorch's: relu's is 0 at 0, and at a limit it is the slope inside the
+// limit. kExact: gelu as exact fp32 layers have it (they multiply without tensor cores).
 template <Activation A, bool kExact = false>
 __device__ __forceinline__ ValueAndSlope differentiate(float x, const ClampedShape& shape) {
   if constexpr (A == Activation::kRelu || A == Activation::kRelu2) {

@@ -14,22 +14,23 @@
 
 namespace flashmoe::gpu {
 
-// A 16-bit type of so many bits of mantissa, whose exponents are stored plus kBias, which is also the largest.
+// The decoder to a 16-bit type with kMantissa bits of mantissa. The type stores exponents plus kBias, and kBias is
+// also its largest exponent.
 template <uint32_t kMantissa, uint32_t kBias>
 struct E2M1Bits {
-  static constexpr uint32_t kBoth = 0x00010001;  // times 16 bits: these in both halves of a word
-  // The largest scale, plus 127, that one multiplication has room for in both types.
+  static constexpr uint32_t kBoth = 0x00010001;  // times a number of 16 bits: a word with the number in both halves
+  // The largest stored scale (its exponent plus 127) for which one multiplication is enough in both types.
   static constexpr uint32_t kMostScale = 127;
 
-  // Eight numbers of a block with scale `e`, of which the first code is in the lowest bits: as pairs of neighbours,
-  // rounded to nearest where the type has not got them.
+  // Decodes eight codes, the first in the lowest bits, of a block with scale `e`, to pairs of neighbours. Numbers
+  // that the type does not have are rounded to nearest.
   template <class Multiply>
   static FLASHMOE_FN void decode(uint32_t codes, uint32_t e, uint32_t (&pairs)[4], Multiply&& multiply) {
     spread(codes, pairs);
     rescale<true>(e, pairs, multiply);
   }
-  // Its halves: both numbers of a byte of codes, times 2^(1 - kBias), and what makes of such pairs those with the scale.
-  // kLarge: whether that may be larger than kMostScale, or NaN.
+  // The two steps of decode(). pair(): the two numbers of a byte of codes, each times 2^(1 - kBias). rescale(): makes
+  // the numbers of a block with scale `e` from such pairs. kLarge: whether `e` may be larger than kMostScale, or NaN.
   static FLASHMOE_FN uint32_t pair(uint32_t byte) {
     uint32_t pairs[4];
     spread(byte, pairs);
@@ -57,24 +58,25 @@ struct E2M1Bits {
  private:
   static constexpr uint32_t kNanScale = 0xff, kNan = kBoth * 0x7fff;
 
-  // Pairs of neighbours, the first in the low half: each is its number times 2^(1 - kBias).
+  // Makes pairs of neighbours, the first in the low half. Each is the code's number times 2^(1 - kBias).
   static FLASHMOE_FN void spread(uint32_t codes, uint32_t (&pairs)[4]) {
-    // Both codes of a byte come to the same place of two halves, of two bytes at a time.
+    // The two codes of a byte come to the same place in the two halves of a word. Each word has the codes of two bytes.
     const uint32_t low = halves<0x5410>(codes << 4, codes), high = halves<0x7632>(codes << 4, codes);
     pairs[0] = number(low << 8);
     pairs[1] = number(low);
     pairs[2] = number(high << 8);
     pairs[3] = number(high);
   }
-  // What makes of these the numbers of a block with scale 2^(e - 127), e up to kMostScale: a power of two, in both
-  // halves. Where the type has none so small all numbers round to zero, and it is zero.
+  // The factor, in both halves, that turns such pairs into the numbers of a block with scale 2^(e - 127), for e up to
+  // kMostScale. It is a power of two. If the type has no power so small, it is zero, because all numbers round to
+  // zero.
   static FLASHMOE_FN uint32_t scale(uint32_t e) {
     constexpr int32_t kAdd = 2 * static_cast<int32_t>(kBias) - 128;
     if constexpr (kAdd >= 0) return e * (kBoth << kMantissa) + kAdd * (kBoth << kMantissa);
     constexpr uint32_t kNone = static_cast<uint32_t>(-kAdd);
     return (e > kNone ? e - kNone : 0) * (kBoth << kMantissa);
   }
-  // Both low halves of `a` and `b`, or both high ones: as prmt selects them.
+  // A word of the low halves of `a` and `b`, or of their high halves. kSelected is the selector for prmt.
   template <uint32_t kSelected>
   static FLASHMOE_FN uint32_t halves(uint32_t a, uint32_t b) {
     static_assert(kSelected == 0x5410 || kSelected == 0x7632);
@@ -84,7 +86,7 @@ struct E2M1Bits {
     return kSelected == 0x5410 ? (a & 0xffffu) | b << 16 : a >> 16 | (b & 0xffff0000u);
 #endif
   }
-  // Of a code in the highest bits of each half, whatever is below.
+  // The 16-bit numbers for the codes in the highest four bits of each half. The bits below may be anything.
   static FLASHMOE_FN uint32_t number(uint32_t code) {
     constexpr uint32_t kSign = kBoth << 15, kMagnitude = kBoth * (7u << (kMantissa - 1));
     return (code & kSign) | (code >> (13 - kMantissa) & kMagnitude);

@@ -20,7 +20,7 @@ namespace flashmoe::gpu {
 inline constexpr uint32_t kTileRows = 256;
 inline constexpr uint32_t kMoveWarps = kMoveThreads / 32;
 
-// The call that is over. Its epoch is 0 if it failed, or was refused: then what it has left is not looked at.
+// The call that is over. Its epoch is 0 if it failed, or was refused: then these kernels read nothing that it has left.
 __device__ __forceinline__ Call ended_call(const KernelArgs& args) {
   Call c = args.call;
   const uint64_t calls = Platform::load_relaxed(&c.control()->calls.value);
@@ -30,18 +30,20 @@ __device__ __forceinline__ Call ended_call(const KernelArgs& args) {
 
 // ---- Counting: a block for each rank p ------------------------------------------------------------------------------
 
-// The local experts that may have rows of rank p's tokens: a packet of another rank's says nothing of the shared one.
+// How many local experts may have rows of rank p's tokens. Packets from other ranks have nothing for the shared
+// expert.
 __device__ __forceinline__ uint32_t experts_for(const Call& c, uint32_t p) {
   if constexpr (!kBuild.sliced) return c.shape.local_experts;
   return p != c.rank ? c.shape.routed_local_experts() : c.shape.local_experts;
 }
 
-// Rows of pre-activations that a row of an expert has: one for each slice of the shared one.
+// How many rows of pre-activations a row of an expert has: one, or for the shared expert one for each slice.
 __device__ __forceinline__ uint32_t kept_rows_of(const CallShape& shape, uint32_t expert) {
   return kBuild.sliced && shape.is_shared(expert) ? shape.shared : 1;
 }
 
-// How many rows each expert has of rank p's tokens; returns how many rows of pre-activations all have.
+// Counts how many rows of rank p's tokens each expert has. Returns how many rows of pre-activations all these rows
+// have.
 __device__ __forceinline__ uint32_t count_of_experts(const Call& c, uint32_t p, uint32_t blocks, uint32_t* to) {
   __shared__ uint32_t rows[kMaxExperts + (kBuild.sliced ? 1 : 0)], all;
   const uint32_t el = c.shape.local_experts, theirs = experts_for(c, p);
@@ -65,8 +67,8 @@ __device__ __forceinline__ uint32_t count_of_experts(const Call& c, uint32_t p, 
   return all;
 }
 
-// Numbers the received rows of rank p's tokens, in the order of these; returns how many there are. Each warp has tokens that
-// follow one another: it counts them, then knows what is before its first.
+// Numbers the received rows of rank p's tokens, in the order of the tokens. Returns how many there are. Each warp has
+// consecutive tokens. First, each warp counts its rows. Then each warp knows how many rows come before its first one.
 __device__ __forceinline__ uint32_t number_received(const Call& c, uint32_t p, uint32_t tokens, uint32_t* to) {
   using P = Platform;
   constexpr uint32_t kFlight = 8;
@@ -105,7 +107,7 @@ __device__ __forceinline__ void count_rows(const KernelArgs& args, const Counted
   const bool over = c.epoch != 0;
   RankRows count{over ? c.tokens_of(p) : 0, 0, 0};
   count.rows = count_of_experts(c, p, over ? c.blocks_of(p) : 0, to.rows + p * el);
-  // Nobody sends to a rank without experts that others know of.
+  // Nobody sends rows to a rank without routed experts.
   if (p != c.rank && theirs != 0) {
     count.received = number_received(c, p, count.tokens, to.numbers + uint64_t{p} * args.group.pitch);
   }
@@ -114,7 +116,8 @@ __device__ __forceinline__ void count_rows(const KernelArgs& args, const Counted
 
 // ---- Moving ---------------------------------------------------------------------------------------------------------
 
-// Experts whose rows are moved: a slice of the shared one is one, behind the others, with that one's tiles.
+// How many experts have rows to move. Each slice of the shared expert counts as an expert, behind the others, and has
+// the shared expert's tiles.
 __device__ __forceinline__ uint32_t moved_experts(const CallShape& s) {
   return kBuild.sliced ? s.local_experts + max_of(s.shared, 1u) - 1 : s.local_experts;
 }
@@ -122,9 +125,9 @@ __device__ __forceinline__ uint32_t expert_of_moved(const CallShape& s, uint32_t
   return kBuild.sliced ? min_of(moved, s.local_experts - 1) : moved;
 }
 
-// What the counted rows need. All lanes of a warp have it, and of all warps.
+// The room that the counted rows need. All lanes of all warps get it.
 __device__ __forceinline__ KeptRoom needed_room(const Call& c, const MovedRows& to) {
-  static_assert(kMaxRanks == 32);  // a lane each
+  static_assert(kMaxRanks == 32);  // a lane for each rank
   const uint32_t p = Platform::lane();
   const RankRows of_rank = p < c.shape.ranks ? to.counted.ranks[p] : RankRows{};
   const uint32_t received = __reduce_add_sync(~0u, of_rank.received);
@@ -132,7 +135,7 @@ __device__ __forceinline__ KeptRoom needed_room(const Call& c, const MovedRows& 
           __reduce_max_sync(~0u, of_rank.tokens)};
 }
 
-// The number of each expert's first row. One warp.
+// Writes the number of each expert's first row. Run by one warp.
 __device__ __forceinline__ void write_first_rows(const Call& c, const MovedRows& to) {
   const uint32_t ranks = c.shape.ranks, el = c.shape.local_experts, moved = moved_experts(c.shape);
   uint32_t before = 0;
@@ -147,11 +150,11 @@ __device__ __forceinline__ void write_first_rows(const Call& c, const MovedRows&
   }
 }
 
-// Received rows, by warps `first`, first + step, ... of all tokens.
+// Moves received rows. A warp moves the rows of tokens `first`, first + step, ... of each rank.
 __device__ __forceinline__ void move_received(const KernelArgs& args, const Call& c, const MovedRows& to,
                                               uint32_t first, uint32_t step) {
   const uint32_t bytes = c.memory.token_row_bytes;
-  uint32_t before = 0;  // of the ranks so far
+  uint32_t before = 0;  // received rows of the ranks so far
   for (uint32_t p = 0; p < c.shape.ranks; before += to.counted.ranks[p++].received) {
     const uint32_t slot = p == c.rank ? 0 : peer_slot(p, c.rank, c.shape.ranks);
     for (uint32_t t = first; t < to.room.pitch; t += step) {
@@ -171,13 +174,13 @@ __device__ __forceinline__ void move_received(const KernelArgs& args, const Call
   }
 }
 
-// A tile, by its number among all: experts' tiles one behind the other.
+// Which tile has a number among all tiles. Tiles are numbered expert by expert.
 struct TilePlace {
-  uint32_t expert, slice;  // of a shared expert; else 0
-  uint32_t nth;            // of the expert's tiles
+  uint32_t expert, slice;  // slice: of the shared expert; else 0
+  uint32_t nth;            // which of the expert's tiles it is
 };
 
-// Whether there is such a tile. One warp; all lanes have the place.
+// Finds the tile with this number; false if there is none. Run by a whole warp, all of whose lanes get the place.
 __device__ __forceinline__ bool find_tile(const Call& c, uint32_t number, TilePlace& place) {
   const uint32_t moved = moved_experts(c.shape);
   uint32_t before = 0;
@@ -197,15 +200,16 @@ __device__ __forceinline__ bool find_tile(const Call& c, uint32_t number, TilePl
   return false;
 }
 
-// Where the rows of one tile go. All threads of a block.
+// Where the rows of one tile go. All functions are run by all threads of a block.
 struct TileRows {
   uint32_t next[kMaxRanks];  // number of each source's next row
   Segment segments[kTileRows];
   uint32_t number[kTileRows];
 
-  // Behind all rows of experts before this one, and of its slices, and this one's of sources before each, and in tiles before.
+  // Finds `next` for each source. Before that row come all rows of earlier experts and earlier slices, this expert's
+  // rows of earlier sources, and this source's rows in the expert's earlier tiles.
   __device__ __forceinline__ void find_next(const Call& c, const uint32_t* rows, const TilePlace& place) {
-    static_assert(kMaxRanks == 32);  // a lane each
+    static_assert(kMaxRanks == 32);  // a lane for each rank
     const uint32_t el = c.shape.local_experts, warp = threadIdx.x / 32, lane = Platform::lane();
     if (warp == 0) {
       uint32_t all;
@@ -228,7 +232,8 @@ struct TileRows {
     }
   }
 
-  // A thread has a segment, and adds up what is before it: at most 255 words that all read together.
+  // Finds `number` for each row of the tile. Each thread has a segment, and adds up the segments before it: at most
+  // 255, which all threads read at the same time.
   __device__ __forceinline__ void find(const Segment* from, uint32_t count) {
     static_assert(kMoveThreads >= kTileRows);
     const uint32_t s = threadIdx.x;
@@ -248,11 +253,11 @@ struct TileRows {
   }
 };
 
-// Pre-activations of the tile that has this number among all; false: there is none. In segments a source's rows are in the order
-// of its tokens, within a tile and from each of an expert's tiles to the next.
+// Moves the pre-activations of the tile with this number among all tiles; false if there is none. The rows of a
+// source are in the order of its tokens, both within a tile and from one of an expert's tiles to the next.
 template <class Dtype>
 __device__ __forceinline__ bool move_tile(const KernelArgs& args, const Call& c, const MovedRows& to, uint32_t number) {
-  __shared__ TileRows rows;  // its last reader has met the others before the next tile's are written
+  __shared__ TileRows rows;  // all threads meet after they have read `number`, before the next tile's are written
   const uint32_t bytes = args.backward.z_columns * Dtype::kBytes, warp = threadIdx.x / 32;
   TilePlace place;
   if (!find_tile(c, number, place)) return false;

@@ -15,7 +15,8 @@ __device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
     if (Platform::load_acquire(&record->posted, kSystem) != FaultRecord::kFailed) continue;
     to.fault = record->fault;
     to.entered = entered_by<Platform>(c, to.fault.culprit);
-    // In whose heap configurations that rank p has are read: in p's own, or if that is not mapped, in this rank's.
+    // In whose heap rank p's own configuration and those that p has received are read: in p's heap, or if that is not
+    // mapped, in this rank's.
     auto at = [&](uint32_t p) { return Platform::kPeersMapped ? p : c.rank; };
     to.mine = *c.call_config(at(to.fault.rank), to.fault.rank);
     to.theirs = *c.call_config(at(to.fault.rank), to.fault.awaited);  // as the finder read it
@@ -24,7 +25,7 @@ __device__ __forceinline__ void hand_over_fault(const Call& c, HostFault& to) {
   }
 }
 
-// The same of a row that is an error, unless an earlier one waits for the host.
+// Hands the host the note of a bad row, if that row is an error, and unless an earlier note still waits for the host.
 __device__ __forceinline__ void hand_over_note(const KernelArgs& args, const Call& c, uint64_t note) {
   Platform::store_relaxed(&c.control()->noted.value, uint64_t{0});
   if (args.strict == 0 && RowNote::unpack(note).fault == RowFault::kLogits) return;
@@ -34,10 +35,10 @@ __device__ __forceinline__ void hand_over_note(const KernelArgs& args, const Cal
   Platform::store_release(&to.noted, note, kSystem);
 }
 
-// One thread, when all of the block's warps are done. The last block to leave counts the call (every block has read the
-// count by then), and hands the host what went wrong. Calls queued behind one that failed, or replayed, would find its
-// leftovers in queue and lists, and another number of tokens: they must not begin, which kNoMoreCalls tells them. kAlone: the
-// rank has no peers, whatever the call says.
+// Run by one thread of each block, when all of the block's warps are done. The last block to leave counts the call
+// (every block has read the count by then), and hands the host what went wrong. Calls that are queued or replayed
+// after a failed call would find what it has left in queue and lists, and perhaps another number of tokens. So they
+// must not begin: kNoMoreCalls tells them. kAlone: the rank has no peers, whatever the call says.
 template <bool kAlone = false>
 __device__ __forceinline__ void leave(const KernelArgs& args, const Call& c, uint64_t epoch) {
   Control* control = c.control();

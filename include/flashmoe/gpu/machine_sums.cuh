@@ -8,22 +8,24 @@
 
 namespace flashmoe::gpu {
 
-// A piece of Reduce or Combine where ranks may be on several machines. An item has the same columns, whatever they take:
-// 512 bytes of y's type, or twice as many of fp32.
+// A piece of Reduce or Combine if ranks may be on several machines. An item always has the columns that take 512
+// bytes in y's type. In fp32, the same columns take twice as many bytes if y is of 16 bits.
 struct MachinePiece : SumPiece {
-  enum Wide : uint32_t { kNone, kSum, kRows };  // what is in fp32: nothing that y is not; the sum; the rows
+  enum Wide : uint32_t { kNone, kSum, kRows };  // what is in fp32, whatever y's type is: nothing; the sum; the rows
 
   Wide wide = kNone;
-  uint32_t slot_chunks = 0;  // of kRows, in place of slot_bytes: in units of 16 bytes
+  uint32_t slot_chunks = 0;  // with kRows: from one slot to the next, in units of 16 bytes (in place of slot_bytes)
 
   using SumPiece::SumPiece;
 };
 
-// Sums such a piece, item by item, with four loads of a lane on their way: who has no more registers left than that. All lanes.
+// Sums such a piece, item by item. A lane has only four loads in flight, because the warps that run this have no
+// registers for more. Run by all lanes.
 template <class Dtype>
 class WideSums {
   using P = Platform;
-  static constexpr uint32_t kElements = 16 / Dtype::kBytes, kChunks = kElements / 4;  // of a lane; in fp32, of 16 bytes
+  // kElements: a lane's elements of an item. kChunks: the chunks of 16 bytes that these take in fp32.
+  static constexpr uint32_t kElements = 16 / Dtype::kBytes, kChunks = kElements / 4;
 
  public:
   __device__ __forceinline__ explicit WideSums(const MachinePiece& piece)

@@ -5,12 +5,12 @@
 
 namespace flashmoe::gpu {
 
-// What instructions on shared memory take: half as wide as a pointer.
+// The address that instructions on shared memory take. It is half as wide as a pointer.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes that nobody of this multiprocessor will read again.
+// Loads 16 bytes that no thread of this multiprocessor will read again.
 __device__ __forceinline__ uint4 load_once(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint4 load_once(const void* p) {
   return v;
 }
 
-// 16 bytes of a row that every warp of a multiprocessor loads, and that may have been written earlier in this kernel.
+// Loads 16 bytes of a row that every warp of a multiprocessor loads, and that this kernel may have written before.
 __device__ __forceinline__ uint4 load_row16(const uint8_t* from) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint4 load_row16(const uint8_t* from) {
   return v;
 }
 
-// 16 bytes of weights: loaded once, by one multiprocessor, and never written while the kernel runs.
+// Loads 16 bytes of weights, which are loaded once, by one multiprocessor, and never written while the kernel runs.
 __device__ __forceinline__ uint4 load_weights16(const uint8_t* from) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -60,7 +60,7 @@ __device__ __forceinline__ float2 load_shared8(uint32_t from) {
   return v;
 }
 
-// Four 8x8 matrices of 16-bit elements, as fragments: the l-th address is that of row l % 8 of matrix l / 8.
+// Loads four 8x8 matrices of 16-bit elements, as fragments. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])

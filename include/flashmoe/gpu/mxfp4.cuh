@@ -12,10 +12,11 @@
 
 namespace flashmoe::gpu {
 
-// Of a row, what shares a scale.
+// How many elements of a row share a scale.
 inline constexpr uint32_t kMxFp4Block = encoding_of(DType::kMxFp4).block_columns;
 
-// D's bits, and products of both halves of two words, rounded to nearest even. (Of subnormal numbers, too.)
+// The decoder to type D. multiply() gives the products of the halves of two words, rounded to nearest even, even if
+// they are subnormal.
 template <class D>
 struct E2M1In;
 template <>

@@ -7,12 +7,12 @@
 // Instead, NVSHMEM's CPU proxy sends to a peer that is not mapped. If a peer is mapped, these functions write its
 // memory themselves.
 //
-// The calls are NVSHMEM's public ones, with three exceptions: settle() is public only as the end of a wait; quiet() is
-// public only for a lane; put() is not public from 3.8 on. The exceptions, and how the headers declare what the host
-// fills in, change from release to release. So only those releases are compiled with whose result somebody has looked
-// at (python/flashmoe/nvshmem.py).
+// The calls are NVSHMEM's public ones, with three exceptions: what settle() calls is public only as the end of a
+// wait; what quiet() calls is public only for a lane; what put() calls is not public from 3.8 on. These exceptions,
+// and how the headers declare what the host fills in, change from release to release. So the kernel is compiled only
+// with those releases for which the compiled result has been examined (python/flashmoe/nvshmem.py).
 //
-// A remote address is a symmetric address: that of the same place in the own heap.
+// A remote address is a symmetric address: the address of the same place in this rank's own heap.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@
 #include "non_abi/nvshmem_version.h"
 #undef NVSHMEM_IBGDA_SUPPORT
 #undef NVSHMEM_GPUNETIO_SUPPORT
-#if NVSHMEM_VENDOR_MINOR_VERSION == 6  // declares nvshmemi_device_state_d for relocatable code alone, unless told how
+#if NVSHMEM_VENDOR_MINOR_VERSION == 6  // without this, declares nvshmemi_device_state_d only for relocatable code
 #define EXTERN_CONSTANT static __constant__
 #endif
 #include "device/nvshmem_defines.h"
@@ -35,37 +35,38 @@
 #undef NDEBUG
 #include <cassert>
 
-// nvshmemx_cumodule_init looks for it in the module, and for nvshmemi_device_state_d, which the headers define.
-#if NVSHMEM_VENDOR_MINOR_VERSION < 7  // else they define both
+// nvshmemx_cumodule_init looks in the module for nvshmemi_device_lib_version_d, and for nvshmemi_device_state_d,
+// which the headers define.
+#if NVSHMEM_VENDOR_MINOR_VERSION < 7  // later headers define both
 __constant__ nvshmemi_version_t nvshmemi_device_lib_version_d = {
     NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION};
 #endif
 
 namespace flashmoe::gpu {
 
-// What Platform is made of where peers are not mapped.
+// The base of Platform if peers are not mapped.
 struct Puts {
   static constexpr bool kPeersMapped = false;
 
-  // Sends `bytes` to the place `to` of a peer's heap. The source must not change before quiet(). All lanes of a warp, whose
-  // earlier writes are sent.
+  // Sends `bytes` bytes to the place `to` of a peer's heap. The source must not change before quiet(). Called by all
+  // lanes of a warp: what any of them has written before is sent.
   static __device__ __forceinline__ void put(void* to, const void* from, uint32_t bytes, uint32_t peer) {
 #if NVSHMEM_VENDOR_MINOR_VERSION < 8
     nvshmemx_putmem_nbi_warp(to, from, bytes, static_cast<int>(peer));
-#else  // the public one looks for a region that batches puts, which is never open here, by a function that is not inlined
+#else  // the public call asks whether puts are batched (they never are here) by a function that is not inlined
     nvshmemi_put_nbi<char, NVSHMEMI_THREADGROUP_WARP>(static_cast<char*>(to), static_cast<const char*>(from), bytes,
                                                       static_cast<int>(peer));
 #endif
   }
 
-  // put(), then the signal. Earlier puts are ordered before both by fence(). All lanes.
+  // put(), then sets the word `signal`. A fence() before this call orders earlier puts before both. All lanes.
   static __device__ __forceinline__ void put_signal(void* to, const void* from, uint32_t bytes, uint64_t* signal,
                                                     uint64_t word, uint32_t peer) {
     nvshmemx_putmem_signal_nbi_warp(to, from, bytes, signal, word, NVSHMEM_SIGNAL_SET, static_cast<int>(peer));
   }
 
-  // Orders the warp's earlier puts before its later ones to the same peer. All lanes; one of them issued the puts to peers that
-  // are not mapped, and it is that one's fence.
+  // Orders the warp's earlier puts before its later ones to the same peer. Called by all lanes. The first lane
+  // fences, because it has issued the puts to peers that are not mapped.
   static __device__ __forceinline__ void fence() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) nvshmem_fence();
@@ -78,14 +79,15 @@ struct Puts {
     nvshmemi_quiet<NVSHMEMI_THREADGROUP_WARP>();
   }
 
-  // Sets a word of a peer, after puts of any warp that has been through quiet() and of which this lane knows. One lane.
+  // Sets a word of a peer. The word arrives after the puts of every warp of which this lane knows that its quiet()
+  // has returned. Called by one lane.
   static __device__ __forceinline__ void signal(uint64_t* to, uint64_t word, uint32_t peer) {
     __threadfence_system();
     nvshmemx_signal_op(to, word, NVSHMEM_SIGNAL_SET, static_cast<int>(peer));
   }
 
-  // After a peer's signal was seen here: makes what was put before it visible, where a transport needs help with that. (As
-  // nvshmem_signal_wait_until does once its wait is over.) Any lane.
+  // Called by any lane that has seen a peer's signal: makes what the peer put before the signal visible, because some
+  // transports need this. (nvshmem_signal_wait_until does the same when its wait is over.)
   static __device__ __forceinline__ void settle() { nvshmemi_transfer_syncapi_update_mem(); }
 };
 

@@ -1,4 +1,5 @@
-// The GPU's Platform: the 32 lanes of a warp; scopes are PTX scopes. See docs/memory_model.md for every edge.
+// The GPU's Platform: the 32 lanes of a warp. Scopes are PTX scopes. docs/memory_model.md has every write that another
+// actor reads.
 #pragma once
 
 #include <type_traits>
@@ -9,17 +10,18 @@ namespace flashmoe::gpu {
 
 inline constexpr uint32_t kFullWarp = 0xffffffffu;
 
-// The thread's number in its block, found anew. ptxas reads %tid.x once, at the kernel's entry, and keeps the thread's number, or what
-// follows from it, in a register all along the roles, most of which have none to spare: it then spills the number, or something
-// that a loop needs. A volatile read is neither moved nor merged with another: so the number is in a register only where it is
-// used. Where registers are left, threadIdx.x is cheaper.
+// The thread's number in its block, read anew. For threadIdx.x, ptxas reads %tid.x once, at the kernel's entry, and
+// keeps the number, or what follows from it, in a register through all roles. Most roles have no register to spare,
+// so ptxas then spills the number, or something that a loop needs. A volatile read is neither moved nor merged with
+// another, so the number is in a register only where it is used. If registers are left, threadIdx.x is cheaper.
 __device__ __forceinline__ uint32_t thread_anew() {
   uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// One pair of overloads (32 and 64 bits) per instruction; "memory" keeps the compiler from moving plain accesses across.
+// One pair of overloads (32 and 64 bits) for each instruction. "memory" keeps the compiler from moving plain accesses
+// across the instruction.
 #define FLASHMOE_LOAD(name, ptx, tag)                                      \
   static __device__ __forceinline__ uint32_t name(const uint32_t* p tag) { \
     uint32_t v;                                                            \
@@ -105,7 +107,7 @@ struct Platform : std::conditional_t<kBuild.rdma, Puts, Mapped> {
   FLASHMOE_ADD(fetch_add_acq_rel, "atom.acq_rel.gpu.add")
   FLASHMOE_ADD(post_add, "atom.relaxed.gpu.add")
 
-  // Of global memory. What the thread and, behind a sync, others did before is visible to who acquires it.
+  // Adds to global memory. Whoever acquires the sum sees what this thread, and other threads before a sync, did before.
   static __device__ __forceinline__ void add_release(uint32_t* p, uint32_t v) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(v) : "memory");
   }
@@ -113,7 +115,7 @@ struct Platform : std::conditional_t<kBuild.rdma, Puts, Mapped> {
     asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");
   }
 
-  // Of global memory.
+  // For global memory, relaxed. No value comes back.
   static __device__ __forceinline__ void add(uint64_t* p, uint64_t v) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(v) : "memory");
   }
@@ -159,7 +161,7 @@ struct Platform : std::conditional_t<kBuild.rdma, Puts, Mapped> {
 
   static __device__ __forceinline__ void rest() { __nanosleep(500); }
 
-  // A warp on its own. See TeamPlatform.
+  // Here, the team is one warp. See TeamPlatform.
   static __device__ __forceinline__ uint32_t workers() { return 1; }
   static __device__ __forceinline__ uint32_t worker() { return 0; }
   static __device__ __forceinline__ void team_sync() { sync(); }
@@ -167,7 +169,8 @@ struct Platform : std::conditional_t<kBuild.rdma, Puts, Mapped> {
 
 static_assert(RunsProtocol<Platform>);
 
-// The first kTeam warps of a block, side by side: they build a token block's packets. They meet in named barrier kBarrier.
+// The first kTeam warps of a block, side by side: they build a token block's packets. They meet in named barrier
+// kBarrier.
 template <uint32_t kTeam, uint32_t kBarrier>
 struct TeamPlatform : Platform {
   static __device__ __forceinline__ uint32_t workers() { return kTeam; }

@@ -35,8 +35,9 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
 
 }  // namespace detail
 
-// Of one block with at most 16 tokens, by the tensor cores, in fp32. A step is 16 elements of K, in the order in which
-// memory has them: as in the general kernel, so that a logit that is one sum of all steps has the same bits there and here.
+// The sums of one block of weights with at most 16 tokens, by the tensor cores, in fp32. A step is 16 elements of K,
+// in the order in which memory has them. The general kernel has the same steps, so a logit that is one sum of all
+// steps has the same bits in both kernels.
 template <class Dtype>
 class BlockSums {
  public:
@@ -48,7 +49,7 @@ class BlockSums {
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) sum_[i] += other.sum_[i];
   }
-  // Calls store(token, sums) for what the lane has.
+  // Calls store(token, sums) for each token whose sums the lane has.
   template <class Store>
   __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) const {
 #pragma unroll
@@ -64,7 +65,8 @@ class BlockSums {
   float sum_[4] = {};
 };
 
-// Of two blocks with at most 32 tokens, likewise: weights by eights of tokens, for there are seldom more than eight.
+// The sums of two blocks of weights with at most 32 tokens, likewise. Here mma multiplies weights by eight tokens at
+// a time, because there are seldom more than eight.
 template <class Dtype>
 class TensorSums {
  public:
@@ -75,28 +77,28 @@ class TensorSums {
                                       uint32_t b1) {
     detail::mma<Dtype>(sum_[n], a0, a1, a2, a3, b0, b1);
   }
-  // Adds to sum n what mma gave of both blocks by its eight tokens, times scales: of the lane's row of the first block and
-  // of the second, by each of its two tokens.
+  // Adds mma's products of both blocks by eight tokens to sum n, times scales. first and second: the scales of the
+  // lane's row in the first and in the second block, each for both of the lane's two tokens.
   __device__ __forceinline__ void add_scaled(uint32_t n, const float (&products)[4], float2 first, float2 second) {
     sum_[n][0] = fmaf(products[0], first.x, sum_[n][0]);
     sum_[n][1] = fmaf(products[1], first.y, sum_[n][1]);
     sum_[n][2] = fmaf(products[2], second.x, sum_[n][2]);
     sum_[n][3] = fmaf(products[3], second.y, sum_[n][3]);
   }
-  // Where all sums are parts of those of the same eight tokens: makes them one.
+  // If all kSums sums are parts of the sums of the same eight tokens: adds them up in the first one.
   __device__ __forceinline__ void join() {
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) sum_[0][i] = (sum_[0][i] + sum_[1][i]) + (sum_[2][i] + sum_[3][i]);
   }
-  // Calls store(token, sums) for what the lane has.
+  // Calls store(token, sums) for each token whose sums the lane then has.
   template <class Store>
   __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) const {
     const bool odd = Platform::lane() / 4 % 2 != 0;
 #pragma unroll
     for (uint32_t h = 0; h < kSums; ++h) {
       if (8 * h >= tokens) break;
-      // Of row lane / 4 of each block the lane has two tokens. With the next lane that has these it changes to both rows
-      // of one token.
+      // The lane has two tokens of row lane / 4 of each block. It exchanges with the lane that has the same tokens of
+      // the neighbouring row. Then each of the two has both rows of one token.
       float sums[2][2];
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {
@@ -115,15 +117,15 @@ class TensorSums {
   float sum_[kSums][4] = {};
 };
 
-// By the CUDA cores, as fp32: at 19 bytes of weights a clock and SM, a lane has 26 instructions for each element of fp32, so
-// that a few tokens take no longer than reading the weights. A lane has row g of each block, and of all rows 16 bytes of
-// every 64, the q-th.
+// The sums by the CUDA cores, in fp32. Weights arrive at 19 bytes a clock and SM, so a lane has time for 26
+// instructions for each element of fp32, and a few tokens take no longer than reading the weights. A lane has row g =
+// lane / 4 of each block, and of each 64 bytes of its rows the q-th 16 bytes, q = lane % 4.
 template <class Dtype, uint32_t kBlocks>
 class ExactSums {
  public:
   static constexpr uint32_t kMostTokens = 8;
 
-  // Adds the products with kChunks of the lane's chunks of the weights; load(t, j) is the same chunk of token t.
+  // Adds the products with kChunks of the lane's 16-byte chunks of the weights. load(t, j) is chunk j of token t's row.
   template <uint32_t kChunks, class Load>
   __device__ __forceinline__ void add(const uint4 (&weights)[kBlocks][kChunks], uint32_t tokens, Load&& load) {
     constexpr uint32_t kElements = 16 / Dtype::kBytes;

@@ -10,7 +10,7 @@
 
 namespace flashmoe::gpu {
 
-// The larger magnitude; a NaN counts for none.
+// The larger one of `a` and the magnitude of `b`. A NaN is ignored.
 __device__ __forceinline__ float larger(float a, float b) {
   return fmaxf(a, fabsf(b));
 }
@@ -19,9 +19,10 @@ __device__ __forceinline__ float scale_of(float largest) {
   const float quotient = __fdiv_rn(largest, kLargestE4M3);
   return quotient > kLeastScale ? quotient : kLeastScale;
 }
-// The same, and its reciprocal, without a branch: several can be under way at once. The quotient has the bits of scale_of()
-// for every largest magnitude there is, which were compared; the reciprocal is rounded as IEEE says where the scale is
-// finite, and no number where it is infinite, as the block's elements then are.
+// The same scale, and its reciprocal, without a branch, so that several can be computed at the same time. The scale
+// has the bits of scale_of() for every largest magnitude that exists (all were compared). If the scale is finite, the
+// reciprocal is rounded as IEEE says. If the scale is infinite, the reciprocal is NaN, like the elements of such a
+// block.
 struct BlockScale {
   float scale, inverse;
 
@@ -38,7 +39,7 @@ struct BlockScale {
  private:
   static constexpr float kLargestFloat = 0x1.fffffep127f;
 };
-// Two values times `inverse`, to nearest even, `low` in the low byte.
+// Two values times `inverse`, rounded to nearest even, with `low` in the low byte.
 __device__ __forceinline__ uint32_t pack_e4m3(float low, float high, float inverse) {
   uint16_t v;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
@@ -47,7 +48,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(float low, float high, float inver
   return v;
 }
 
-// Four e4m3 as fp16, which has all of them exactly: the first two, and the others.
+// Converts four numbers in e4m3 to fp16, which has them exactly: the first two to `first`, the others to `second`.
 __device__ __forceinline__ void widen_e4m3(uint32_t four, uint32_t& first, uint32_t& second) {
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
       "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
@@ -94,7 +95,7 @@ __device__ __forceinline__ void quantise_row(const uint8_t* from, uint8_t* to, u
   }
 }
 
-// The same of a row that is in e4m3, and has these scales.
+// Copies a row that is in e4m3 already, and its scales, to where quantise_row() would write them. One warp.
 __device__ __forceinline__ void copy_quantised_row(const uint8_t* from, const float* scales, uint8_t* to,
                                                    uint32_t elements) {
   using P = Platform;

@@ -21,7 +21,8 @@ __device__ __forceinline__ bool any_failed(const Call& c) {
   return false;
 }
 
-// The host hears of the refusal, and of its reason unless it has not raised an earlier one yet.
+// Tells the host that rank p has refused the call. It also tells the reason, unless the host has not yet raised an
+// earlier refusal.
 __device__ __forceinline__ void hand_over_refusal(const KernelArgs& args, const Call& c, uint32_t p) {
   HostFault& to = *args.host_fault;
   if (Platform::load_acquire(&to.refused, kSystem) == 0) {
@@ -35,7 +36,7 @@ __device__ __forceinline__ void hand_over_refusal(const KernelArgs& args, const 
   Platform::store_release(&to.last_refused, c.epoch, kSystem);
 }
 
-// Makes queue, lists and counters those of a workspace that no call has used. Rows lie behind them.
+// Zeroes queue, lists and counters, as in a workspace that no call has used. Rows, which lie behind them, stay.
 __device__ __forceinline__ void clear_workspace(const KernelArgs& args, const Call& c) {
   static_assert(static_cast<uint32_t>(WorkField::kIntermediate) + 2 == static_cast<uint32_t>(WorkField::kCount));
   auto clear = [](void* from, uint64_t bytes) {
@@ -50,8 +51,8 @@ __device__ __forceinline__ void clear_workspace(const KernelArgs& args, const Ca
   }
 }
 
-// Until all ranks have left the call. False if one has failed; or has not left for a timeout in which no rank has made progress:
-// that is posted.
+// Waits until all ranks have left the call. False if a rank has failed. Also false, with a fault posted, if a rank
+// has not left and no rank has made progress for a whole timeout.
 __device__ __forceinline__ bool all_have_left(const Call& c) {
   uint64_t since = Platform::now_ns(), progress = progress_of_all(c);
   uint32_t p = 0;
@@ -77,14 +78,15 @@ __device__ __forceinline__ bool all_have_left(const Call& c) {
   return true;
 }
 
-// Of a call that was aborted: whether that was since some rank has refused it, and all are ready for the next call. One thread,
-// when all others of the rank have left.
+// For a call that was aborted: whether it was aborted because a rank has refused it, and all ranks are ready for the
+// next call. Run by one thread, when all other threads of the rank have left.
 __device__ __forceinline__ bool end_refused(const KernelArgs& args, const Call& c) {
   const uint32_t p = refuser<Platform>(c);
   if (p == c.shape.ranks || any_failed(c)) return false;
   hand_over_refusal(args, c, p);
   clear_workspace(args, c);
-  // Behind the reason's loads and the other blocks' stores to peers, which their adds to Control::left have released.
+  // The releases come after the loads of the reason, and after the other blocks' stores to peers, which these blocks
+  // have released by their adds to Control::left.
   for (uint32_t q = 0; q < c.shape.ranks; ++q) Platform::store_release(&c.fault(q, c.rank)->left, c.epoch, kSystem);
   if (!all_have_left(c)) return false;
   Platform::store_relaxed(&c.control()->refused.value, c.epoch);

@@ -10,7 +10,7 @@
 
 namespace flashmoe::gpu {
 
-// Weight i of the given ones.
+// Weight i of those that the caller has given.
 template <class Dtype>
 __device__ __forceinline__ float given_weight(const KernelArgs& args, uint64_t i) {
   if (args.topk_weights_as_x == 0) return static_cast<const float*>(args.topk_weights)[i];
@@ -22,7 +22,8 @@ __device__ __forceinline__ int32_t given_id(const KernelArgs& args, uint64_t i) 
                                                : static_cast<const int32_t*>(args.topk_ids)[i]);
 }
 
-// So many threads, side by side: copies the given ids and weights of token block b to where packets are built from.
+// Run by kThreads threads: copies the ids and weights of token block b that the caller has given to where packets are
+// built from.
 template <class Dtype, uint32_t kThreads>
 __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c, uint32_t b, int32_t* ids,
                                            float* weights) {
@@ -35,7 +36,7 @@ __device__ __forceinline__ void copy_given(const KernelArgs& args, const Call& c
   }
 }
 
-// A key that grows with the float's value; 0 is below every number's.
+// A key that grows with the float's value. 0 is below the key of every number.
 __device__ __forceinline__ uint32_t order_key(float v) {
   const uint32_t bits = __float_as_uint(v);
   return (bits & 0x80000000u) ? ~bits : bits | 0x80000000u;
@@ -52,15 +53,15 @@ struct TokenChoice {
   float* weights;  // [K]
 };
 
-// A logit as scores are made of it.
+// The logit, rounded as the rule says, from which scores are computed.
 __device__ __forceinline__ float rounded_logit(const RouterRule& rule, float v) {
   if (rule.rounded_to == DType::kBFloat16) return Bf16::widen(Bf16::narrow(v));
   if (rule.rounded_to == DType::kFloat16) return Fp16::widen(Fp16::narrow(v));
   return v;
 }
 
-// Writes out logits that lie one behind the other: logit `first`, and every step-th after it. To be done before experts
-// are chosen, since some rules put scores in their place.
+// Copies logits to the caller's memory: logit `first`, and every step-th logit after it. This must be done before
+// experts are chosen, because some rules put scores in the place of logits.
 __device__ __forceinline__ void write_logits(const RouterRule& rule, float* to, const float* logits, uint32_t count,
                                              uint32_t first, uint32_t step) {
 #pragma unroll 1
@@ -73,13 +74,14 @@ __device__ __forceinline__ float sigmoid(float logit) {
   return 1.0f / (1.0f + expf(-logit));
 }
 
-// Whether a choice can be made by it, with others: it is finite, or -inf, which is chosen where nothing else is left.
+// Whether a choice can be made if this is one of the values: it is finite or -inf. (-inf is chosen when nothing else
+// is left.)
 __device__ __forceinline__ bool can_be_chosen_by(float v) {
   return v < INFINITY;  // false of NaN
 }
 
-// The logits rounded as the rule says, in place; where scores decide, those instead, but for -inf. False if no choice can be
-// made.
+// Rounds a token's logits as the rule says, in place. If scores decide, puts the scores in their place, except that a
+// logit of -inf stays. False if no choice can be made.
 __device__ __forceinline__ bool prepare_token(const RouterRule& rule, float* logits, uint32_t experts) {
   using P = Platform;
   float largest = -INFINITY, sum = 0.0f;
@@ -107,12 +109,13 @@ __device__ __forceinline__ bool prepare_token(const RouterRule& rule, float* log
   return true;
 }
 
-// What expert e is chosen by.
+// The value by which expert e is chosen.
 __device__ __forceinline__ float choice_value(const RouterRule& rule, const float* values, uint32_t e) {
   return values[e] + (rule.choice_bias == nullptr ? 0.0f : rule.choice_bias[e]);
 }
 
-// Bit g is set if experts may be of group g, those whose two best experts have the largest sum. A lane has a group.
+// Bit g is set if experts of group g may be chosen. These are the groups whose two best experts have the largest
+// sums. Each lane has a group.
 __device__ __forceinline__ uint32_t best_groups(const RouterRule& rule, const float* values, uint32_t experts) {
   using P = Platform;
   const uint32_t each = experts / rule.groups, own = P::lane();
@@ -131,7 +134,7 @@ __device__ __forceinline__ uint32_t best_groups(const RouterRule& rule, const fl
   return P::ballot(own < rule.groups && better < rule.top_groups);
 }
 
-// Of lane k, the k-th choice. False if none can be made.
+// Sets `chosen` of lane k to the k-th choice. False if no choice can be made.
 __device__ __forceinline__ bool choose_by_values(const RouterRule& rule, const float* values, uint32_t experts,
                                                  uint32_t top_k, uint32_t& chosen) {
   using P = Platform;
@@ -156,7 +159,8 @@ __device__ __forceinline__ bool choose_by_values(const RouterRule& rule, const f
   return P::ballot(!good) == 0;
 }
 
-// False if no choice can be made: a logit, or a score with its bias, is NaN or +inf, or all logits are -inf.
+// Chooses a token's experts, and computes their weights. False if no choice can be made: a logit, or a score with its
+// bias, is NaN or +inf, or all logits are -inf.
 __device__ __forceinline__ bool choose_if_good(const RouterRule& rule, const TokenChoice& token, uint32_t experts,
                                                uint32_t top_k) {
   using P = Platform;
@@ -165,7 +169,7 @@ __device__ __forceinline__ bool choose_if_good(const RouterRule& rule, const Tok
   if (!prepare_token(rule, token.logits, experts)) return false;
   if (!choose_by_values(rule, token.logits, experts, top_k, chosen)) return false;
   float mine = lane < top_k ? token.logits[chosen] : 0.0f, sum = 0.0f;
-  if (rule.by_scores()) mine = fmaxf(mine, 0.0f);  // of a logit of -inf
+  if (rule.by_scores()) mine = fmaxf(mine, 0.0f);  // the score of a logit of -inf is 0
   const bool of_softmax = rule.sigmoid == 0 && !rule.by_scores();
   if (of_softmax) {  // the first choice's logit is the largest
     const float largest = __shfl_sync(kFullWarp, mine, 0);
@@ -187,7 +191,7 @@ __device__ __forceinline__ bool choose_if_good(const RouterRule& rule, const Tok
   return true;
 }
 
-// The same; false also if the token is bad then, and its ids say so.
+// The same. If no choice can be made, it also marks the token's row as bad, in its ids.
 __device__ __forceinline__ bool choose_by_rule(const RouterRule& rule, const TokenChoice& token, uint32_t experts,
                                                uint32_t top_k) {
   if (choose_if_good(rule, token, experts, top_k)) return true;
@@ -198,11 +202,12 @@ __device__ __forceinline__ bool choose_by_rule(const RouterRule& rule, const Tok
   return false;
 }
 
-// ---- by a plain rule (softmax, top-k): several tokens of a warp side by side -----------------------------------------
+// ---- by a plain rule (softmax, top-k): several tokens of a warp side by side ----------------------------------------
 
-// One warp chooses for kTokens tokens side by side: for each, a chain of reductions over the warp, whose latencies the
-// other tokens' chains fill. A lane has the experts lane, lane + 32, ... of each token, at most kPerLane of them. Bit t
-// of what it returns: for the t-th token no choice can be made, and its ids say so.
+// One warp chooses for kTokens tokens side by side. Each token needs a chain of reductions over the warp, and while
+// one chain waits, the other tokens' chains go on. A lane has the experts lane, lane + 32, ... of each token, at most
+// kPerLane of them. Returns a word whose bit t is set if no choice can be made for the t-th token; the token's ids
+// say so, too.
 template <uint32_t kPerLane, uint32_t kTokens>
 __device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTokens], uint32_t experts, uint32_t top_k,
                                                  bool renormalize) {
@@ -253,7 +258,8 @@ __device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTok
       for (uint32_t i = 0; i < kPerLane; ++i) key[t][i] = winner == i * 32 + lane ? 0 : key[t][i];
     }
   }
-  // Where the chosen weights are renormalised, the softmax's sum over all experts cancels: theirs is enough.
+  // If the chosen weights are renormalised, the softmax's sum over all experts cancels, so the sum over the chosen
+  // experts is enough.
   float sum[kTokens];
 #pragma unroll
   for (uint32_t t = 0; t < kTokens; ++t) {
@@ -289,8 +295,9 @@ __device__ __forceinline__ uint32_t choose_experts(const TokenChoice (&token)[kT
   return choose_among<32>(token, experts, top_k, renormalize);
 }
 
-// The same where there are at most kTokenLanes experts: so many lanes have a token, and a warp chooses for four in the
-// time of one. `token`: the one of this lane, the warp's number lane / kTokenLanes; logits null: none.
+// The same if there are at most kTokenLanes experts: kTokenLanes lanes have a token, so a warp chooses for four
+// tokens in the time of one. `token`: this lane's token, which is number lane / kTokenLanes of the warp's four; its
+// logits are null if there is no such token.
 inline constexpr uint32_t kTokenLanes = 8;
 
 __device__ __forceinline__ uint32_t choose_four(const TokenChoice& token, uint32_t experts, uint32_t top_k,

@@ -1,9 +1,9 @@
 // Computes the gradients of a router's logits from those of the combine weights, in a backward pass. A few lanes share
 // a token.
 //
-// Nothing large cancels where a score is near 1. Exponentials are in float32; scores keep their relative errors.
-// Everything that is computed from them is in float64, as in cpu/router_backward.cpp. The results are rounded once, to
-// x's type, since tensor cores multiply by them, as by dZ.
+// Exponentials are in float32, and scores keep their relative errors. Everything that is computed from scores is in
+// float64, as in cpu/router_backward.cpp, because terms of a gradient nearly cancel if a score is near 1. The results
+// are rounded once, to x's type, since tensor cores multiply by them, as by dZ.
 #pragma once
 
 #include "flashmoe/gpu/choice_gradient.cuh"
@@ -14,8 +14,9 @@
 
 namespace flashmoe::gpu {
 
-// Lanes that a token has: a warp takes some 20 us for what it has side by side, however little it is, since its code comes
-// anew from the L2 each time, and then its operands. So as few as have at most 16 logits and one choice each.
+// How many lanes share a token. A warp takes some 20 us for the tokens that it has side by side, however little they
+// are, because its code comes from the L2 each time, and then its operands. So a token has as few lanes as possible:
+// 2 to 8, so that a lane has at most 16 logits and one choice, if 8 lanes are enough for that.
 __device__ __forceinline__ uint32_t lanes_of_token(const CallShape& shape) {
   uint32_t lanes = 2;
 #pragma unroll 1
@@ -67,7 +68,8 @@ struct TokenScores {
 
 }  // namespace detail
 
-// Of tokens first, first + 1, ..., each by so many lanes; all lanes of a warp. parts: of a combine weight's gradient.
+// Computes the gradients of the logits of tokens first, first + 1, ..., each by `lanes` lanes. Run by all lanes of a
+// warp. parts: how many parts a combine weight's gradient has.
 template <class Dtype>
 __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uint32_t first, uint32_t lanes,
                                                      uint32_t parts) {
@@ -84,20 +86,21 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   const auto kept_id = [&](uint32_t k) {
     return b.kept.ids[kBuild.sliced ? token * shape.top_k + k * shape.slices : first_choice + k];
   };
-  const bool bad = kept_id(0) == ExpertId::kBad;  // no choice was made by its logits: all their gradients are NaN
+  const bool bad = kept_id(0) == ExpertId::kBad;  // no choice could be made by the logits: all gradients are NaN
   const auto expert = [&](uint32_t k) {
     const int32_t id = bad ? 0 : kept_id(k);
     const auto chosen = static_cast<uint32_t>(id >= 0 ? id : ~id);
     return kBuild.sliced ? chosen / shape.slices : chosen;
   };
-  const auto of_weight = [&](uint32_t k) {  // which biases owe a part to
+  const auto of_weight = [&](uint32_t k) {  // the gradient of weight k, with the part that comes from down_bias
     const double of_experts = choice_gradient(args, static_cast<uint32_t>(token), k, parts);
     return b.weights_by_bias == nullptr ? of_experts : of_experts + b.weights_by_bias[first_choice + k];
   };
-  // Kept of a lane's first choice, which for most models is its only one: it takes a handful of round trips to memory.
+  // The gradient of the weight of the lane's first choice is kept, because it takes a handful of round trips to
+  // memory. In most models this is the lane's only choice.
   const double of_first = lane < gate_top_k_of(shape) ? of_weight(lane) : 0.0;
   const TokenScores score = TokenScores::of(b.logits + first_logit, experts, sigmoid, lane, lanes);
-  double sum = 0.0, weighted = 0.0;  // of the chosen scores; of these times their weights' gradients
+  double sum = 0.0, weighted = 0.0;  // sums of the chosen scores, and of these times their weights' gradients
 #pragma unroll 1
   for (uint32_t k = lane; k < gate_top_k_of(shape); k += lanes) {
     const double s = score(expert(k));
@@ -106,8 +109,9 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   }
   sum = sum_of_lanes(sum, lanes) + (sigmoid ? double{kLeastSum} : 0.0);
   weighted = sum_of_lanes(weighted, lanes);
-  // The gradient of a chosen score is (its weight's - common) * per_sum. With a softmax each logit moves all scores; but
-  // where the chosen ones are divided by their sum, what they lose together cancels.
+  // The gradient of a chosen score is (its weight's gradient - common) * per_sum. With a softmax, each logit also
+  // changes all other scores, which `moved` accounts for. But if the chosen scores are divided by their sum, this
+  // change cancels.
   const double per_sum = renormalize ? 1.0 / sum : 1.0, common = renormalize ? weighted / sum : 0.0;
   const double moved = sigmoid || renormalize ? 0.0 : weighted;
   auto* const to = reinterpret_cast<typename Dtype::Element*>(b.logit_gradients) + token * logit_pitch(experts);
@@ -118,13 +122,13 @@ __device__ __forceinline__ void differentiate_logits(const KernelArgs& args, uin
   };
 #pragma unroll 1
   for (uint32_t e = lane; e < experts; e += lanes) store(e, moved == 0.0 ? 0.0 : -score(e) * moved);
-  __syncwarp();  // the chosen ones' are stored once more
+  __syncwarp();  // the gradients of the chosen experts' logits are stored again below
 #pragma unroll 1
   for (uint32_t k = lane; k < gate_top_k_of(shape); k += lanes) {
     const uint32_t e = expert(k);
     const double s = score(e), slope = sigmoid ? s * (1.0 - s) : s;
     const double of_score = ((k == lane ? of_first : of_weight(k)) - common) * per_sum;
-    store(e, slope * of_score - s * moved);  // may cancel nearly all: a score near 1
+    store(e, slope * of_score - s * moved);  // the terms nearly cancel if the score is near 1
   }
 }
 

@@ -8,7 +8,7 @@
 
 namespace flashmoe::gpu {
 
-// Of the token whose row is at `row`; the same in every lane, and the same bits in every kernel. One warp.
+// The weight for the token whose row is at `row`: the same in every lane, and the same bits in every kernel. One warp.
 template <class Dtype>
 __device__ __forceinline__ float shared_weight(const KernelArgs& args, const uint8_t* row, uint32_t hidden) {
   if (args.shared_gate == nullptr) return 1.0f;

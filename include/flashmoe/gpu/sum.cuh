@@ -9,22 +9,22 @@
 
 namespace flashmoe::gpu {
 
-// A return group's columns of a rank's tokens, cut into items: 512 bytes of a token's columns, 16 a lane. Items are
-// numbered token by token.
+// A return group's columns of a rank's tokens, cut into items. An item is 512 bytes of a token's columns, 16 bytes
+// for each lane. Items are numbered token by token.
 struct SumSpan {
   static constexpr uint32_t kStep = 32 * 16;  // bytes of an item
   const uint8_t* rows;                        // the first token's row of slot 0, at this lane's first chunk
-  uint32_t token_bytes, slot_bytes;           // from one to the next; 32 bits, since registers are short
-  uint8_t* out;                               // of the first token, at this lane's first chunk
+  uint32_t token_bytes, slot_bytes;           // from one token, or slot, to the next; 32 bits, to save registers
+  uint8_t* out;                               // the first token's sum, at this lane's first chunk
   uint32_t out_bytes;
-  uint32_t bytes;   // of the columns
+  uint32_t bytes;   // of a token's columns
   bool writes_all;  // a token without rows gets zeros; else nothing
 
   __device__ __forceinline__ uint32_t per_token() const { return ceil_div(bytes, kStep); }
 };
 
-// A cursor for each warp, which it keeps between two pieces in shared memory: it is long and registers are short. S: a
-// struct of words, the same for all lanes.
+// A cursor for each warp. It is kept in shared memory between two pieces, because it is long and registers are few.
+// S: a struct of words, which are the same in all lanes.
 template <class S>
 class CursorOfWarp {
   using P = Platform;
@@ -34,7 +34,7 @@ class CursorOfWarp {
   __device__ void init() {
     for (Aligned& a : states_) a.state = {};
   }
-  // The calling warp's own; all lanes.
+  // The calling warp's own cursor. Called by all lanes.
   __device__ __forceinline__ S load() const { return states_[warp()].state; }
   __device__ __forceinline__ void save(const S& s) {
     P::sync();
@@ -45,23 +45,24 @@ class CursorOfWarp {
  private:
   __device__ __forceinline__ static uint32_t warp() { return thread_anew() / P::kLanes; }
 
-  // Unaligned, ptxas would load 16 bytes that begin in the state of the warp before, which may be writing there.
+  // Without this alignment, ptxas would load 16 bytes that begin in the previous warp's state, while that warp may be
+  // writing there.
   struct alignas(16) Aligned {
     S state;
   };
   Aligned states_[kWarps];
 };
 
-// Some items of a span, at most one a lane. Offsets in units of 16 bytes, else they would be 64 bits.
+// Some items of a span, at most one for each lane. Offsets count units of 16 bytes, so that 32 bits are enough.
 struct SumPiece {
   const uint8_t* rows;
   uint8_t* out;
   uint32_t slot_bytes;
   bool writes_all;  // as in SumSpan
   bool inside;      // whether this lane has a chunk of a token's last item, which may be short of 512 bytes
-  // Lane i's are the i-th item's:
+  // In lane i, these are of the i-th item:
   uint32_t token;
-  uint32_t from, to;        // where its slot 0 and its sum are
+  uint32_t from, to;        // where the item's slot 0 and its sum are
   uint32_t used;            // bit s: slot s holds something
   uint32_t exists, narrow;  // whether there is such an item; whether it is its token's last
 
@@ -89,9 +90,10 @@ __device__ __forceinline__ void load_slots(uint4 (&chunk)[kSlots], const uint8_t
   }
 }
 
-// Sums a piece, several items at once: it takes memory round trips, so 10 to 16 loads of a lane are on their way where
-// slots are few, as many as registers allow. (Row after row, 8 at a time, of whatever items: half as fast.) All lanes.
-// kBrief: with fewer on their way, by warps that have fewer registers left.
+// Sums a piece, several items at once. Its time is that of round trips to memory. So a lane has as many loads in
+// flight as registers allow: 10 to 16, if items have few slots. (To go through the rows of all items, 8 rows at a
+// time, would be half as fast.) Run by all lanes. kBrief: fewer loads in flight, for warps that have fewer registers
+// left.
 template <class Dtype, bool kBrief>
 class ItemSums {
   using P = Platform;
@@ -159,7 +161,7 @@ class ItemSums {
     }
   }
 
-  // An item of any number of slots, eight at a time.
+  // Sums an item of any number of slots, eight slots at a time.
   __device__ __forceinline__ void sum_many(uint32_t item) const {
     constexpr uint32_t kSlots = 8;
     const uint8_t* from = rows(item);

@@ -1,6 +1,6 @@
 // Writes to the trace buffer what a block's roles do, and when. If no trace is asked for, this code compiles to
-// nothing. The file also has the device's clock for the host, which brackets each answer between two readings of its
-// own clock (csrc/cuda/clock.cpp).
+// nothing. The file also has the function that tells the host the device's time. The host reads its own clock before
+// and after each answer (csrc/cuda/clock.cpp).
 #pragma once
 
 #include "flashmoe/gpu/kernel_args.h"
@@ -8,11 +8,11 @@
 
 namespace flashmoe::gpu {
 
-// For each warp, when the spans began that its tracing thread is in: [0], and inside that [1]. In shared memory, not in
-// registers: the mainloop has none left.
+// For each warp, when the spans began in which its tracing thread is: [0] of the outer span, [1] of a span inside
+// that one. They are in shared memory, because the mainloop has no registers left.
 using TraceStarts = uint64_t[kWarps][2];
 
-// First of all, by all threads.
+// Called first, by all threads: writes the beginning of the block's trace.
 template <bool kOn>
 __device__ __forceinline__ void begin_trace(const KernelArgs& args) {
   if constexpr (kOn) {
@@ -31,19 +31,19 @@ struct Tracer {
   uint32_t& events;  // in shared memory: how many there are
   TraceStarts& starts;
 
-  // A span begins; at depth 1, inside that at depth 0.
+  // A span begins. A span at depth 1 is inside the span at depth 0.
   __device__ __forceinline__ void begin(uint32_t depth = 0) const {
     if constexpr (kOn) {
       const uint32_t t = thread_anew();
       if (t % kEach == 0) starts[t / 32][depth] = Platform::now_ns();
     }
   }
-  // The span ends; if none is begun before the next end at this depth, that one's begins here. So what is between two
-  // tasks, the trace's own stores with it, is in the wait for the second.
+  // The span ends. If begin() is not called before the next end() at this depth, the next span begins here. So the
+  // time between two tasks, with the trace's own stores, is part of the wait for the second task.
   __device__ __forceinline__ void end(Phase phase, uint32_t index, uint32_t column, uint32_t depth = 0) const {
     if constexpr (kOn) record(phase, index, column, kNoExpert, depth);
   }
-  // The same of a product of expert `expert`; without a tile it is rehearsed.
+  // The same for a product of expert `expert`. If the tile is kNoTile, the product was rehearsed.
   __device__ __forceinline__ void end_product(Phase phase, uint32_t tile, uint32_t column, uint32_t expert) const {
     if constexpr (kOn) record(tile == kNoTile ? Phase::kRehearse : phase, tile, column, expert, 0);
   }
@@ -62,7 +62,7 @@ struct Tracer {
                                          uint32_t depth) const {
     const uint32_t t = thread_anew();
     if (t % kEach != 0 || args.trace == nullptr) return;
-    if (phase == Phase::kEpilogue && index == kNoTile) return;  // part of what is rehearsed
+    if (phase == Phase::kEpilogue && index == kNoTile) return;  // part of a rehearsal
     uint64_t& start = starts[t / 32][depth];
     const uint64_t begun = start, now = Platform::now_ns();
     start = now;
@@ -74,7 +74,7 @@ struct Tracer {
   __device__ __forceinline__ uint8_t* buffer() const { return args.trace + blockIdx.x * kTraceBytesPerBlock; }
 };
 
-// What an engine has of spans (actors/engine.h).
+// The part of an engine that traces spans (HasSpans in actors/engine.h).
 template <class Trace>
 class Spans {
  public:
@@ -88,7 +88,7 @@ class Spans {
   const Trace& trace_;
 };
 
-// One thread: answers `times` times, or until the host has let it wait for so long.
+// Run by one thread: tells the host the time, `times` times. It gives up when patience_ns have passed since it began.
 __device__ __forceinline__ void answer_the_time(ClockPage* page, uint32_t times, uint64_t patience_ns) {
   const uint64_t begin = Platform::now_ns();
   for (uint64_t n = 1; n <= times; ++n) {

@@ -25,7 +25,7 @@ struct PackedPairs {
   static __device__ __forceinline__ void accumulate(float (&sum)[8], const uint4& piece) {
     const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // not from spread(): ptxas then spills
+    for (int i = 0; i < 4; ++i) {  // without spread(), because with it ptxas spills
       const float2 pair = Dtype::unpack(words[i]);
       sum[2 * i] += pair.x;
       sum[2 * i + 1] += pair.y;
@@ -98,12 +98,12 @@ struct ExactFp32 : Tf32 {
   static constexpr bool kTensorCores = false;
 };
 
-// What the tensor cores take of experts in FP8, and rows of it hold (spec/rows.h).
+// The type of experts' matrices and of rows in FP8 (spec/rows.h), as the tensor cores take them.
 struct E4M3 {
   static constexpr bool kTensorCores = true;
   static constexpr uint32_t kBytes = 1;
 };
-// Of a layer whose experts, and the rows that these multiply, are in e4m3, and all else in D.
+// The type of a layer whose experts, and the rows that they multiply, are in e4m3; everything else is in D.
 template <class D>
 struct Quantised : D {};
 template <class Dtype>
@@ -111,7 +111,7 @@ inline constexpr bool kQuantised = false;
 template <class D>
 inline constexpr bool kQuantised<Quantised<D>> = true;
 
-// Of a layer whose experts' matrices are in mxfp4, and all else in D.
+// The type of a layer whose experts' matrices are in mxfp4; everything else is in D.
 template <class D>
 struct MxFp4 : D {};
 template <class Dtype>
@@ -130,11 +130,11 @@ struct Factors<Quantised<D>> {
 };
 template <class D>
 struct Factors<MxFp4<D>> {
-  using Type = D;  // matrices become so as they are multiplied
+  using Type = D;  // matrices are converted to D before they are multiplied
 };
 
-// The type in which the router's scores are computed: which experts a token gets must not depend on the 13 bits of fp32
-// operands that TF32 ignores.
+// The type in which the router's logits are computed. It is exact fp32 in place of TF32, because TF32 ignores 13 bits
+// of its operands, and these bits may decide which experts a token gets.
 template <class Dtype>
 struct Scores {
   using Type = Dtype;
@@ -148,7 +148,7 @@ struct Scores<Quantised<D>> : Scores<D> {};
 template <class D>
 struct Scores<MxFp4<D>> : Scores<D> {};
 
-// The i-th two elements of so many words.
+// The i-th pair of elements in an array of kWords words.
 template <class Dtype, uint32_t kWords>
 __device__ __forceinline__ float2 pair_of(const uint32_t (&word)[kWords], uint32_t i) {
   if constexpr (Dtype::kBytes == 2) {

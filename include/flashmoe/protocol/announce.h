@@ -1,11 +1,11 @@
-// How a rank tells that it has begun a call, and what it believes the call to be.
+// How a rank tells the other ranks, and its own actors, that it has begun a call, and how it has configured the call.
 #pragma once
 
 #include "flashmoe/protocol/call.h"
 
 namespace flashmoe {
 
-// Tells this rank's own actors. All lanes of the OS actor, before anything else.
+// Announces the call to this rank's own actors. All lanes of the OS actor call it, before they do anything else.
 template <class P>
 FLASHMOE_FN void announce_own(const Call& c) {
   if (P::lane() != 0) return;
@@ -14,7 +14,8 @@ FLASHMOE_FN void announce_own(const Call& c) {
   P::store_release(c.call_signal(c.rank, c.rank), call_word(c), kDevice);
 }
 
-// Clears what the next call counts up. All lanes of one warp, in every call, whichever kernel computes it.
+// Zeroes the counters from which the next call takes tickets. All lanes of one warp call it, in every call, whichever
+// kernel computes the call.
 template <class P>
 FLASHMOE_FN void clear_tickets(const Call& c) {
   if (P::lane() != 0) return;
@@ -23,7 +24,7 @@ FLASHMOE_FN void clear_tickets(const Call& c) {
   P::store_relaxed(&c.control()->sends[next].value, uint64_t{0});
 }
 
-// Tells the other ranks. All lanes of the first sender.
+// Announces the call to the other ranks. All lanes of the first sender call it.
 template <class P>
 FLASHMOE_FN void announce_to_peers(const Call& c) {
   for (uint32_t i = 1 + P::lane(); i < c.shape.ranks; i += P::kLanes) {

@@ -1,7 +1,7 @@
 // Arrivals: which ranks have begun the call, and which of their packets are here.
 //
-// Used by one warp (the OS actor, or a former); every lane keeps the same private members. A step costs one load per 32
-// packet signals in flight, all independent.
+// Each OS actor, former and keeper, which is one warp, has an Arrivals of its own; all its lanes keep the same
+// private members. One load of a warp looks at 32 packet signals. The loads of a step do not wait for one another.
 #pragma once
 
 #include "flashmoe/protocol/fault.h"
@@ -11,21 +11,23 @@ namespace flashmoe {
 // What is known of a source rank.
 struct Source {
   static constexpr uint32_t kUnheard = 0xffffffffu;
-  uint32_t blocks;  // packets it will send, kUnheard until its call signal
+  uint32_t blocks;  // packets that it will send; kUnheard until its call signal is here
   uint32_t next;    // first packet not yet seen
 };
 
-// Packets of a source that a lane looks at in a step. The 32 lanes of a warp look at 128: all of a rank's, where these
-// are no more than about one for each SM.
+// The number of packets of one source that a lane looks at in a step. The 32 lanes of a warp look at 128 packets.
+// These are all packets of a source that has at most about one token block for each SM.
 inline constexpr uint32_t kPacketsOfLane = 4;
 
-// Where the order of an expert's rows is to be the same in every call (kInTurn), sources are listened to in turn, rank 0
-// first, each to its last packet. Nobody loses by it but who could have begun with what came first: packets of all sources
-// are on their way meanwhile, and all are needed in the end.
+// If the order of an expert's rows must be the same in every call (kInTurn), sources are taken in turn: all packets
+// of rank 0, then all packets of rank 1, and so on. This delays tasks that could have begun with the packets that
+// came first. It costs little else, because meanwhile the packets of all sources travel, and all are needed in the
+// end.
 //
-// kDepth: packets of a source that a lane looks at in a step, whose loads are under way together. kLooks: rounds of
-// such loads in a step. With at most kLooks ranks, each has a round with all lanes; more share rounds (32 ranks in 8
-// rounds of 32 lanes: 4 ranks a round, 8 lanes each).
+// kDepth: the number of packets of one source that a lane looks at in a step; the loads of their signals are under
+// way together. kLooks: about how many rounds of such loads a step has. If there are at most kLooks ranks, each rank
+// has a round with all lanes. If there are more, ranks share rounds: of 32 ranks in 8 rounds of 32 lanes, 4 ranks
+// share a round, and each has 8 lanes.
 template <class P, uint32_t kDepth, uint32_t kLooks>
 class Arrivals {
  public:
@@ -35,13 +37,13 @@ class Arrivals {
     P::sync();
   }
 
-  // Looks once. Calls consume(p, first token block, n) for n <= kLanes * kDepth packets of rank p that have newly
-  // arrived, in the order of token blocks, own rank first; and close(p) after a rank's last packet. True if anything
-  // was new. All lanes.
+  // Looks at all awaited signals once. Calls consume(p, first token block, n) for n <= kLanes * kDepth packets of
+  // rank p that have newly arrived; they are of consecutive token blocks. The own rank comes first (not if kInTurn).
+  // Calls close(p) after a rank's last packet. Returns whether anything was new. All lanes.
   template <class Consume, class Close>
   FLASHMOE_FN bool step(Consume&& consume, Close&& close) {
     bool moved = heard_ < c_.shape.ranks && hear_calls(close);
-    [[maybe_unused]] uint32_t turn = 0;  // of sources in turn, the first whose packets are not all here
+    [[maybe_unused]] uint32_t turn = 0;  // if kInTurn: the first source whose packets are not all here
     if constexpr (kInTurn) {
       while (turn < c_.shape.ranks && sources_[turn].next == sources_[turn].blocks) ++turn;
     }
@@ -70,7 +72,9 @@ class Arrivals {
       P::sync();
       FLASHMOE_NO_UNROLL
       for (uint32_t g = 0; g < per_load && base + g < c_.shape.ranks; ++g) {
-        uint32_t n = 0;  // next packets that are here, without a gap: word d counts if all words before it are full
+        // n: the packets that are here, from the source's next one on, up to the first that is missing. So the
+        // signals of index d count only if all `width` signals of each lower index are here.
+        uint32_t n = 0;
         FLASHMOE_UNROLL
         for (uint32_t d = 0; d < kDepth; ++d) {
           if (n == d * width) n += min_of(lowest_bit<P>(~(present[d] >> g * width)), width);
@@ -90,7 +94,7 @@ class Arrivals {
   FLASHMOE_FN uint32_t stranger() const { return stranger_; }
 
  private:
-  // After a poll that saw the packet's signal. A rank signals its own packets at device scope.
+  // Called after a poll that saw the packet's signal. A rank signals its own packets at device scope.
   FLASHMOE_FN void acquire_packet(uint32_t p, uint32_t b) const {
     const uint64_t* signal = c_.packet_signal(c_.rank, p, b);
     if (p == c_.rank) {
@@ -103,7 +107,7 @@ class Arrivals {
   template <class Close>
   FLASHMOE_FN bool hear_calls(Close&& close) {
     bool moved = false;
-    P::sync();  // other lanes may still be reading sources_ in the step before: votes order no memory
+    P::sync();  // other lanes may still read sources_ for the step before, and ballots do not order memory accesses
     for (uint32_t base = 0; base < c_.shape.ranks; base += P::kLanes) {
       const uint32_t p = base + P::lane();
       bool fresh = false, empty = false, strange = false;
@@ -111,7 +115,7 @@ class Arrivals {
         const uint64_t word = P::poll(c_.call_signal(c_.rank, p), kSystem);
         fresh = Signal::epoch(word) == c_.epoch;
         if (fresh) P::acquire(c_.call_signal(c_.rank, p), kSystem);
-        // A rank that computes something else must not be listened to: its packets mean something else.
+        // Packets of a rank that computes something else must not be taken: they mean something else.
         strange = fresh && c_.call_config(c_.rank, p)->hash != c_.config.hash;
         fresh = fresh && !strange;
         if (fresh) {

@@ -1,5 +1,5 @@
 // One call of the operator on one rank, as every actor sees it: sizes, placement, memory. Passed to the kernel by
-// value. The accessors are the only place where protocol memory is addressed.
+// value. Other code gets the addresses of heap and workspace fields from the accessors of Call.
 #pragma once
 
 #include <algorithm>
@@ -28,24 +28,25 @@ inline constexpr uint32_t kMaxJoinedTokens = 1u << 16;
 struct CallShape {
   uint32_t ranks = 1;
   uint32_t tokens = 0, hidden = 0, intermediate = 0;
-  // With the shared expert, if there is one: every token of this rank chooses it behind its K experts. It is the last
-  // expert, E, and the last local one.
+  // These three numbers count the shared expert, if there is one. Every token of this rank has it as one more choice,
+  // behind its K experts. It is the last of all experts, with number E, and the last local expert.
   uint32_t experts = 0, top_k = 0, local_experts = 0;
-  // Its width in I; 0: there is none. GEMM0 has its tiles slice by slice of I columns, as tiles of an expert; GEMM1
-  // contracts over all slices at once.
+  // The number of slices of the shared expert, of I columns each; 0: there is no shared expert. GEMM0 computes each
+  // slice of a tile like a tile of an expert. GEMM1 sums over all slices at once.
   uint32_t shared = 0;
-  // E and K of the gate. Its experts may be cut into slices, which are experts to all that follows: choice k of expert e
-  // then is choices k slices, k slices + 1, .., of experts e slices, e slices + 1, .. (choose_slices).
+  // E and K as the gate has them, and the number of slices of each expert. All code after the gate treats a slice as
+  // an expert: choice k of expert e becomes choices k * slices + i of experts e * slices + i, with i from 0 to slices
+  // - 1 (choose_slices).
   uint32_t gate_experts = 0, gate_top_k = 0, slices = 1;
   uint32_t capacity = 0;  // per expert and source rank; 0: dropless
   ReturnMode return_mode = ReturnMode::kDirect;
 
-  // Without the shared expert: what a capacity and other ranks have to do with.
+  // The three numbers without the shared expert, to which no capacity applies and no other rank sends tokens.
   FLASHMOE_HD uint32_t routed_experts() const { return experts - shared_experts(shared); }
   FLASHMOE_HD uint32_t routed_top_k() const { return top_k - shared_experts(shared); }
   FLASHMOE_HD uint32_t routed_local_experts() const { return local_experts - shared_experts(shared); }
   FLASHMOE_HD bool is_shared(uint32_t local_expert) const { return local_expert >= routed_local_experts(); }
-  // The elements along an axis of matrices, kHidden or kIntermediate.
+  // The number of elements along an axis of matrices, which is kHidden or kIntermediate.
   uint32_t extent(Axis axis) const { return axis == Axis::kHidden ? hidden : intermediate; }
 };
 
@@ -53,30 +54,33 @@ struct CallShape {
 struct CallPolicy {
   uint32_t log2_block = 7;  // a token block has 2^log2_block tokens
   uint32_t tile_rows = 128;
-  uint32_t columns[kProducts] = {};  // blocks of columns of each product
+  uint32_t columns[kProducts] = {};  // how many blocks of columns each product has
   // Return group g has blocks of columns [group_first[g], group_first[g + 1]) of the product whose results return.
   uint32_t groups = 1;
   uint16_t group_first[kMaxGroups + 1] = {0, 1};
-  // Where passes train among several ranks: those who copy other ranks' rows (actors/keeper.h). Else 0.
+  // The number of keepers (actors/keeper.h); 0 unless passes train among several GPUs.
   uint16_t keepers = 0;
-  // Processors that take tasks together: two thread blocks of a GPU; a CPU's thread is a cluster of its own.
+  // The number of clusters. Two thread blocks of a GPU, or one thread of a CPU, are a cluster, and take tasks together.
   uint32_t clusters = 1;
-  // 1: rows are joined as they come, there is no combine (a rank alone, direct, K at most 2, dropless; actors/joiner.h).
+  // 1: a joined call. A token's rows are added as they are computed, and there is no Combine (actors/joiner.h). Only
+  // for a rank alone, with kDirect, without a capacity, and with at most two choices for each token.
   uint32_t joined = 0;
   OrderPolicy order;
   uint64_t timeout_ns = 0;  // 0: none
 };
 
-// In CallPlacement::by_owner: a local expert of another rank to which this one sends no token, but to another copy.
+// In CallPlacement::by_owner: an expert of another rank of which this rank sends that rank no tokens, because it
+// sends them to another copy of the expert.
 inline constexpr uint32_t kElsewhere = 0xffffffffu;
 
-// Where the experts are, as this rank looks it up: each rank sends all of its tokens of an expert to one owner, even if
-// others have copies of it, which yet other ranks send theirs to. This rank's shared expert is among the experts. (Every
-// rank has one of its own, which no other knows of.)
+// Where the experts are, as this rank looks it up. This rank sends all its tokens of an expert to one rank, the
+// owner, even if other ranks have copies of the expert too. Other ranks may have another owner for it. This rank's
+// shared expert is among the experts. (Every rank has a shared expert of its own. The shared experts of other ranks
+// are in no table.)
 struct CallPlacement {
   const uint32_t* owner = nullptr;  // [experts] rank to which this one sends the expert's tokens
   const uint32_t* by_owner =
-      nullptr;  // [owner_base[R]] local experts of every rank, each rank's ascending; or kElsewhere
+      nullptr;  // [owner_base[R]] rank by rank, its local experts ascending: the expert's number, or kElsewhere
   const uint32_t* owner_base = nullptr;  // [R + 1] where each rank's experts begin in by_owner
 };
 
@@ -89,12 +93,13 @@ struct CallMemory {
   uint64_t put_offset[static_cast<uint32_t>(PutField::kCount)] = {};  // behind the workspace
   uint32_t max_blocks = 0;
   uint32_t slice_tiles = 0;  // see Call::inner_tile
-  // Bytes of a token's row, of an intermediate one, and of one on its way home (spec/rows.h).
+  // Bytes of a token's row, of an intermediate row, and of a staged row or return row (spec/rows.h).
   uint32_t token_row_bytes = 0, intermediate_row_bytes = 0, return_row_bytes = 0;
   uint64_t queue_mask = 0, list_mask = 0;
 };
 
-// That of a rank with memory of these sizes, but for the addresses and the bytes of a layer's rows.
+// The CallMemory of a rank whose memory is made for these limits. Leaves unset the addresses and the bytes of a
+// layer's rows.
 inline CallMemory make_call_memory(const Limits& limits) {
   CallMemory m;
   m.heap_layout = make_heap_layout(limits);
@@ -118,9 +123,9 @@ struct Call {
   CallConfig config;  // what the ranks must agree on
   CallPlacement placement;
   CallMemory memory;
-  const Machines* machines = nullptr;  // where ranks may be on several (SpansMachines)
+  const Machines* machines = nullptr;  // null unless ranks may be on several machines (SpansMachines)
 
-  // The sizes of the layer and of its rows. What depends on its return mode, placement and tokens is set beside it.
+  // Sets the sizes of the layer and of its rows. The caller sets what depends on return mode, placement and tokens.
   void set_layer(const LayerSpec& layer) {
     shape.hidden = layer.hidden;
     shape.intermediate = layer.intermediate;
@@ -134,7 +139,7 @@ struct Call {
     memory.intermediate_row_bytes = layer.intermediate_row_bytes();
     memory.return_row_bytes = layer.return_row_bytes();
   }
-  // Cuts the results of each product into blocks of so many columns.
+  // Cuts the results of product n into blocks of each[n] columns, for every n.
   void cut_columns(const std::array<uint32_t, kProducts>& each) {
     for (uint32_t n = 0; n < kProducts; ++n) policy.columns[n] = ceil_div(shape.extent(kProgram[n].columns), each[n]);
   }
@@ -153,7 +158,7 @@ struct Call {
   }
   FLASHMOE_HD bool reduced() const { return shape.return_mode == ReturnMode::kReduced; }
   FLASHMOE_HD uint32_t owned(uint32_t q) const { return placement.owner_base[q + 1] - placement.owner_base[q]; }
-  // Token blocks of rank p, whose call signal has arrived here. (Own: blocks().)
+  // The number of token blocks of rank p, whose call signal must be here. (For this rank itself: blocks().)
   FLASHMOE_HD uint32_t blocks_of(uint32_t p) const {
     const uint32_t payload = Signal::payload(*call_signal(rank, p));
     return ceil_div(CallPayload::tokens(payload), 1u << CallPayload::log2_block(payload));
@@ -161,7 +166,7 @@ struct Call {
   FLASHMOE_HD uint32_t tokens_of(uint32_t p) const {
     return CallPayload::tokens(Signal::payload(*call_signal(rank, p)));
   }
-  // The first token of packet (p, b) that arrived here, and how many tokens its token block has.
+  // The first token of packet (p, b), which must be here, and how many tokens its token block has.
   FLASHMOE_HD uint32_t packet_first_token(uint32_t p, uint32_t b) const {
     return b << CallPayload::log2_block(Signal::payload(*call_signal(rank, p)));
   }
@@ -170,7 +175,7 @@ struct Call {
     const uint32_t first = b << CallPayload::log2_block(payload);
     return min_of(1u << CallPayload::log2_block(payload), CallPayload::tokens(payload) - first);
   }
-  // Entries of packet (p, b), whose signal has arrived here.
+  // The number of entries of packet (p, b), which must be here.
   FLASHMOE_HD uint32_t packet_size(uint32_t p, uint32_t b) const { return Signal::payload(*packet_signal(rank, p, b)); }
 
   // ---- symmetric heap; `at` is the rank in whose heap the field lies -------------------------------------------
@@ -200,7 +205,8 @@ struct Call {
   FLASHMOE_HD Entry* packet_entries(uint32_t at, uint32_t p, uint32_t first_token) const {
     return heap<Entry>(at, HeapField::kPacketEntries, parity(), p, first_token);
   }
-  // Where this rank builds its packets for rank q: its own in its heap, where they are read, others in the outbox.
+  // Where this rank builds its packets for rank q: the own packet in its own heap, where formers read it, packets for
+  // other ranks in the outbox.
   FLASHMOE_HD uint16_t* out_offsets(uint32_t q, uint32_t b) const {
     if (q == rank) return packet_offsets(q, rank, b);
     return workspace<uint16_t>(WorkField::kOutOffsets, q, b);
@@ -242,7 +248,8 @@ struct Call {
   FLASHMOE_HD Tile* tile(uint32_t t) const { return workspace<Tile>(WorkField::kTiles, t); }
   FLASHMOE_HD Row* tile_row(uint32_t t, uint32_t row) const { return workspace<Row>(WorkField::kTileRows, t, row); }
   FLASHMOE_HD Segment* segments(uint32_t t) const { return workspace<Segment>(WorkField::kSegments, t); }
-  // How many tiles a local expert has, once all are formed, and which (where passes train).
+  // How many tiles a local expert has, once all are formed, and the numbers of these tiles. (The count is written
+  // only in backward passes, and where passes train among several ranks.)
   FLASHMOE_HD uint32_t* expert_tile_count(uint32_t l) const {
     return workspace<uint32_t>(WorkField::kExpertTileCounts, l);
   }
@@ -263,9 +270,10 @@ struct Call {
   FLASHMOE_HD uint32_t* joint_word(uint32_t column, uint32_t token) const {
     return workspace<uint32_t>(WorkField::kJoints, column, token);
   }
-  // Whose place the intermediate rows of a tile's slice have (intermediate_row): the tile's own, but for slices behind
-  // the shared expert's first. These lie behind all tiles', its n-th tile's together; its tiles take the tokens in
-  // order, so the first one's number is n.
+  // The number under which intermediate_row() has the rows of a slice of tile t: t itself for slice 0, so for all
+  // tiles of other experts than the shared one. The rows of later slices lie behind those of all tiles: first the
+  // later slices of the shared expert's tile 0, then those of its tile 1, and so on. Its tiles have this rank's
+  // tokens in order, so the first token of a tile gives the number of the tile among them.
   FLASHMOE_HD uint32_t inner_tile(uint32_t t, uint32_t first_token, uint32_t slice) const {
     if (slice == 0) return t;
     return memory.slice_tiles + first_token / policy.tile_rows * (shape.shared - 1) + slice - 1;
@@ -284,14 +292,14 @@ struct Call {
   }
   FLASHMOE_HD uint64_t* returns_ready(uint32_t p) const { return for_puts<uint64_t>(PutField::kReturnsReady) + p; }
   FLASHMOE_HD uint32_t* returns_sent(uint32_t p) const { return for_puts<uint32_t>(PutField::kReturnsSent) + p; }
-  // Own token's row as other ranks get it: rows as far apart as dispatched ones.
+  // The row of an own token as other ranks get it. These rows are as far apart as dispatched rows.
   FLASHMOE_HD uint8_t* out_row(uint32_t token) const {
     return for_puts<uint8_t>(PutField::kRows) +
            token * memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kRows)][1];
   }
 };
 
-// What a rank's call signal says.
+// The word of this rank's call signal.
 FLASHMOE_HD uint64_t call_word(const Call& c) {
   return Signal::make(c.epoch, CallPayload::make(c.shape.tokens, c.policy.log2_block));
 }

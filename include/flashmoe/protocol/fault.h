@@ -1,13 +1,14 @@
-// Ending a call that cannot succeed: the first actor of a rank that finds a fault records it, tells every rank, and
-// makes every actor of this rank leave. A faulted context is not used again.
+// Ends a call that cannot succeed: the actor of a rank that is the first to find a fault records the fault, tells
+// every rank, and makes every actor of its own rank leave. A context that had a fault is not used again.
 #pragma once
 
 #include "flashmoe/protocol/call.h"
 
 namespace flashmoe {
 
-// Called by one lane. Only the first fault of a rank is recorded: faults that follow from it would hide it. To peers
-// that are not mapped a sender puts the record, once this rank's actors leave.
+// Called by one lane. Records only the first fault of a rank, because later faults may follow from the first and
+// would hide it. If peers are not mapped, a sender puts the record to them when this rank's actors leave
+// (tell_fault).
 template <class P>
 FLASHMOE_FN void post_fault(const Call& c, Fault fault) {
   if (P::fetch_add(&c.control()->fault_claim.value, uint64_t{1}) == 0) {
@@ -20,12 +21,13 @@ FLASHMOE_FN void post_fault(const Call& c, Fault fault) {
       P::store_release(&to->posted, FaultRecord::kFailed, kSystem);
     }
   } else if constexpr (!P::kPeersMapped) {
-    return;  // nobody may leave before the record is there to be sent
+    return;  // another actor records its fault, and no actor may leave before that record is written
   }
   P::store_release(&c.control()->abort.value, uint64_t{1}, kDevice);
 }
 
-// The call that rank p has begun, as far as is known here: by its status, or if it is not mapped, by its call signals.
+// The last call that rank p has begun, as far as this rank knows: from p's status, or, if p is not mapped, from the
+// call signals of p that are here.
 template <class P>
 FLASHMOE_FN Epoch entered_by(const Call& c, uint32_t p) {
   if constexpr (!P::kPeersMapped) {
@@ -38,7 +40,7 @@ FLASHMOE_FN Epoch entered_by(const Call& c, uint32_t p) {
   return P::load_acquire(&c.status(p)->entered, kSystem);
 }
 
-// The lowest rank that has refused the call, as far as is known here; if none has, a number that is no rank's.
+// The lowest rank that has refused the call, as far as this rank knows; if none has, a number that is no rank's.
 template <class P>
 FLASHMOE_FN uint32_t refuser(const Call& c) {
   uint32_t p = 0;
@@ -46,7 +48,8 @@ FLASHMOE_FN uint32_t refuser(const Call& c) {
   return p;
 }
 
-// All lanes; true if any rank has posted a fault, or has refused the call. Then every actor of this rank is told to leave.
+// Returns whether any rank has posted a fault, or has refused the call. If so, makes every actor of this rank leave.
+// All lanes.
 template <class P>
 FLASHMOE_FN bool peer_faulted(const Call& c) {
   bool found = false;

@@ -2,42 +2,42 @@
 // rows are rows of dY, and its routing is that of the forward pass, so it is known from the beginning.
 //
 //   tokens     rows of dY. Each crosses to a rank once, with the token's x, if the forward pass has kept no x there
-//   GEMM0      dA = dY down^T. From dA and what the forward pass kept: each row's gradient of its pre-activations
+//   GEMM0      dA = dY down. From dA and what the forward pass kept: each row's gradient of its pre-activations
 //   GEMM1      dX = that gradient times gate_up. It goes to the row's home, by itself or summed by Reduce
 //   Combine    dX of a token, and what comes back through the router
 //   afterwards the gradients of weights: sums over an expert's rows, in canonical order. No peer waits for them
 //
-// The gradients of combine weights go home, too: one number for each choice, in a region of its own behind the heap. A
-// rank writes them before the rows that a return signal announces.
+// The gradients of combine weights go home, too: one number for each choice, in a field behind the heap. A rank
+// writes the number before the return signal that announces the choice's row.
 //
-// With `redispatch`, x is sent again. Its rows have a region of their own, laid out as dispatched rows. Whoever writes
-// a row of dY also writes the token's x before the same signal. Whoever reads the row has read both before the same
-// return. So to every actor the pair is one row of twice the bytes.
+// With `redispatch`, x is sent again. Its rows have a field of their own, laid out like dispatched rows. Whoever
+// writes a row of dY also writes the token's x before the same signal. Whoever reads the row has read both before the
+// same return signal. So every actor can treat the pair as one row of twice the bytes.
 #pragma once
 
 #include "flashmoe/protocol/call.h"
 
 namespace flashmoe {
 
-// A row of a local expert as the forward pass has left it, whose home is `source`.
+// Names a row of a local expert by its token: the home rank of the token, and its number there.
 struct CanonicalRow {
   uint32_t source, token;
 
-  // The order of an expert's rows in every sum over them, in whatever order they came: by source, then by token. (An
-  // expert has a token once.)
+  // The canonical order of an expert's rows: by source, then by token. Every sum over the rows takes this order,
+  // whatever the order in which they arrived. (An expert has a token at most once.)
   FLASHMOE_HD constexpr uint64_t key() const { return uint64_t{source} << 32 | token; }
   FLASHMOE_HD friend constexpr bool operator<(const CanonicalRow& a, const CanonicalRow& b) {
     return a.key() < b.key();
   }
 };
 
-// Elements that are kept of a row of an expert whose intermediate rows are `width` wide: the pre-activations, gates
-// before ups, whatever the order of the matrix's rows; each of y's type.
+// The number of elements that are kept for a row of an expert with `width` columns of I: the row's pre-activations,
+// in y's type. Gates come before ups, whatever order the rows of the expert's first matrix have.
 FLASHMOE_HD constexpr uint64_t kept_elements(const LayerSpec& layer, uint32_t width) {
   return uint64_t{layer.gated() ? 2u : 1u} * width;
 }
 
-// ---- Behind the symmetric heap. In a table of its own, since the heap's layout is a part of every kernel -------------
+// ---- Fields behind the symmetric heap, in a table of their own, because every kernel has the heap's layout ----------
 
 enum class GradientField : uint32_t { kWeights, kRows, kCount };
 
@@ -59,7 +59,7 @@ inline GradientLayout make_gradient_layout(const Limits& limits) {
   return make_layout(kGradientTable, limits);
 }
 
-// Heap and what lies behind it.
+// Bytes of the heap and of the fields for gradients behind it.
 inline uint64_t training_heap_bytes(const Limits& limits) {
   return make_heap_layout(limits).bytes + make_gradient_layout(limits).bytes;
 }
@@ -70,8 +70,8 @@ FLASHMOE_HD float* weight_gradient(const Call& c, const GradientLayout& layout, 
   return layout.at<float>(c.memory.heaps[home] + c.memory.heap_layout.bytes, GradientField::kWeights, token, k);
 }
 
-// How many bytes behind a dispatched row of dY (Call::dispatched_row) the token's x lies, where it is dispatched again:
-// the two fields have one shape.
+// How many bytes behind a dispatched row of dY (Call::dispatched_row) the token's x lies, if x is dispatched again.
+// It is one number for all rows, because the two fields have the same shape.
 inline uint64_t redispatched_behind(const Call& c, const GradientLayout& layout) {
   return c.memory.heap_layout.bytes + layout.offset[static_cast<uint32_t>(GradientField::kRows)] -
          c.memory.heap_layout.offset[static_cast<uint32_t>(HeapField::kRows)];

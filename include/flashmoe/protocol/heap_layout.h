@@ -19,13 +19,13 @@ inline constexpr uint32_t kMaxTokenBlock = 128;
 // The columns of results are returned in at most this many groups, each with a signal of its own.
 inline constexpr uint32_t kMaxGroups = 8;
 
-// How many lists of ready tiles the scheduler keeps for product n: one, or two for the product whose results go home,
-// of which the first is served first (OrderPolicy::gemm1_lists).
+// How many lists of ready tiles the scheduler keeps for product n. The product whose results go home has two; tiles
+// of the first list go before those of the second (OrderPolicy::gemm1_lists). Other products have one list.
 inline constexpr uint32_t kMaxGemm1Lists = 2;
 FLASHMOE_HD constexpr uint32_t ready_lists(uint32_t n) {
   return n == kReturning ? kMaxGemm1Lists : 1;
 }
-// The number of product n's first list; its second is the next.
+// The number of product n's first list. Its second list, if it has one, has the next number.
 FLASHMOE_HD constexpr uint32_t first_list(uint32_t n) {
   uint32_t lists = 0;
   for (uint32_t m = 0; m < n; ++m) lists += ready_lists(m);
@@ -33,55 +33,57 @@ FLASHMOE_HD constexpr uint32_t first_list(uint32_t n) {
 }
 inline constexpr uint32_t kReadyLists = first_list(kProducts);
 
-// `v` for every product.
+// An array that has the value v for every product.
 constexpr std::array<uint32_t, kProducts> each_product(uint32_t v) {
   std::array<uint32_t, kProducts> all{};
   for (uint32_t& x : all) x = v;
   return all;
 }
 
-// The largest call a context serves. Equal on every rank of a group, except where noted.
+// The largest call that a context serves. Equal on every rank of a group, except where noted.
 struct Limits {
   uint32_t ranks = 1;
   uint32_t max_tokens = 0;         // per rank
   uint32_t hidden = 0;             // H
   uint32_t experts = 0;            // E
-  uint32_t max_local_experts = 0;  // the most any rank holds
+  uint32_t max_local_experts = 0;  // the most experts that any rank holds
   uint32_t top_k = 0;              // K
-  uint32_t shared = 0;        // width of the shared expert in I; 0: none. Each rank has one, for its own tokens alone
+  uint32_t shared = 0;        // slices of a rank's shared expert, which is for its own tokens only; 0: there is none
   uint32_t x_bytes = 0;       // of an element of a dispatched row; 1: rows are quantised (spec/rows.h)
   uint32_t return_bytes = 0;  // of an element of a row on its way home
   uint32_t return_slots = 0;  // return rows per token: K (direct), R (reduced), the larger where both may occur
   uint32_t capacity = 0;      // the most rows of one rank that an expert keeps; more are dropped. 0: dropless
   uint32_t redispatch = 0;    // 1: room for rows of x that backward passes send again (gradients.h)
-  // Of groups on several machines (machines.h): the most ranks of one, sources that one rank may be the relay of, and a
-  // hash of who is where; 0 where all ranks are on one.
+  // For groups on several machines (machines.h): the most ranks of a machine, the most sources for which one rank is
+  // the relay, and a hash of which rank is on which machine. All three are 0 if all ranks are on one machine.
   uint32_t machine_ranks = 0, relayed = 0, spread = 0;
-  // May differ from rank to rank: they size the workspace, which no peer addresses.
+  // These may differ from rank to rank, because they size only the workspace, which no peer addresses. There are two
+  // exceptions: rdma is equal on every rank, and so is staging where there are relays, because it sizes their fields.
   uint32_t intermediate = 0;        // I
   uint32_t intermediate_bytes = 0;  // of an element of an intermediate row
   uint32_t staging = 0;             // 1 if `reduced` may occur
-  uint32_t rdma = 0;                // 1 if peers are reached by puts alone (GPU; equal on every rank)
+  uint32_t rdma = 0;                // 1 if peers are reached only by puts (GPU; equal on every rank)
   uint32_t tile_rows = 128;
   std::array<uint32_t, kProducts> columns_per_task = each_product(256);
   uint32_t processors = 1;
 
   FLASHMOE_HD constexpr uint32_t max_blocks() const { return ceil_div(max_of(max_tokens, 1u), kMinTokenBlock); }
-  // With the shared expert.
+  // These three counts include the shared expert.
   FLASHMOE_HD constexpr uint32_t all_experts() const { return experts + shared_experts(shared); }
   FLASHMOE_HD constexpr uint32_t all_local_experts() const { return max_local_experts + shared_experts(shared); }
   FLASHMOE_HD constexpr uint32_t choices_per_token() const { return top_k + shared_experts(shared); }
-  // The most entries that a token has on one rank: its experts are distinct.
+  // The most entries that a token has on one rank. (No two choices of a token are of the same expert.)
   FLASHMOE_HD constexpr uint32_t entries_per_token() const {
     return min_of(top_k, max_local_experts) + shared_experts(shared);
   }
-  // The same on all ranks of one machine, without the shared expert, which only own tokens have.
+  // The most entries that a token of another machine has on all ranks of one machine together. The shared expert does
+  // not count, because each rank computes it only for its own tokens.
   FLASHMOE_HD constexpr uint32_t entries_on_machine() const {
     return static_cast<uint32_t>(min_of<uint64_t>(top_k, uint64_t{machine_ranks} * max_local_experts));
   }
-  // The most rows that one rank's tokens have with the experts of one rank, but for the shared one. With a capacity C,
-  // El * C: a call of other sizes may have a larger C, and is refused unless its own El * C is within this one
-  // (calls/arguments.py).
+  // The most rows that one rank's tokens have with the experts of one rank, without the shared expert. With a
+  // capacity C they are at most El * C. A call with other sizes than these limits may have a larger C; Python refuses
+  // it if it may have more rows than this function says (calls/arguments.py).
   FLASHMOE_HD constexpr uint64_t rows_of_rank() const {
     const uint64_t dropless = uint64_t{max_tokens} * min_of(top_k, max_local_experts);
     return capacity == 0 ? dropless : min_of(dropless, uint64_t{max_local_experts} * capacity);
@@ -93,15 +95,15 @@ struct Limits {
   FLASHMOE_HD constexpr uint64_t max_tiles() const {
     return max_rows() / tile_rows + min_of<uint64_t>(all_local_experts(), max_rows());
   }
-  // Slices behind the first that tiles of the shared expert have.
+  // The number of slices of all tiles of the shared expert together, without the first slice of each tile.
   FLASHMOE_HD constexpr uint64_t max_later_slices() const {
     return shared == 0 ? 0 : uint64_t{shared - 1} * ceil_div(max_tokens, tile_rows);
   }
-  // A token chooses an expert at most once.
+  // An expert has at most one row for each token.
   FLASHMOE_HD constexpr uint64_t max_tiles_per_expert() const {
     return min_of(uint64_t{ranks} * max_tokens, max_rows()) / tile_rows + 1;
   }
-  // Blocks of columns of product n.
+  // The number of blocks of columns of product n.
   constexpr uint32_t columns(uint32_t n) const {
     const uint32_t all = kProgram[n].columns == Axis::kHidden ? hidden : intermediate;
     return ceil_div(max_of(all, 1u), columns_per_task[n]);
@@ -111,11 +113,12 @@ struct Limits {
     for (uint32_t n = 0; n < kProducts; ++n) tasks += columns(n);
     return tasks;
   }
-  // The most tiles that one product's list of ready ones may have.
+  // The most tiles that a product's list of ready tiles may have; each slice of a tile counts as a tile.
   constexpr uint64_t max_ready() const { return max_tiles() + max_later_slices(); }
-  // Ranks whose packets are built in the workspace and sent from there.
+  // The number of ranks for which the outbox has room for packets.
   FLASHMOE_HD constexpr uint64_t outboxes() const { return ranks > 1 ? ranks : 0; }
-  // Items of the ready list in a call: a tile for each of its products; an expert in kFormed.
+  // The size of the ready list. A call pushes an item for each product of each tile, and for each later slice of a
+  // tile; and with kFormed at most one item for each local expert.
   constexpr uint64_t list_capacity() const {
     return next_power_of_two(kProducts * max_tiles() + max_later_slices() + uint64_t{all_local_experts()} + 1);
   }
@@ -124,7 +127,7 @@ struct Limits {
   }
 };
 
-// Which rank writes an element of a heap's field, as its coordinates say.
+// Which rank writes an element of a heap's field. The element's coordinates tell it.
 enum class Writer : uint32_t {
   kSelf,    // only the rank whose heap it is
   kRank0,   // the rank that the first coordinate names
@@ -180,8 +183,8 @@ enum class WorkField : uint32_t {
   kCount
 };
 
-// Fields that lie behind the workspace where peers are reached by puts alone, or rows are quantised. They have a table
-// of their own since the two layouts above are a part of every kernel.
+// Fields that lie behind the workspace if peers are reached only by puts, or if rows are quantised. They have a table
+// of their own, because the layouts of the two enums above are in every kernel's arguments.
 enum class PutField : uint32_t { kReturnsReady, kReturnsSent, kRows, kCount };
 
 template <class Field>
@@ -193,7 +196,7 @@ struct FieldSpec {
   const char* why;
 };
 
-// A row of H (or I) elements starts 16-byte aligned, as bulk copies need.
+// Bytes from one row to the next. Each row begins at a multiple of 16 bytes, as bulk copies need.
 FLASHMOE_HD constexpr uint64_t row_pitch(uint32_t elements, uint32_t elem_bytes) {
   return align_up<uint64_t>(row_bytes(elements, elem_bytes), kRowAlign);
 }
@@ -334,7 +337,8 @@ static_assert(sizeof(kHeapTable) / sizeof(kHeapTable[0]) == static_cast<size_t>(
 static_assert(sizeof(kWorkTable) / sizeof(kWorkTable[0]) == static_cast<size_t>(WorkField::kCount));
 static_assert(sizeof(kPutTable) / sizeof(kPutTable[0]) == static_cast<size_t>(PutField::kCount));
 
-// How many coordinates a region's fields have. Strides are in a kernel's arguments and in a block's shared memory.
+// How many coordinates a region's fields have. Only regions that need four strides for each field have four, because
+// the strides take room in a kernel's arguments and in a thread block's shared memory.
 template <class Field>
 inline constexpr int kDimensions = 3;
 template <>
@@ -350,7 +354,7 @@ struct Layout {
   uint64_t stride[kFields][kDimensions<Field>] = {};
   uint64_t bytes = 0;
 
-  // Address of coordinate (i, j, k, m) of a field in the region that starts at base.
+  // Address of the element with coordinates (i, j, k, m) of a field, in the region that begins at `base`.
   template <class T = uint8_t>
   FLASHMOE_HD T* at(uint8_t* base, Field f, uint64_t i = 0, uint64_t j = 0, uint64_t k = 0, uint64_t m = 0) const {
     const uint32_t x = static_cast<uint32_t>(f);
@@ -386,16 +390,17 @@ inline HeapLayout make_heap_layout(const Limits& limits) {
 inline WorkLayout make_work_layout(const Limits& limits) {
   return make_layout(kWorkTable, limits);
 }
-// What lies behind the workspace where peers are reached by puts alone, or rows are quantised; nothing elsewhere.
+// The layout of what lies behind the workspace if peers are reached only by puts, or if rows are quantised; else an
+// empty layout.
 inline PutLayout make_put_layout(const Limits& limits) {
   return limits.rdma != 0 || is_quantised(limits.x_bytes) ? make_layout(kPutTable, limits) : PutLayout{};
 }
-// Workspace and what lies behind it.
+// Bytes of the workspace and of what lies behind it.
 inline uint64_t work_bytes(const Limits& limits) {
   return make_work_layout(limits).bytes + make_put_layout(limits).bytes;
 }
 
-// Slot of rank `source` among the peers of rank `home`: home itself has none.
+// The number of rank `source` among the peers of rank `home`. (home itself has none.)
 FLASHMOE_HD constexpr uint32_t peer_slot(uint32_t source, uint32_t home, uint32_t ranks) {
   return (source + ranks - home) % ranks - 1;
 }

@@ -7,18 +7,18 @@
 // sums for p's tokens with the relay, and the relay sends the total home (actors/returner.h). So the ranks of a machine
 // share this work, source by source.
 //
-// A Platform whose ranks may be on several machines says so by kSpansMachines. kRelaysApart says who passes on: actors
-// of their own (RelayWorker), or the OS actor. SpreadPlatform makes such a Platform of any other. For other Platforms
-// nothing of this file is compiled in.
+// A Platform whose ranks may be on several machines says so by kSpansMachines. Its kRelaysApart says who passes
+// packets on: actors of their own (RelayWorker), or the OS actor. SpreadPlatform<P> makes such a Platform of a
+// Platform P. Where kSpansMachines is false, no code of relays is compiled in.
 #pragma once
 
 #include "flashmoe/protocol/gradients.h"
 
 namespace flashmoe {
 
-// ---- Behind the symmetric heap and what gradients have there. In a table of its own: see gradients.h ------------------
+// ---- Fields behind the symmetric heap and behind those of gradients, in a table of their own: see gradients.h -------
 
-// What a relay has for the sources that it stands for; `slot` is Machines::slot(source, its machine).
+// What a relay holds for the sources that it serves; `slot` is Machines::slot(source, the relay's machine).
 enum class RelayField : uint32_t { kSignal, kOffsets, kCounts, kEntries, kSumSignal, kSums, kCount };
 
 inline constexpr FieldSpec<RelayField> kRelayTable[] = {
@@ -58,70 +58,75 @@ inline RelayLayout make_relay_layout(const Limits& limits) {
   return make_layout(kRelayTable, limits);
 }
 
-// Heap, and all that may lie behind it.
+// Bytes of the heap, of the fields for gradients and of the fields of relays.
 inline uint64_t spread_heap_bytes(const Limits& limits) {
   return training_heap_bytes(limits) + make_relay_layout(limits).bytes;
 }
 
-// ---- How ranks are spread ---------------------------------------------------------------------------------------------
+// ---- How ranks are spread -------------------------------------------------------------------------------------------
 
-// Which rank is on which machine, as tables of the host's. Machines are numbered by their lowest ranks; a rank's place is
-// its number among those of its machine.
+// Which rank is on which machine, as tables that the host has made. Machines are numbered in the order of their
+// lowest ranks. A rank's place is its number among the ranks of its machine.
 struct Machines {
-  uint32_t count = 1;               // M
+  uint32_t count = 1;               // the number of machines
   const uint32_t* of = nullptr;     // [R] the machine of each rank
-  const uint32_t* place = nullptr;  // [R]
-  const uint32_t* ranks = nullptr;  // [R] machine by machine, each's ascending
-  const uint32_t* first = nullptr;  // [M + 1] where each machine's begin in `ranks`
-  uint32_t most_ranks = 1;          // of a machine
-  // Sources that this rank is the relay of, from the rank behind this one on: so the machines' sums go to different homes at a
-  // time.
+  const uint32_t* place = nullptr;  // [R] the place of each rank
+  const uint32_t* ranks = nullptr;  // [R] the ranks, machine by machine, ascending within a machine
+  const uint32_t* first = nullptr;  // [count + 1] where each machine's ranks begin in `ranks`
+  uint32_t most_ranks = 1;          // the most ranks that a machine has
+  // [source_count] the sources for which this rank is the relay, in ascending order from the next rank on, round the
+  // ranks. So at any time, relays send their machines' sums to different homes.
   const uint32_t* sources = nullptr;
   uint32_t source_count = 0;
-  // Memory of the rank's own, each for two calls by the parity of the epoch: while one call counts, its OS actor zeroes
-  // the next one's.
+  // This rank's own counters. Each has two copies, which the parity of the epoch selects: a call counts in one copy,
+  // and its OS actor zeroes the other one for the next call.
   uint64_t* passed = nullptr;  // [2][source_count] packets of each source that are passed on
   struct Counts {
     uint64_t rows_passed, sums_sent;  // rows written to other ranks as a relay; sums of this machine sent home
   };
   Counts* counts = nullptr;  // [2], for reports
 
-  // Rows of one message to a relay, at most, unless a single token block has more.
+  // The most bytes of rows in one message to a relay, unless a single token block has more.
   uint64_t batch_bytes = 1;
   RelayLayout layout;
-  uint64_t behind = 0;  // where in a heap that layout begins
-  // Of the call. How far behind a dispatched row another follows that belongs to it (redispatched_behind); 0: none does.
+  uint64_t behind = 0;  // where in a heap the fields of `layout` begin
+  // Set for each call. If x is dispatched again: how many bytes behind a dispatched row of dY the token's x lies
+  // (redispatched_behind). Else 0.
   uint64_t second_row = 0;
-  // Whether machines' sums go home. Not in a backward pass, whose rows come with gradients of combine weights.
+  // Whether a machine's ranks leave their sums with the relay, which sends the total home. False with kDirect, and in
+  // a backward pass, where each rank's gradients of combine weights go home with its sums.
   bool sums = false;
 
   FLASHMOE_HD uint32_t size(uint32_t machine) const { return first[machine + 1] - first[machine]; }
   FLASHMOE_HD uint32_t rank_at(uint32_t machine, uint32_t at) const { return ranks[first[machine] + at]; }
   FLASHMOE_HD bool together(uint32_t p, uint32_t q) const { return count == 1 || of[p] == of[q]; }
-  // The rank that stands for a machine towards source p, which is of another.
+  // The relay of a machine for source p, which is on another machine.
   FLASHMOE_HD uint32_t relay(uint32_t p, uint32_t machine) const { return rank_at(machine, place[p] % size(machine)); }
   FLASHMOE_HD bool is_relay(uint32_t p, uint32_t q) const { return relay(p, of[q]) == q; }
-  // The source's place in its relay's fields: machines in order, of each those that have this relay.
+  // The number of source p among the sources of its relay on `machine`. These are counted machine by machine, and in
+  // each machine by place.
   FLASHMOE_HD uint32_t slot(uint32_t p, uint32_t machine) const {
     const uint32_t others = of[p] < machine ? of[p] : of[p] - 1;
     return others * ceil_div(most_ranks, size(machine)) + place[p] / size(machine);
   }
-  // So many token blocks of that size are sent to a relay as one message.
+  // How many token blocks, of `tokens` tokens each, a sender brings to a relay as one message.
   FLASHMOE_HD uint32_t batch_blocks(uint32_t tokens, uint32_t row_bytes) const {
     return static_cast<uint32_t>(max_of<uint64_t>(batch_bytes / (uint64_t{tokens} * row_bytes), 1));
   }
-  // Which rank answers for what q owes to p: with sums, q's relay, if they are on different machines.
+  // The rank that signals to p the return of what q owes to p: q itself, or, if sums go by relays and p and q are on
+  // different machines, the relay of q's machine for p.
   FLASHMOE_HD uint32_t returner(uint32_t p, uint32_t q) const { return sums && !together(p, q) ? relay(p, of[q]) : q; }
 
   FLASHMOE_HD uint64_t* packets_passed(uint32_t parity, uint32_t i) const { return passed + parity * source_count + i; }
 };
 
-// The most sources that a rank of the smallest machine is the relay of, and hence slots.
+// How many slots a relay's fields need: as many as there are sources for which a rank of the smallest machine is the
+// relay, at most.
 FLASHMOE_HD constexpr uint32_t relay_slots(uint32_t machines, uint32_t most_ranks, uint32_t fewest_ranks) {
   return (machines - 1) * ceil_div(most_ranks, fewest_ranks);
 }
 
-// A call of a group that may be spread, with its table.
+// A call of a group whose ranks may be on several machines, and the tables that say which rank is on which machine.
 struct SpreadCall : Call {
   Machines spread;
 
@@ -144,7 +149,7 @@ struct SpreadPlatform : P {
 template <class P>
 concept SpansMachines = P::kSpansMachines;
 
-// ---- What a relay has of source p; `at` is the relay, `place` that of a rank of its machine ----------------------------
+// ---- What a relay holds for source p; `at` is the relay, `place` the place of a rank of its machine -----------------
 
 struct RelayPlace {
   const Call& c;
@@ -178,8 +183,9 @@ struct RelayPlace {
   }
 };
 
-// The rank, by whose number a token's return rows are told apart with `reduced`, and which of them there are: on the own
-// machine each rank's, of another its relay's.
+// With `reduced`: whether the return row that rank q sends for an own token holds a sum. If sums go by relays, ranks
+// of another machine send no rows themselves: the machine's relay sends one, if any rank of the machine has entries
+// of the token. Otherwise q sends a row if it has entries itself.
 FLASHMOE_HD bool is_returned(const Call& c, const Machines& m, uint32_t token, uint32_t q) {
   if (!m.sums || m.together(c.rank, q)) return *c.out_counts(q, token) != 0;
   if (!m.is_relay(c.rank, q)) return false;

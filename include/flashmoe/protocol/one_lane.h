@@ -1,4 +1,5 @@
-// What the lanes of a warp do together, of a warp that is one lane: a part of a Platform (platform.h) on the host.
+// What the lanes of a warp do together (MeetsInWarps, platform.h), for a warp of one lane. Platforms on the host
+// inherit it.
 #pragma once
 
 #include <cstdint>

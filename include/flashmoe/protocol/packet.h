@@ -13,25 +13,24 @@
 
 namespace flashmoe {
 
-// What the gate leaves as a choice's expert where there is none.
+// What the gate writes in place of an expert's number for a choice that has no expert.
 struct ExpertId {
-  static constexpr int32_t kNone = -1;              // given so: the token has fewer than K experts
-  static constexpr int32_t kBad = -0x7fffffff - 1;  // of a row that is noted as bad
-  // A given id, or the nearest to it that can be told from kBad.
+  static constexpr int32_t kNone = -1;              // the caller gave -1: the token has fewer than K experts
+  static constexpr int32_t kBad = -0x7fffffff - 1;  // the token's row is bad, and has been noted
+  // Narrows an id that the caller gave to 32 bits: the id itself, or the nearest number that fits and is not kBad.
   FLASHMOE_HD static constexpr int32_t given(int64_t id) {
     constexpr int64_t kMost = 0x7fffffff;
     return static_cast<int32_t>(id > kMost ? kMost : id < -kMost ? -kMost : id);
   }
 };
 
-// A choice (token, k): its expert and the rank that is to compute it, in one word; or why there is no expert, as
-// Call::routing has it, too.
+// A choice (token, k) as one word: its expert and the rank that is to compute it, or why it has no expert.
 struct Choice {
-  static constexpr uint32_t kDropped = ~0u;   // its expert has no room for it
-  static constexpr uint32_t kNone = ~0u - 1;  // given as no expert
+  static constexpr uint32_t kDropped = ~0u;   // dropped, because the expert has as many rows as its capacity
+  static constexpr uint32_t kNone = ~0u - 1;  // the caller gave no expert
   static constexpr uint32_t kBad = ~0u - 2;   // its token's row is bad, and so are all choices of the token
   FLASHMOE_HD static constexpr bool exists(uint32_t choice) { return choice < kBad; }
-  // As Call::routing has it.
+  // What Call::routing() has for the choice: its expert, or a negative number that says why there is none.
   FLASHMOE_HD static constexpr int32_t recorded(uint32_t choice) {
     return static_cast<int32_t>(exists(choice) ? expert(choice) : choice);
   }
@@ -47,13 +46,14 @@ struct PacketScratch {
     uint32_t* choices;  // [tokens of the token block * K]
   };
   float* weights;     // [tokens of the token block * K]
-  uint16_t* place;    // [workers][E] a worker's choices of the expert; after scan_workers(), the place of its next one
+  uint16_t* place;    // [workers][E] how many choices of the expert a worker has; after scan_workers(), the place of
+                      // the worker's next choice of it
   uint16_t* count;    // [E] choices of the token block that the expert keeps
   uint16_t* start;    // [E] place of the expert's first entry within its packet
   uint32_t* entries;  // [R] entries of the packet for each rank
   uint32_t* aborted;  // non-zero: the call is over
   uint32_t* missing;  // non-zero: some choice is kNone or kBad
-  const uint32_t* owner;  // [E] the call's, copied where it is quick to read
+  const uint32_t* owner;  // [E] CallPlacement::owner, copied to memory that is quick to read
 };
 
 // The choices i = (token of token block b) * K + k of this worker.
@@ -69,8 +69,9 @@ FLASHMOE_FN ChoiceRange own_choices(const Call& c, uint32_t b) {
   return {first * c.shape.top_k, min_of(first + each, tokens) * c.shape.top_k};
 }
 
-// Calls visit(i, choice, place) for the worker's choices that are not dropped, lanes side by side, tokens ascending. place
-// is what the expert's counter was plus the number of the worker's earlier choices of that expert; the counters go on.
+// Calls visit(i, choice, place) for each of the worker's choices that has an expert, kLanes choices at a time, in the
+// order of tokens. place is the value of the expert's counter before, plus the number of the worker's earlier choices
+// of that expert. Adds the choices to the counters.
 template <class P, class Visit>
 FLASHMOE_FN void for_each_choice(const ChoiceRange& range, const uint32_t* choices, uint16_t* counter, Visit&& visit) {
   FLASHMOE_NO_UNROLL
@@ -94,8 +95,8 @@ FLASHMOE_FN void note_row(const Call& c, RowFault fault, uint32_t token, int32_t
   P::keep_largest(&c.control()->noted.value, RowNote{fault, token, id}.pack());
 }
 
-// Of the worker's tokens, those with an expert twice, or with a bad choice, get no expert. Rare, and so a token is one lane's:
-// nobody else reads its choices, which change.
+// Makes bad all choices of those of the worker's tokens that have an expert twice, or a bad choice. This is rare, so
+// one lane does all of a token. No other lane reads the token's choices, so the lane may change them.
 template <class P>
 FLASHMOE_FN void spoil_tokens(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
   const uint32_t top_k = c.shape.top_k;
@@ -122,11 +123,12 @@ FLASHMOE_FN void spoil_tokens(const Call& c, uint32_t b, const ChoiceRange& rang
   }
 }
 
-// The worker's choice i has no expert: what it is instead. Who names an expert that does not exist is noted.
+// The Choice word for choice i, which has no expert: kNone or kBad. If its id names an expert that does not exist,
+// notes the token's row as bad.
 template <class P>
 FLASHMOE_FN uint32_t choice_of_none(const Call& c, uint32_t b, uint32_t i, const PacketScratch& s) {
   const int32_t id = s.ids[i];
-  s.weights[i] = 0.0f;  // what is given for no expert may be anything
+  s.weights[i] = 0.0f;  // the caller may give any weight, even NaN, for a choice without an expert
   P::store_relaxed(s.missing, 1u);
   if (id == ExpertId::kNone) return Choice::kNone;
   if (id != ExpertId::kBad) {
@@ -135,13 +137,13 @@ FLASHMOE_FN uint32_t choice_of_none(const Call& c, uint32_t b, uint32_t i, const
   return Choice::kBad;
 }
 
-// Turns the worker's ids into choices. Given routing is not trusted: an expert out of range, or twice in one token, would
-// write outside its packet. Such a token is noted, and gets no expert. (Behind a token's K ids is the shared expert's, which
-// is out of range among the K.)
+// Turns the worker's ids into choices. Ids that a caller gave are not trusted: with an id that is out of range, or
+// with an expert that a token has twice, entries would be written outside their packet. The row of such a token is
+// noted as bad, and the token gets no expert. (The id of the shared expert is valid only behind a token's K ids.)
 template <class P>
 FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& range, const PacketScratch& s) {
   const uint32_t none = range.end;
-  uint32_t odd = none;  // some choice that is bad, or that the token already has (two without an expert do no harm)
+  uint32_t odd = none;  // some choice that is bad or equals an earlier one of its token; harmless if both are kNone
   for (uint32_t i = range.begin + P::lane(); i < range.end; i += P::kLanes) {
     const int32_t id = s.ids[i];
     bool good = id >= 0 && static_cast<uint32_t>(id) < c.shape.experts;
@@ -163,7 +165,8 @@ FLASHMOE_FN void make_choices(const Call& c, uint32_t b, const ChoiceRange& rang
 }
 
 // With a capacity: waits until token block b - 1 is counted, and returns for each expert how many choices of it token
-// blocks 0 .. b - 1 have. Null for b = 0, and if the wait was aborted (then `aborted`).
+// blocks 0 .. b - 1 have. Null for b = 0. Sets `aborted` if the wait ended without that; then the counts are not
+// there.
 template <class P>
 FLASHMOE_FN const uint32_t* earlier_choices(const Call& c, uint32_t b, bool& aborted) {
   aborted = false;
@@ -180,10 +183,11 @@ FLASHMOE_FN const uint32_t* earlier_choices(const Call& c, uint32_t b, bool& abo
   return c.capacity_prefix(b - 1);
 }
 
-// For each expert: turns the workers' counts into the places of their first choices among the token block's choices of
-// the expert (counts 3, 0, 2: places 0, 3, 3), and their sum into how many the expert keeps. Capacity (GShard section
-// 2.2): of the choices this rank routes to an expert, the first `capacity` in token order stay; token blocks hand on
-// the count so far. All choices, kept or not, are added to `load` [E], unless that is null.
+// For each expert: turns the workers' counts into the places of their first choices among the token block's choices
+// of the expert (counts 3, 0, 2: places 0, 3, 3), and their sum into the number of choices that the expert keeps.
+// Capacity (GShard section 2.2): of this rank's choices of an expert, the expert keeps the first `capacity`, in the
+// order of tokens; each token block hands its count on to the next. Adds all choices, kept or not, to `load` [E],
+// unless it is null.
 template <class P>
 FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s, const uint32_t* before,
                               uint64_t* load) {
@@ -196,7 +200,7 @@ FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s,
       *place = static_cast<uint16_t>(sum);
       sum += n;
     }
-    // Of an expert in slices, once: all of them are chosen together.
+    // Counts an expert in slices once, because all its slices are chosen together.
     if (load != nullptr && sum != 0 && e < c.shape.routed_experts() && e % c.shape.slices == 0) {
       P::add(&load[e / c.shape.slices], uint64_t{sum});
     }
@@ -210,13 +214,15 @@ FLASHMOE_FN void scan_workers(const Call& c, uint32_t b, const PacketScratch& s,
   }
 }
 
-// Marks as dropped the worker's choices beyond what their experts keep: the last in token order, so places stay dense.
+// Marks as dropped the worker's choices beyond what their experts keep. These are the last in the order of tokens, so
+// the places of the others have no gaps.
 template <class P>
 FLASHMOE_FN void drop_over_capacity(const Call& c, const ChoiceRange& range, const PacketScratch& s, uint16_t* place) {
   for_each_choice<P>(range, s.choices, place, [&](uint32_t i, uint32_t choice, uint32_t at) {
     if (at >= s.count[Choice::expert(choice)]) s.choices[i] = Choice::kDropped;
   });
-  // The pass counted kept and dropped choices alike: take the kept ones off again, for the next pass.
+  // for_each_choice() has added kept and dropped choices to the counters. Takes both off again, because
+  // write_entries() goes through the kept ones once more.
   P::sync();
   for (uint32_t e = P::lane(); e < c.shape.experts; e += P::kLanes) place[e] = min_of<uint16_t>(place[e], s.count[e]);
   P::sync();
@@ -226,8 +232,8 @@ FLASHMOE_FN void drop_over_capacity(const Call& c, const ChoiceRange& range, con
   P::sync();
 }
 
-// Turns the experts' counts into the packets' sizes and offsets, a worker per destination. (A packet without entries
-// has offsets too: formers look at every packet.)
+// Turns the experts' counts into the packets' sizes and offsets. Each worker takes some destinations. (A packet
+// without entries has offsets, too, because formers look at every packet.)
 template <class P>
 FLASHMOE_FN void place_experts(const Call& c, uint32_t b, const PacketScratch& s) {
   for (uint32_t q = P::worker(); q < c.shape.ranks; q += P::workers()) {
@@ -292,24 +298,26 @@ FLASHMOE_FN void write_entries(const Call& c, uint32_t b, const ChoiceRange& ran
       const uint32_t* choices = s.choices + t * c.shape.top_k;
       uint32_t n = 0;
       for (uint32_t k = 0; k < c.shape.top_k; ++k) n += Choice::exists(choices[k]) && Choice::owner(choices[k]) == q;
-      // Of a bad row, with the reduced return, one that this rank computes: fill_missing() stages it.
+      // With `reduced`, a bad row counts as one row that this rank has computed: the staged row that fill_missing()
+      // writes.
       if (q == c.rank && choices[0] == Choice::kBad && c.reduced()) n = 1;
       c.out_counts(q, first)[t] = static_cast<uint16_t>(n);
     }
   }
 }
 
-// The shared expert behind a token's K choices: `ids` and `weights` are the token's. One lane.
+// Puts the shared expert behind a token's K choices. `ids` and `weights` are the token's. One lane.
 FLASHMOE_FN void choose_shared(const Call& c, int32_t* ids, float* weights, float weight) {
   ids[c.shape.routed_top_k()] = static_cast<int32_t>(c.shape.routed_experts());
   weights[c.shape.routed_top_k()] = weight;
 }
 
-// Puts the slices of a token's K experts in place of them, each with the expert's weight: `ids` and `weights` are the
-// token's, and have room for that. An expert beyond all others is noted here, where its number is known. One lane.
+// Replaces each of a token's K experts by its slices, each of which gets the expert's weight. `ids` and `weights` are
+// the token's, and have room for all slices. If an expert's number is too large, notes the row here, because later
+// code only has numbers of slices. One lane.
 template <class P>
 FLASHMOE_FN void choose_slices(const Call& c, uint32_t token, int32_t* ids, float* weights) {
-  for (uint32_t k = c.shape.gate_top_k; k-- != 0;) {  // from behind: what is written has been read
+  for (uint32_t k = c.shape.gate_top_k; k-- != 0;) {  // from the last down: overwrites only what has been read
     const int32_t id = ids[k];
     const float weight = weights[k];
     const bool exists = id >= 0 && static_cast<uint32_t>(id) < c.shape.gate_experts;
@@ -322,8 +330,9 @@ FLASHMOE_FN void choose_slices(const Call& c, uint32_t token, int32_t* ids, floa
   }
 }
 
-// Makes all packets of token block b, but for rows and signals, from the choices that make(range) leaves in the scratch
-// for the worker's range.
+// Builds all packets of token block b, without rows and signals. make(range) must leave in the scratch the choices of
+// the worker's range. The whole team calls it, after a team_sync; false if the call is over. load: see
+// scan_workers().
 template <class P, class Make>
 FLASHMOE_FN bool build_packets_of(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load, Make&& make) {
   const ChoiceRange range = own_choices<P>(c, b);
@@ -357,14 +366,14 @@ FLASHMOE_FN bool build_packets_of(const Call& c, uint32_t b, const PacketScratch
   return true;
 }
 
-// The same from the ids and weights of the token block's gate. The whole team calls it, after a team_sync; false if the
-// call is over. load: see scan_workers().
+// The same, from the ids and weights that the gate has left in the scratch.
 template <class P>
 FLASHMOE_FN bool build_packets(const Call& c, uint32_t b, const PacketScratch& s, uint64_t* load = nullptr) {
   return build_packets_of<P>(c, b, s, load, [&](const ChoiceRange& range) { make_choices<P>(c, b, range, s); });
 }
 
-// The same from ids that an earlier call has left (Call::routing), negative where it had no expert.
+// The same, from ids that an earlier call has left (Call::routing); a negative id is that of a choice without an
+// expert.
 template <class P>
 FLASHMOE_FN bool build_known_packets(const Call& c, uint32_t b, const PacketScratch& s) {
   return build_packets_of<P>(c, b, s, nullptr, [&](const ChoiceRange& range) {
@@ -375,9 +384,10 @@ FLASHMOE_FN bool build_known_packets(const Call& c, uint32_t b, const PacketScra
   });
 }
 
-// Behind build_packets(), which no other engine's row comes for: what Combine reads of choices that have no expert. Zeros where
-// none is given, NaN of a bad row; and the result itself where rows are joined, which nobody would find to be the last. The
-// whole team calls it. fill(row, bad): a warp stores such a row, of returned ones' type. out: the results.
+// Writes what Reduce, Combine and joiners will read for choices without an expert, since no expert writes it: zeros
+// for kNone, NaN for a bad row. In a joined call, if no expert computes any row of a token, it writes the token's
+// result, because no joiner will. The whole team calls it after build_packets(). fill(row, bad): a warp stores such a
+// row, in the type of return rows. out: the results.
 template <class P, class Fill>
 FLASHMOE_FN void fill_missing(const Call& c, uint32_t b, const PacketScratch& s, uint8_t* out, Fill&& fill) {
   if (P::load_relaxed(s.missing) == 0) return;
@@ -404,12 +414,12 @@ FLASHMOE_FN void fill_missing(const Call& c, uint32_t b, const PacketScratch& s,
       continue;
     }
     for (uint32_t column = P::lane(); column < c.policy.columns[kReturning]; column += P::kLanes) {
-      P::store_relaxed(c.joint_word(column, token), 2u);  // as if it were stored (actors/joiner.h)
+      P::store_relaxed(c.joint_word(column, token), 2u);  // counts the missing row as stored (actors/joiner.h)
     }
   }
 }
 
-// Tells rank q that its packet of token block b is complete: `entries` of them, and their rows. One lane.
+// Tells rank q that its packet of token block b is complete: `entries` entries, and their rows. One lane.
 template <class P>
 FLASHMOE_FN void signal_packet(const Call& c, uint32_t q, uint32_t b, uint32_t entries) {
   const uint64_t word = Signal::make(c.epoch, entries);
@@ -420,8 +430,8 @@ FLASHMOE_FN void signal_packet(const Call& c, uint32_t q, uint32_t b, uint32_t e
   }
 }
 
-// After build_packets(): signals this rank's own packet of token block b. Senders take the signal as well: the token
-// block's outbox is complete. The whole team calls it.
+// Signals this rank's own packet of token block b. Senders wait for this signal, too: it says that the outbox has the
+// token block's packets for other ranks. The whole team calls it after build_packets().
 template <class P>
 FLASHMOE_FN void signal_own_packet(const Call& c, uint32_t b, const PacketScratch& s) {
   P::team_sync();

@@ -22,8 +22,8 @@ struct Pending {
   FLASHMOE_HD static constexpr uint64_t experts(uint32_t n) { return uint64_t{n} << kRowBits; }
 };
 
-// Tells rank p that all it gets back from this rank in group g is written there. (Where peers are not mapped it still
-// lies here; the senders are told, who put it and then signal.)
+// Tells rank p that all that it gets back from this rank in group g is written to its heap. (If p is not mapped, the
+// rows are still on this rank. Then this tells the senders, which put the rows and signal p.)
 template <class P>
 FLASHMOE_FN void signal_home(const Call& c, uint32_t p, uint32_t g) {
   const uint64_t word = Signal::make(c.epoch, 0);
@@ -36,7 +36,8 @@ FLASHMOE_FN void signal_home(const Call& c, uint32_t p, uint32_t g) {
   }
 }
 
-// The same, once this rank's part of it is written: with machines' sums, it is this rank's relay that is told.
+// Says that this rank has written all that it owes to rank p in group g. Tells p, or, if sums go by relays and p is
+// on another machine, this machine's relay for p, with which the sums lie.
 template <class P>
 FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t g) {
   if constexpr (SpansMachines<P>) {
@@ -50,8 +51,8 @@ FLASHMOE_FN void signal_return(const Call& c, uint32_t p, uint32_t g) {
   signal_home<P>(c, p, g);
 }
 
-// Lanes with `has` add `change` to their counter (p, g). Whoever completes one signals the group to its home (direct),
-// or says that its rows can be reduced. All lanes.
+// Each lane with `has` adds `change` to its counter (p, g). A lane that completes its counter signals group g to p
+// (direct), or says by reduce_signal that Reduce may sum p's rows. All lanes.
 template <class P>
 FLASHMOE_FN void change_pending(const Call& c, bool has, uint32_t p, uint32_t g, uint64_t change) {
   if (!has) return;
@@ -76,7 +77,7 @@ FLASHMOE_FN void expect_rows(const Call& c, uint32_t p, uint32_t rows) {
   }
 }
 
-// The former of `experts` more local experts has seen source p's last packet. All lanes.
+// Counts `experts` more local experts whose former has seen source p's last packet. (A keeper counts as 1.) All lanes.
 template <class P>
 FLASHMOE_FN void close_source(const Call& c, uint32_t p, uint32_t experts) {
   for (uint32_t g = P::lane(); g < c.policy.groups; g += P::kLanes) {

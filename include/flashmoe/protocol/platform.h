@@ -42,7 +42,8 @@ concept MeetsInWarps = requires(bool predicate, uint32_t v, uint32_t& v_out, uin
   { P::popcount(v) } -> std::same_as<uint32_t>;
   // (bits, n): index of the set bit with n set bits below it; any number if there is none. (0b1010, 1) is 3.
   { P::nth_bit(v, v) } -> std::same_as<uint32_t>;
-  // How many warps dispatch a token block, which of them this is, and where all their lanes meet; orders their accesses.
+  // The team: how many warps dispatch a token block, which of them this warp is, and a barrier for all their lanes,
+  // which orders their memory accesses.
   { P::workers() } -> std::same_as<uint32_t>;
   { P::worker() } -> std::same_as<uint32_t>;
   P::team_sync();
@@ -61,23 +62,25 @@ concept HasMemory =
       P::store_relaxed(wide, w, kSystem);  // words that peers poll
       P::store_release(wide, w, kDevice);
       P::store_release(wide, w, kSystem);
-      // Relaxed; what it saw is acquired by acquire(), of what the lane saw in its last poll of the word, or by a fence.
+      // poll() is a relaxed load. What the lane's last poll of a word saw is acquired by acquire() of the word, or by a
+      // fence.
       { P::poll(wide_from, kDevice) } -> std::same_as<uint64_t>;
       { P::poll(wide_from, kSystem) } -> std::same_as<uint64_t>;
       P::acquire(wide_from, kDevice);
       P::acquire(wide_from, kSystem);
-      P::release_fence(kDevice);                         // also acquires what was polled
+      P::release_fence(kDevice);                         // also acquires what the lane has polled
       P::post(wide, w);                                  // a store that releases what is before the last release_fence
       { P::fetch_add(p, v) } -> std::same_as<uint32_t>;  // relaxed: tickets, claims
       { P::fetch_add(wide, w) } -> std::same_as<uint64_t>;
-      P::add(wide, w);           // relaxed, of memory that no actor reads; nothing comes back
-      P::keep_largest(wide, w);  // the same: the larger of both stays
+      P::add(wide, w);           // relaxed, to memory that no actor reads; returns nothing
+      P::keep_largest(wide, w);  // likewise; the word becomes the larger of itself and w
       { P::fetch_add_acq_rel(p, v) } -> std::same_as<uint32_t>;  // at device scope: dependency counters
       { P::fetch_add_acq_rel(wide, w) } -> std::same_as<uint64_t>;
-      P::acquire_fence(kDevice);                        // of what the lane's relaxed operations saw
+      P::acquire_fence(kDevice);                        // acquires what the lane's relaxed operations saw
       { P::post_add(p, v) } -> std::same_as<uint32_t>;  // relaxed, between a release_fence and an acquire_fence
-      // Among the workers of one processor, relaxed. compare_swap_nearby(p, old, v) gives what was there; if it was `old`, now it
-      // is v. fence_nearby() orders what these saw or wrote, and the lane's other accesses.
+      // Functions named `nearby` are for words that only the workers of one processor share. On a GPU they are
+      // relaxed. compare_swap_nearby(p, old, v) returns the word's value; if that was `old`, the word is v now.
+      // fence_nearby() orders these accesses and the lane's other accesses.
       { P::fetch_add_nearby(p, v) } -> std::same_as<uint32_t>;
       { P::look_nearby(p) } -> std::same_as<uint32_t>;
       P::set_nearby(p, v);
@@ -85,15 +88,16 @@ concept HasMemory =
       P::fence_nearby();
     };
 
-// Where peers are not mapped. `to` and `signal` are addresses in the own heap; what is written is the same place of the peer's.
-// All lanes call these; signal() one lane. Who has seen a word that a peer put, and acquired it at system scope, may read what
-// the peer put before the word.
+// What a Platform needs if peers are not mapped. `to` and `signal` are addresses in this rank's own heap, and name
+// the same places of the peer's heap, where the functions write. All lanes call them, but only one lane calls
+// signal(). An actor that has seen a word that a peer put, and has acquired it at system scope, may read what the
+// peer put before the word.
 template <class P>
 concept PutsToPeers =
     requires(void* to, const void* from, uint32_t bytes, uint32_t peer, uint64_t* signal, uint64_t word) {
-      P::put(to, from, bytes, peer);  // sends what all lanes wrote to `from`; it must not change before quiet()
+      P::put(to, from, bytes, peer);  // sends what all lanes wrote to `from`, which must stay until quiet() returns
       P::put_signal(to, from, bytes, signal, word,
-                    peer);  // put(), then the word; earlier puts arrive before it behind a fence()
+                    peer);  // put(), then the word; if a fence() came between, earlier puts arrive before the word, too
       P::fence();           // the warp's earlier puts arrive before its later ones to the same peer
       P::quiet();           // returns when the warp's earlier puts have arrived
       P::signal(signal, word,
@@ -106,9 +110,10 @@ concept RunsProtocol = MeetsInWarps<P> && HasMemory<P> && requires(uint32_t idle
   P::backoff(idle);                           // idle: consecutive idle steps of the one spin loop
   P::rest();                                  // a pause of a worker that polls for what is not urgent
   { !P::kSleeps } -> std::same_as<bool>;      // backoff gives the core away, so a step may take long
-  // A peer's heap can be loaded from and stored to. Else only puts reach it, and only senders put (actors/put_sender.h).
+  // Whether a peer's heap can be loaded from and stored to. If not, only puts reach it, and only senders put
+  // (actors/put_sender.h).
   { !P::kPeersMapped } -> std::same_as<bool>;
-  { !P::kSpansMachines } -> std::same_as<bool>;  // ranks may be on several (protocol/machines.h)
+  { !P::kSpansMachines } -> std::same_as<bool>;  // ranks may be on several machines (protocol/machines.h)
 } && (P::kPeersMapped || PutsToPeers<P>);
 
 // How many lower lanes satisfy the predicate; total: how many lanes do.

@@ -1,4 +1,5 @@
-// Ready list: what formers and retiring processors made ready, on its way to the OS warp. Many push, one takes.
+// Ready list: what formers, and processors that retire tasks, have made ready, on its way to the OS warp. Many push,
+// one takes.
 //
 // Lives in device memory (L2). One fetch-add per pushing warp, one store per item. The OS warp zeroes what it reads,
 // and a call drains everything that was pushed, so nothing is cleared between calls.
@@ -26,8 +27,8 @@ FLASHMOE_FN uint64_t look_ready(const Call& c, uint64_t head) {
   return P::poll(c.list_slot(head + P::lane()), kDevice);
 }
 
-// Takes the lanes' items (`word`: what look_ready(head) returned) up to the first empty one; returns how many. A fence
-// must follow before what they refer to is read or published.
+// Takes the items that the lanes have seen (`word`: what look_ready(head) returned) up to the first empty slot, and
+// returns how many they are. A fence must follow before what the items refer to is read or published.
 template <class P>
 FLASHMOE_FN uint32_t take_ready(const Call& c, uint64_t head, uint64_t word) {
   const uint32_t count = min_of(lowest_bit<P>(~P::ballot(word != 0)), P::kLanes);

@@ -20,14 +20,15 @@ FLASHMOE_FN uint32_t publish(const Call& c, uint64_t published, bool has, Task t
   return total;
 }
 
-// A ticket for one task; taken ahead of need, so that the round trip hides under the current task.
+// Takes a ticket for one task. (On a GPU, a cluster takes it during its current task, so that it need not wait for
+// the round trip to memory afterwards.)
 template <class P>
 FLASHMOE_FN uint64_t take_ticket(const Call& c) {
   return P::fetch_add(&c.control()->queue_head.value, uint64_t{1});
 }
 
-// Waits for the ticket's task; kStop when the call ends or aborts. `meanwhile` is called between two looks at the queue
-// and says whether it did something. All lanes of the taking warp.
+// Waits for the ticket's task and returns it; returns kStop if the call is aborted. `meanwhile` is called between two
+// looks at the queue, and returns whether it did something. All lanes of the warp that takes tasks.
 template <class P, class Meanwhile>
 FLASHMOE_FN Task wait_task(const Call& c, uint64_t ticket, Meanwhile&& meanwhile) {
   uint64_t* slot = c.queue_slot(ticket);

@@ -3,8 +3,8 @@
 //
 // The rank that refuses takes no part in the call: it sends neither its call signal nor a packet. Without these, no
 // rank completes the call. The others end it when they see the refusal (FaultRecord::posted). Each rank says when it
-// has left the refused call (FaultRecord::left). Before a rank begins or refuses the next call, all ranks have left
-// this one. By then, nothing that the ended call has left in heaps can be mistaken for data of a later call
+// has left the refused call (FaultRecord::left). No rank begins or refuses the next call before all ranks have left
+// the refused one. By then, nothing that the refused call has left in heaps can be mistaken for data of a later call
 // (docs/protocol.md, "Calls that a rank refuses").
 #pragma once
 
@@ -12,7 +12,8 @@
 
 namespace flashmoe {
 
-// Behind the symmetric heap and all else that lies there. In a table of its own: see gradients.h.
+// Fields that lie behind the symmetric heap and behind all other fields there. They have a table of their own: see
+// gradients.h.
 enum class RefusalField : uint32_t { kReason, kCount };
 
 inline constexpr FieldSpec<RefusalField> kRefusalTable[] = {
@@ -28,15 +29,15 @@ inline RefusalLayout make_refusal_layout(const Limits& limits) {
   return make_layout(kRefusalTable, limits);
 }
 
-// Heap, and all that may lie behind it on the CPU engine.
+// Bytes of the heap and of all that may lie behind it on the CPU engine.
 inline uint64_t member_heap_bytes(const Limits& limits) {
   return spread_heap_bytes(limits) + make_refusal_layout(limits).bytes;
 }
 
-// Where reasons are in a heap.
+// Where the reasons of refusals lie in a heap.
 struct Reasons {
   RefusalLayout layout;
-  uint64_t behind = 0;  // where in a heap that layout begins
+  uint64_t behind = 0;  // where in a heap the fields of `layout` begin
 
   char* of(uint8_t* heap, uint32_t p) const { return layout.at<char>(heap + behind, RefusalField::kReason, p); }
 };

@@ -1,6 +1,6 @@
-// A signal: one 64-bit word = epoch (40 bits) | payload (24 bits). It is written with a release after the data it
-// announces (at system scope, to the own rank at device scope). Its epoch is compared for equality, so that signals are
-// never cleared.
+// A signal: one 64-bit word = epoch (40 bits) | payload (24 bits). It is written with a release after the data that
+// it announces. The release is at device scope if the reader is on the same rank, otherwise at system scope. A reader
+// takes only the signal that has its own call's epoch, so signals need not be cleared.
 #pragma once
 
 #include "flashmoe/protocol/base.h"
@@ -22,7 +22,7 @@ struct Signal {
 
 // The payload of call_signal: how many tokens the source has and how it cuts them into token blocks.
 struct CallPayload {
-  static constexpr uint32_t kTokenBits = 20;  // 2^20 tokens per rank and call
+  static constexpr uint32_t kTokenBits = 20;  // fewer than 2^20 tokens per rank and call
   FLASHMOE_HD static constexpr uint32_t make(uint32_t tokens, uint32_t log2_block) {
     return (log2_block << kTokenBits) | tokens;
   }

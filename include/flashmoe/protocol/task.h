@@ -1,4 +1,5 @@
-// Tasks, tiles and the entries they are made of. Every type here is shared by host, device and peers.
+// Tasks, tiles, and the entries of which tiles are made. Host and device share all types of this file, and entries go
+// to peers, too.
 #pragma once
 
 #include "flashmoe/protocol/base.h"
@@ -6,8 +7,8 @@
 
 namespace flashmoe {
 
-// A tile as a task names it. In GEMM0 a tile of the shared expert is worked on slice by slice (CallShape::shared): the upper
-// bits then say of which slice the task is, counted from 1.
+// A tile as a task names it: the number of the tile in the low bits. A GEMM0 task of the shared expert is for one
+// slice of a tile (CallShape::shared). Then the upper bits have the number of the slice, plus 1.
 struct TileIndex {
   static constexpr uint32_t kTileBits = 22, kMostTiles = 1u << kTileBits, kMostSlices = (1u << (32 - kTileBits)) - 1;
 
@@ -17,25 +18,25 @@ struct TileIndex {
     return {tile | (slice + 1) << kTileBits};
   }
   FLASHMOE_HD constexpr uint32_t number() const { return bits & (kMostTiles - 1); }
-  // The same of tasks that have no slice: all but GEMM0's.
+  // The same for tasks that never have a slice, which are all but GEMM0's.
   FLASHMOE_HD constexpr uint32_t whole() const { return bits; }
   FLASHMOE_HD constexpr bool has_slice() const { return bits >= kMostTiles; }
-  // 0 where it says none.
+  // The slice; 0 if the task has none.
   FLASHMOE_HD constexpr uint32_t slice() const { return has_slice() ? (bits >> kTileBits) - 1 : 0; }
   FLASHMOE_HD friend constexpr bool operator==(TileIndex a, TileIndex b) { return a.bits == b.bits; }
 };
 
-// A task as it stands in the ready queue: one word, so that publishing it is one store and reading it one load. What each
-// kind is of: TaskKind.
+// A task as it stands in the ready queue. It is one word, so that one store publishes it and one load reads it. What
+// a task of each kind names: see TaskKind.
 struct Task {
   TaskKind kind = TaskKind::kNone;
-  uint32_t column = 0;  // the block of columns; behind the stop: which of its group's tasks
-  uint32_t of = 0;      // read as what the kind says it is:
+  uint32_t column = 0;  // the block of columns; kBehindStop: the number of the task in its group
+  uint32_t of = 0;      // depends on the kind: tile() for products, group() for kBehindStop
 
   FLASHMOE_HD constexpr TileIndex tile() const { return {of}; }
   FLASHMOE_HD constexpr uint32_t group() const { return of; }
 
-  // Non-zero for every kind but kNone: zero is an empty slot.
+  // Non-zero for every kind but kNone, because a zero word is an empty slot.
   FLASHMOE_HD constexpr uint64_t pack() const {
     return (static_cast<uint64_t>(kind) << 56) | (static_cast<uint64_t>(column & 0xffffffu) << 32) | of;
   }
@@ -45,9 +46,10 @@ struct Task {
   }
 };
 
-// What a word of the ready list, which is packed as a task is, says has become ready: a tile, for a product, with its local
-// expert, whose weights its tasks read (the shared expert's slices count as experts here), and whether it has rows of another
-// rank; or that so many more local experts have all their tiles, so many.
+// A word of the ready list, packed like a task. It says one of two things. Either a tile is ready for a product. Then
+// the word also has the local expert whose weights the tile's tasks read (each slice of the shared expert has a
+// number of its own here), and whether the tile has rows of another rank. Or (kFormed) more local experts have all
+// their tiles. Then the word has the number of these experts and the number of their tiles.
 class Ready {
  public:
   FLASHMOE_HD static constexpr Ready of_tile(TaskKind product, TileIndex tile, uint32_t expert, uint32_t remote) {
@@ -60,11 +62,11 @@ class Ready {
   FLASHMOE_HD constexpr uint64_t pack() const { return word_.pack(); }
 
   FLASHMOE_HD constexpr TaskKind kind() const { return word_.kind; }
-  // Of a tile.
+  // For a tile.
   FLASHMOE_HD constexpr TileIndex tile() const { return word_.tile(); }
   FLASHMOE_HD constexpr uint32_t expert() const { return word_.column >> 1; }
   FLASHMOE_HD constexpr bool remote() const { return (word_.column & 1u) != 0; }
-  // Of kFormed.
+  // For kFormed.
   FLASHMOE_HD constexpr uint32_t experts() const { return word_.column; }
   FLASHMOE_HD constexpr uint32_t tiles() const { return word_.of; }
 
@@ -94,7 +96,8 @@ FLASHMOE_FN decltype(auto) with_product(TaskKind kind, F&& f) {
   }
 }
 
-// What reports and traces call a product: by its number (host only: device code cannot read the table), by its kind.
+// The phase of a product in reports and traces. The product is given by its number (host only, because device code
+// cannot read the table) or by its kind.
 constexpr Phase phase_of(uint32_t product) {
   return kProgram[product].phase;
 }
@@ -102,7 +105,7 @@ FLASHMOE_FN Phase phase_of_product(TaskKind kind) {
   return with_product(kind, [&]<uint32_t n>() { return Product<n>::kPhase; });
 }
 
-// Calls f, likewise, for every product.
+// Calls f, which is such a lambda, for every product.
 template <uint32_t n = 0, class F>
 FLASHMOE_FN void for_each_product(F&& f) {
   if constexpr (n < kProducts) {
@@ -148,8 +151,8 @@ struct alignas(128) Tile {
     uint32_t remote;    // 1 if any row came from another rank
   };
   Shape shape;
-  uint32_t done[kProducts];  // blocks of columns retired, of each product that another follows; zero between calls
-  uint32_t nth;              // which of its expert's tiles it is (where tiles are in canonical order: kInTurn)
+  uint32_t done[kProducts];  // blocks of columns done, for products that make another one ready; zero between calls
+  uint32_t nth;              // the number of the tile among its expert's tiles (written only if kInTurn)
 };
 static_assert(sizeof(Tile) == 128);
 

@@ -17,13 +17,14 @@ FLASHMOE_FN void take_in_order(TileIndex* to, uint32_t most, const uint64_t* rea
 
 // Takes `most` of n ready tiles, most <= min(n, kMaxRaster), expert by expert: the first tile and all others of its
 // expert, then the first that is left and the others of its expert, and so on, among the first kAhead * kLanes tiles
-// (GPU: 128). From ready tiles of experts A B A C B, a band of three is A A B. Why: with several ranks the experts'
-// tiles fill side by side; taken in that order, each would have its expert's weights read anew. Tiles passed over (C B)
-// move back in the list, in order; those taken stay in front, since GEMM1's list is gone through once for each return
+// (GPU: 128). From ready tiles of experts A B A C B, a band of three is A A B. The reason: with several ranks, tiles
+// of several experts fill at the same time; if they were taken in the order in which they became ready, each would
+// need its expert's weights to be read anew. The tiles that are not taken (C B) move back in the list, in order. The
+// tiles that are taken come first in the list, because the scheduler goes through GEMM1's list once for each return
 // group. All lanes of a warp.
 template <class P>
 FLASHMOE_FN void take_by_expert(TileIndex* to, uint32_t most, uint32_t n, uint64_t* ready) {
-  // Tiles that a lane looks at; all lanes look at no fewer than a band may have.
+  // The number of tiles that a lane looks at. All lanes together look at no fewer tiles than a band may have.
   constexpr uint32_t kAhead = max_of(4u, kMaxRaster / P::kLanes);
   constexpr uint32_t kNone = 0xffffffffu;
   uint64_t word[kAhead];
@@ -39,8 +40,8 @@ FLASHMOE_FN void take_by_expert(TileIndex* to, uint32_t most, uint32_t n, uint64
     left[j] = P::ballot(i < n);
     position[j] = kNone;
   }
-  // An expert's turn is a round of this loop. It has few instructions: where tasks have few k-blocks, a band is
-  // computed in the time that it takes to put the next one together.
+  // Each round of this loop takes the tiles of one expert. A round has few instructions, because a band of short tasks
+  // is computed in about the time that this function takes to choose the next band.
   for (uint32_t taken = 0; taken < most;) {
     uint32_t lanes = left[0], turn = expert[0];
     FLASHMOE_UNROLL

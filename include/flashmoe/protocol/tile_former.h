@@ -21,7 +21,8 @@ struct FormedExpert {
   uint32_t last_closed;  // id of the last of them
   uint32_t announced;    // of the closed tiles, those pushed to the ready list
 };
-// Shared memory, uninitialised: the states of local experts first, first + step, ...; step 0: of none.
+// Shared memory, uninitialised: the states of local experts first, first + step, ... If step is 0, the former serves
+// none.
 struct FormerMemory {
   FormedExpert* experts;
   uint32_t first, step;
@@ -54,7 +55,8 @@ class TileFormer {
     if (count_ == 0) return;
     close_source<P>(c_, p, count_);
     if (c_.shape.ranks == 1) return;  // finish() announces
-    // Now those of own rows that waited for more of them (kFirstTiles), or for another rank's (OrderPolicy::own_first).
+    // Announces the full tiles that were held back, until there were more of them (kFirstTiles) or until another
+    // rank's packets were here (OrderPolicy::own_first).
     if (p != c_.rank) first_experts_ = ~0u;
     for (uint32_t i = 0; i < count_; ++i) announce(i);
   }
@@ -92,13 +94,16 @@ class TileFormer {
   }
 
  private:
-  // An expert's tiles of own rows are announced together, when all have arrived, microseconds after the first: so they
-  // run side by side while its weights are in the cache. But so many are announced while the others are copied,
+  // An expert's full tiles of own rows are announced together when all own packets are here, microseconds after the
+  // first packet, so that the tiles run side by side while the expert's weights are in the cache. There are two
+  // exceptions, so that tasks begin while later rows are copied. First, the first full tiles are announced when there
+  // are this many.
   static constexpr uint32_t kFirstTiles = 4;
-  // and before these the very first, as soon as it is full, if the first tiles of all experts make at most so many
-  // tasks for each cluster. (More of them would run for long with weights that no neighbour reads.)
+  // Second, before these, the very first tile is announced alone, as soon as it is full, if the first tiles of all
+  // experts together have at most this number of GEMM0 tasks for each cluster. (More such tasks would keep the
+  // clusters busy for long, each with weights that no task beside it reads.)
   static constexpr uint32_t kFirstTasks = 2;
-  // Entries that a lane has on their way at a time, as many as registers allow.
+  // The number of entries whose loads a lane has under way at a time: as many as registers allow.
   static constexpr uint32_t kFlight = 4;
 
   FLASHMOE_FN uint32_t expert(uint32_t i) const { return m_.first + i * m_.step; }
@@ -141,13 +146,13 @@ class TileFormer {
       while (consume_slice(i, p, b + base, span[0], next)) {
       }
       FLASHMOE_UNROLL
-      for (uint32_t d = 1; d < kDepth; ++d) span[d - 1] = span[d];  // a run-time index would take it to memory
+      for (uint32_t d = 1; d < kDepth; ++d) span[d - 1] = span[d];  // span[base / kLanes] would put span into memory
     }
     if (p != c_.rank) announce(i);
   }
 
-  // Takes ids for the tiles that `total` rows begin behind the `rows` of the open tile; returns the first. (Tiles of
-  // 256: 200 rows and 400 more fill the open tile and begin two.) All lanes.
+  // Takes ids for the tiles that `total` more rows begin if the open tile has `rows` rows, and returns the first id.
+  // (With tiles of 256 rows, 200 rows and 400 more fill the open tile and begin two.) All lanes.
   FLASHMOE_FN uint32_t begin_tiles(uint32_t rows, uint32_t total) const {
     const uint32_t fresh = ceil_div(rows + total, c_.policy.tile_rows) - (rows != 0 ? 1 : 0);
     if (fresh == 0) return 0;
@@ -156,8 +161,8 @@ class TileFormer {
     return static_cast<uint32_t>(P::broadcast(id, 0));
   }
 
-  // Whether the expert's tiles are not to be announced yet, see OrderPolicy::own_first. A shared expert's, which have no
-  // rows to wait for, fill the time until other ranks' rows are here.
+  // Whether the expert's tiles must not be announced yet, see OrderPolicy::own_first. Tiles of the shared expert
+  // never wait, because they get no rows of other ranks; they fill the time until such rows are here.
   FLASHMOE_FN bool waits(uint32_t i) const { return expert(i) >= first_experts_ && !c_.shape.is_shared(expert(i)); }
 
   // Whether an expert's first tile is announced by itself, see kFirstTasks.
@@ -165,9 +170,9 @@ class TileFormer {
     return c_.shape.local_experts * c_.policy.columns[kFirst] <= kFirstTasks * c_.policy.clusters;
   }
 
-  // Takes over the entries of packets (p, b) .. (p, b + kLanes - 1), one a lane, each lane's in its `span`. next: id of
-  // the next tile to begin. Where the first tile is announced by itself, it takes only the packets that fill that tile
-  // and returns true: `span` then is what remains, for another call. All lanes.
+  // Takes over the entries of packets (p, b) .. (p, b + kLanes - 1), one packet a lane; `span` says which entries of
+  // the lane's packet. next: id of the next tile to begin. If the first tile is announced alone, this takes only the
+  // packets that fill that tile, and returns true. Then `span` has what remains for another call. All lanes.
   FLASHMOE_FN bool consume_slice(uint32_t i, uint32_t p, uint32_t b, Span& span, uint32_t& next) {
     uint32_t total;
     const uint32_t before = P::exclusive_scan(span.count(), total);
@@ -188,8 +193,9 @@ class TileFormer {
     return lanes < P::kLanes;
   }
 
-  // Copies the lanes' spans, `total` entries of packets (p, b) .., to rows `rows`, rows + 1, ..., counted from row 0 of
-  // the first tile on into the others. before: entries of the lanes below. All lanes.
+  // Copies the lanes' spans, together `total` entries of packets (p, b), (p, b + 1), ..., to rows `rows`, rows + 1,
+  // ... Rows are counted through all the tiles, from row 0 of the first. before: entries of the lower lanes. All
+  // lanes.
   FLASHMOE_FN void copy_rows(uint32_t p, uint32_t b, const Span& span, uint32_t before, uint32_t total, uint32_t rows,
                              const TileIds& ids) const {
     const Entry* slice = c_.packet_entries(c_.rank, p, c_.packet_first_token(p, b));
@@ -201,7 +207,7 @@ class TileFormer {
     auto put = [&](uint32_t n, const Entry& e) {
       (rows + n < tile_rows ? head : rest)[n] = {e.token, static_cast<uint16_t>(p), e.k, e.ordinal, e.weight};
     };
-    // Where no packet has more entries than a lane loads at a time, nothing is gained by sharing packets among lanes.
+    // If no packet has more entries than a lane loads at a time, nothing is gained by sharing packets among lanes.
     if (P::kLanes == 1 || P::ballot(span.count() > kFlight) == 0) {
       copy_apart(mine, span.count(), before, put);
     } else {
@@ -209,7 +215,7 @@ class TileFormer {
     }
   }
 
-  // A lane per packet.
+  // Each lane copies the entries of its own packet.
   template <class Put>
   FLASHMOE_FN void copy_apart(const Entry* from, uint32_t count, uint32_t before, Put&& put) const {
     FLASHMOE_NO_UNROLL
@@ -226,14 +232,14 @@ class TileFormer {
     }
   }
 
-  // A lane per entry, in whichever packet, so that neighbouring lanes load and store neighbouring entries. Each lane's
-  // span begins `at` entries behind `slice`. All lanes.
+  // Each lane copies every kLanes-th of all entries, whatever packet they are in, so that neighbouring lanes load and
+  // store neighbouring entries. Each lane's own span begins `at` entries behind `slice`. All lanes.
   template <class Put>
   FLASHMOE_FN void copy_together(const Entry* slice, uint32_t at, uint32_t before, uint32_t total, Put&& put) const {
     const uint32_t shift = at - before;
     FLASHMOE_NO_UNROLL
     for (uint32_t base = P::lane(); base - P::lane() < total; base += kFlight * P::kLanes) {
-      uint32_t packet[kFlight] = {};  // of the n-th entry: the last packet that has at most n entries before it
+      uint32_t packet[kFlight] = {};  // the packet of each entry n: the last packet with at most n entries before it
       FLASHMOE_UNROLL
       for (uint32_t step = P::kLanes / 2; step != 0; step /= 2) {
         FLASHMOE_UNROLL
@@ -256,7 +262,8 @@ class TileFormer {
     }
   }
 
-  // The expert has `total` more rows of rank p, copied: closes the tiles that they fill. All lanes.
+  // Adds `total` rows of rank p, which have been copied, to the expert's tiles, and closes the tiles that are full.
+  // All lanes.
   FLASHMOE_FN void add_rows(uint32_t i, uint32_t p, uint32_t total, const TileIds& ids) {
     const uint32_t l = expert(i);
     FormedExpert x = m_.experts[i];
@@ -277,12 +284,12 @@ class TileFormer {
       x.remote = 0;
       if (x.rows != 0) extend(x, x.open, p, x.rows);
     }
-    P::sync();  // all have read the state, and written their rows and shapes, which announce() releases behind this
+    P::sync();  // all lanes have read the state, and written rows and shapes, which announce() will release
     if (P::lane() == 0) m_.experts[i] = x;
     P::sync();
   }
 
-  // `rows` rows of rank p join the open tile, whose id is `tile`: its segments say so.
+  // Appends `rows` rows of rank p to the segments of the open tile, whose id is `tile`.
   FLASHMOE_FN void extend(FormedExpert& x, uint32_t tile, uint32_t p, uint32_t rows) const {
     if (x.segments != 0 && x.last.source == p) {
       x.last.count += rows;
@@ -301,8 +308,8 @@ class TileFormer {
     *c_.workspace<uint32_t>(WorkField::kExpertTiles, l, nth) = tile;
   }
 
-  // Tells the scheduler of the expert's closed tiles, those of the shared one once for each slice, unless they are to wait.
-  // All lanes.
+  // Pushes the expert's closed tiles to the ready list (a tile of the shared expert once for each slice), unless they
+  // must wait. All lanes.
   FLASHMOE_FN void announce(uint32_t i) {
     const FormedExpert x = m_.experts[i];
     const uint32_t l = expert(i);
@@ -330,7 +337,7 @@ class TileFormer {
   const Call& c_;
   const FormerMemory m_;
   uint32_t count_;          // experts served
-  uint32_t first_experts_;  // routed local experts below it have their tiles announced as they fill
+  uint32_t first_experts_;  // routed local experts below this number do not wait, see waits()
 };
 
 }  // namespace flashmoe

@@ -1,6 +1,6 @@
 // The wait for what other actors or ranks do. It ends when its condition holds, when the call is aborted, or when
 // nothing has progressed for the call's timeout. (Warps of a thread block wait for one another elsewhere, without a
-// bound: such a wait ends when the block's clerk, who waits here, passes on a task or a stop.)
+// bound. Such a wait ends when the block's clerk, which waits in this loop, passes on a task or a stop word.)
 #pragma once
 
 #include "flashmoe/protocol/call.h"
@@ -10,10 +10,11 @@ namespace flashmoe {
 enum class Step : uint32_t { kIdle, kProgress, kDone };
 enum class WaitEnd : uint32_t { kDone, kAborted, kExpired };
 
-// Repeats `step` until it says kDone. After half a timeout without progress here (of 10 s: after 5), `live.sample()`
-// notes how far the others are; half a timeout later (at 10 s) `live.moved()` says whether they have gone on since, and
-// if so all starts anew. All lanes call it; `step` and `moved` return the same value in every lane. The first look at the
-// clock, a round trip to memory, follows the first idle step, or, with `unwatched` 1, the 64th.
+// Repeats `step` until it returns kDone. After half a timeout without progress here (5 s of 10 s), `live.sample()`
+// notes how far the others are. Half a timeout later (at 10 s), `live.moved()` says whether they have gone on since.
+// If so, the time begins anew; if not, the wait expires. All lanes call this; `step` and `moved` return the same
+// value in every lane. The first look at the abort word (a round trip to memory) and at the clock follows the first
+// idle step, or, if `unwatched` is 1, the 64th.
 template <class P, class StepFn, class Liveness>
 FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live, uint32_t unwatched = 0) {
   // A clock read costs more than a poll, and aborts and timeouts are rare: look every 64th idle step.
@@ -55,7 +56,8 @@ FLASHMOE_FN WaitEnd wait_until(const Call& c, StepFn&& step, Liveness&& live, ui
   }
 }
 
-// What all actors but the OS actor watch while they wait: does this rank's OS actor still step? It watches the peers.
+// What all actors but the OS actor watch while they wait: whether this rank's OS actor still takes steps. (The OS
+// actor itself watches the peers.)
 template <class P>
 struct OsLiveness {
   const Call& c;

@@ -29,7 +29,8 @@ using Plain = DtypeOf<kBuild.dtype>::Type;
 using Dtype =
     std::conditional_t<kBuild.quantised, Quantised<Plain>, std::conditional_t<kBuild.mxfp4, MxFp4<Plain>, Plain>>;
 inline constexpr Activation kActivation = kBuild.activation;
-// Of matrices as they are multiplied: a backward pass contracts over the other axis.
+// Whether the products read the matrices as transposed ones. A backward pass contracts over the other axis, so it
+// reads plain matrices as transposed, and transposed matrices as plain.
 inline constexpr bool kTransposed = kBuild.transposed != kIsBackward;
 
 }  // namespace flashmoe::sm90

@@ -1,5 +1,5 @@
-// How elements are stored, and which of a matrix share a scale: the one place that knows it of every type.
-// Python's is flashmoe.spec.ENCODINGS.
+// For every element type: how its elements are stored, and which elements of a matrix share a scale. Python has the
+// same in flashmoe.spec.ENCODINGS.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,12 @@ namespace flashmoe {
 
 struct Encoding {
   uint32_t bits;                       // of an element
-  uint32_t scale_bytes;                // of a matrix's scale; 0: there are none
-  uint32_t block_rows, block_columns;  // of a matrix: what shares a scale, where scales are those of blocks
+  uint32_t scale_bytes;                // of one scale of a matrix; 0: matrices of this type have no scales
+  uint32_t block_rows, block_columns;  // of a matrix's block, where each block has a scale (WeightScales::kBlock)
 };
 
-// The mxfp4 of the OCP Microscaling Formats: e2m1, two to a byte, the first in the low bits; a scale is e8m0.
+// kMxFp4 is MXFP4 of the OCP Microscaling Formats: elements are e2m1, two in a byte, the first in the low 4 bits; a
+// scale is e8m0.
 constexpr Encoding encoding_of(DType t) {
   switch (t) {
     case DType::kFloat32: return {32, 0, 1, 1};
@@ -31,7 +32,7 @@ constexpr Encoding encoding_of(DType t) {
 constexpr bool has_scales(DType t) {
   return encoding_of(t).scale_bytes != 0;
 }
-// Bytes of n elements; of e2m1 n is even.
+// Bytes of n elements. For kMxFp4, n must be even, because a byte has two elements.
 constexpr uint64_t stored_bytes(DType t, uint64_t n) {
   return n * encoding_of(t).bits / 8;
 }

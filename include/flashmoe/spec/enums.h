@@ -17,8 +17,8 @@ namespace flashmoe {
   ROW(kFloat8E4M3, "float8_e4m3fn") \
   ROW(kMxFp4, "mxfp4")
 
-// Besides, whether there is a gate: GEMM0 has two results for each intermediate column then, a gate, and what the activated
-// gate scales ("up").
+// After the names, each row says whether the activation has a gate. If so, GEMM0 has two results for each intermediate
+// column: the gate, and a value ("up") that is multiplied by the activated gate.
 #define FLASHMOE_ACTIVATIONS(ROW)             \
   ROW(kRelu, "relu", false)                   \
   ROW(kGelu, "gelu", false)                   \
@@ -30,32 +30,34 @@ namespace flashmoe {
   ROW(kGeluTanh, "gelu_tanh", false)          \
   ROW(kGeGluTanh, "geglu_tanh", true)
 
-// Who chooses a token's experts: the caller, or the router, by its scores: the softmax of the logits over all E, or the
-// sigmoid of each.
+// Who chooses a token's experts: the caller (kGiven), or the router, which takes the largest scores. The scores are the
+// softmax of the logits over all E experts (kSoftmax), or the sigmoid of each logit (kSigmoid).
 #define FLASHMOE_ROUTINGS(ROW) \
   ROW(kGiven, "given")         \
   ROW(kSoftmax, "softmax")     \
   ROW(kSigmoid, "sigmoid")
 
-// How results come home: each of a token's K rows by itself, or for each rank the sum of those computed there.
+// How results come home: each of a token's K rows by itself (kDirect), or, from each rank, the sum of the token's rows
+// that this rank has computed (kReduced).
 #define FLASHMOE_RETURN_MODES(ROW) \
   ROW(kDirect, "direct")           \
   ROW(kReduced, "reduced")
 
-// What numbers of a quantised matrix share a scale: all (or none has one), a row's, or those of a block (spec/encoding.h).
+// Which elements of a quantised matrix share a scale: all (kTensor), those of a row, or those of a block
+// (spec/encoding.h). kNone: weights are not quantised, and have no scales.
 #define FLASHMOE_WEIGHT_SCALES(ROW) \
   ROW(kNone, "none")                \
   ROW(kTensor, "tensor")            \
   ROW(kRow, "row")                  \
   ROW(kBlock, "block")
 
-// What an actor's time goes into, as reports and traces call it. Those from kEpilogue on are in traces alone.
-//   kEpilogue   part of its product, from accumulators to memory
-//   kForm       a former, until all packets have become tiles
-//   kSend       a block's sending of rows to other ranks, shares of which are kDispatch
-//   kRehearse   a task without rows (sm90/roles/look_up.cuh)
+// What actors spend their time on, as reports and traces name it. The phases from kEpilogue on are in traces only.
+//   kEpilogue   the last part of a product's time: results go from the accumulators to memory
+//   kForm       the time of a former, until all packets have become tiles
+//   kSend       the time in which a thread block sends rows to other ranks; it contains spans of kDispatch
+//   kRehearse   a task without rows, which a thread block runs so that its code is loaded (sm90/roles/look_up.cuh)
 //   kGradients  gradients of the experts' matrices and, on GPUs, of the router's: products that are sums over rows
-//   kReturn     what follows a warp's role: sums, and waits for what they need
+//   kReturn     what a warp does after its role has ended: sums of returned rows, and waits for these rows
 #define FLASHMOE_PHASES(ROW)   \
   ROW(kGate, "gate")           \
   ROW(kDispatch, "dispatch")   \
@@ -75,7 +77,8 @@ namespace flashmoe {
 #define FLASHMOE_VALUE(value, ...)      value,
 #define FLASHMOE_NAME(value, name, ...) name,
 
-// Stored in bytes, so that CallConfig fits into a cache line of 64. ReturnMode, which kernels read, is a word.
+// Enums are bytes, so that CallConfig, which has some of them, fits into 64 bytes. ReturnMode is a word of 32 bits,
+// because kernels read it; Phase is in no CallConfig.
 enum class DType : uint8_t { FLASHMOE_DTYPES(FLASHMOE_VALUE) };
 enum class Activation : uint8_t { FLASHMOE_ACTIVATIONS(FLASHMOE_VALUE) };
 enum class Routing : uint8_t { FLASHMOE_ROUTINGS(FLASHMOE_VALUE) };
@@ -129,7 +132,7 @@ constexpr const char* name_of(E value) {
   return i < kValues<E> ? Names<E>::kAll[i] : "?";
 }
 
-// Of what rows are in; spec/encoding.h has the bits of all.
+// Bytes of an element, for the types that rows have. (For the bits of every type see spec/encoding.h.)
 FLASHMOE_HD constexpr uint32_t element_bytes(DType t) {
   return t == DType::kFloat32 ? 4 : t == DType::kFloat8E4M3 ? 1 : 2;
 }

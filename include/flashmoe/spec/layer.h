@@ -1,6 +1,6 @@
 // What a layer is, for both engines: all that stays the same from call to call, except its tensors' addresses and the
-// placement of its experts.
-// Python's is flashmoe.spec.LayerSpec, field by field of the same name; csrc/bindings/codec.h reads one into the other.
+// placement of its experts. Python has the same fields, with the same names, in flashmoe.spec.LayerSpec;
+// csrc/bindings/codec.h reads them into this struct.
 #pragma once
 
 #include <limits>
@@ -11,22 +11,24 @@
 
 namespace flashmoe {
 
-// The layer as far as all ranks of a call must agree on it. (It fits with a hash into a cache line: CallConfig.)
+// The fields of a layer in which all ranks of a call must agree. (Together with hashes they fit into a cache line:
+// CallConfig.)
 struct AgreedLayer {
   uint32_t hidden = 0;           // H, elements of a token's row
   uint32_t intermediate = 0;     // I, elements of an expert's intermediate row
   uint32_t experts = 0;          // E, of all ranks
   uint32_t top_k = 0;            // K, experts of a token
-  double capacity_factor = 0.0;  // an expert keeps ceil(factor * (T * K) / E) choices of a rank; 0: all
+  double capacity_factor = 0.0;  // an expert keeps at most ceil(factor * (T * K) / E) choices of a rank; 0: all
   ReturnMode return_mode = ReturnMode::kDirect;
-  // Element types. x_type: x as the caller gives it. token_type: the rows of it that are sent and multiplied.
+  // Element types. x_type: x as the caller gives it. token_type: x's rows as they are sent and multiplied.
   // weight_type: the experts' matrices. intermediate_type: intermediate rows. return_type: staged rows and return rows.
   // y_type: y, the router and all biases. (Rows of e4m3: spec/rows.h.)
   DType x_type = DType::kBFloat16, token_type = DType::kBFloat16, weight_type = DType::kBFloat16;
   DType intermediate_type = DType::kBFloat16, return_type = DType::kBFloat16, y_type = DType::kBFloat16;
   Activation activation = Activation::kSwiGlu;
   bool weights_on_input = false;  // a token's weights scale its row before the experts, not their results
-  // Of the clamped SwiGLU: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + up_offset)
+  // Parameters of kClampedSwiGlu, which makes of a gate g and an up u: min(g, limit) sigmoid(alpha min(g, limit))
+  // (clamp(u, -limit, limit) + up_offset)
   float limit = std::numeric_limits<float>::infinity(), alpha = 1.0f, up_offset = 0.0f;
 };
 
@@ -41,16 +43,16 @@ struct LayerSpec : AgreedLayer {
   bool transposed = false;    // the experts' matrices are [El, H, 2I or I] and [El, I, H]
   bool exact = false;         // GPU, float32: products in float32, without the tensor cores
   bool shared_gate = false;   // the shared expert's result is multiplied by the sigmoid of a row's product with x
-  uint32_t slices = 1;        // an expert is cut into so many, each of width I and with a holder of its own
-  uint32_t shared = 0;        // slices of width I that the shared expert, an FFN of every token, is cut into; 0: none
-  uint32_t groups = 1;        // with a router: of E / groups neighbouring experts
-  uint32_t top_groups = 1;    // only these best groups' experts are chosen from
+  uint32_t slices = 1;        // the number of slices of an expert; each has I columns, and holders of its own
+  uint32_t shared = 0;        // the number of slices, of I columns each, of the shared expert; 0: there is none
+  uint32_t groups = 1;        // with a router: the number of groups of experts; E / groups neighbours form a group
+  uint32_t top_groups = 1;    // with a router: experts are chosen only from this number of groups, the best ones
   float routed_scale = 1.0f;  // with a router: all weights are multiplied by it
 
   FLASHMOE_HD constexpr bool gated() const { return is_gated(activation); }
   // Rows of an expert's first matrix.
   FLASHMOE_HD constexpr uint32_t gate_up_rows() const { return gated() ? 2 * intermediate : intermediate; }
-  // All are of one type.
+  // Sets all six element types to t.
   constexpr void set_types(DType t) {
     x_type = token_type = weight_type = intermediate_type = return_type = y_type = t;
   }
@@ -63,15 +65,15 @@ struct LayerSpec : AgreedLayer {
   FLASHMOE_HD constexpr uint32_t return_row_bytes() const { return row_bytes(hidden, element_bytes(return_type)); }
 };
 
-// How many shared experts there are, given the width of it in I: one or none.
+// The number of shared experts, 1 or 0, of a layer whose shared expert has `width` slices.
 FLASHMOE_HD constexpr uint32_t shared_experts(uint32_t width) {
   return width != 0 ? 1 : 0;
 }
 
-// What is added to the sum of sigmoids that divides them: all may vanish.
+// Added to the sum of a token's K sigmoid scores before weights are divided by it, because all K scores may be 0.
 inline constexpr float kLeastSum = 1e-20f;
 
-// Calls f(name, field) for every field, by the names that Python has.
+// Calls f(name, field) for every field. The name is the field's name in Python.
 template <class Layer, class F>
 constexpr void for_each_agreed_field(Layer& l, F&& f) {
   f("hidden", l.hidden);
@@ -114,9 +116,11 @@ constexpr void for_each_field(LayerSpec& l, F&& f) {
   f("shared_gate", l.shared_gate);
 }
 
-// The name of an element type's field that is not as it must be beside the others, and in `expected` what would be;
-// null if there is none. All are one type; or y_type is one, and what is multiplied is in e4m3, or the matrices alone are
-// in mxfp4. This is where further products of mixed types would be let in.
+// Checks whether the six element types are a combination that is supported. If not, returns the name of a field that
+// does not fit the others, and sets `expected` to the type that would fit. If they are, returns null. Three
+// combinations are supported. All six are the same. Or weights, tokens' rows and intermediate rows are in e4m3, x is
+// in e4m3 or in y's type, and returns are in y's type. Or only the weights are in mxfp4. No other function decides
+// this.
 constexpr const char* differing_type(const LayerSpec& l, DType& expected) {
   const bool quantised = l.weight_type == DType::kFloat8E4M3;
   expected = l.y_type;

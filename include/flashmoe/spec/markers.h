@@ -2,11 +2,11 @@
 #pragma once
 
 #if defined(__CUDACC__)
-// Layout arithmetic runs on both sides; protocol steps run on the device only, because the Platform they are
-// instantiated with has device members.
+// FLASHMOE_HD marks functions for host and device, such as layout arithmetic. FLASHMOE_FN marks steps of the
+// protocol, which are for the device only, because they call device functions of their Platform.
 #define FLASHMOE_HD __host__ __device__ inline
 #define FLASHMOE_FN __device__ inline
-// Loops over small arrays that must stay in registers.
+// FLASHMOE_UNROLL is for loops over small arrays that must stay in registers.
 #define FLASHMOE_UNROLL    _Pragma("unroll")
 #define FLASHMOE_NO_UNROLL _Pragma("unroll 1")
 #else

@@ -1,9 +1,9 @@
 // The program of a call: a table with a row for every kind of task.
 //
 // A row says what a task multiplies or sums, over which axis, how its results are cut into tasks, where the results go,
-// who takes the task and what it waits for. Code that forms tiles, orders tasks, loads, multiplies, retires, counts or
-// traces reads the table, and names no kind. The compiler knows the whole table. So it turns such code into comparisons
-// with constants, as if the code named the kinds.
+// who takes the task and what it waits for. Code that forms tiles, orders tasks, loads, multiplies, retires, counts
+// or traces reads the table, and does not name kGemm0 or kGemm1. The compiler knows the whole table. So it turns such
+// code into comparisons with constants, as if the code named these kinds.
 #pragma once
 
 #include <array>
@@ -15,18 +15,19 @@
 
 namespace flashmoe {
 
-// Where a kind occurs, and what it is of there (`Task` and `Ready` of protocol/task.h):
+// What a word of each kind names in the ready queue, and says in the ready list (Task and Ready of protocol/task.h):
 //
 //                in the ready queue                                  in the ready list
-//   kGemm0       a tile, or one slice of the shared expert's;        the tile, or slice, is formed
-//                a block of columns
-//   kGemm1       a tile; a block of columns                          all its columns of GEMM0 are done
-//   kStop        ends a cluster: of nothing
-//   kFormed                                                          so many more experts have all their tiles, so many
+//   kGemm0       a block of columns, and a tile or (for the shared   the tile, or the slice of the tile, is formed
+//                expert) a slice of a tile
+//   kGemm1       a block of columns, and a tile                      all GEMM0 tasks of the tile are done
+//   kStop        nothing: the cluster that takes it takes no more    (not there)
+//   kFormed      (not there)                                         more experts have all their tiles: how many
+//                                                                    experts, and how many tiles
 //
-// In neither are Reduce and Combine, since nobody hands out their pieces (actors/returner.h), and kBehindStop, which clusters
-// of a backward pass take by number (kIsBackward): of a group of weights, and which of its group's tasks it is
-// (sm90/gradients/weights.cuh).
+// kReduce and kCombine are in neither, because nobody hands out their pieces (actors/returner.h). kBehindStop is in
+// neither: clusters of a backward pass take these tasks by tickets after their stop word (kIsBackward). Such a task
+// names a group of weights, and its own number among the tasks of the group (sm90/gradients/weights.cuh).
 enum class TaskKind : uint32_t {
   kNone = 0,
   kGemm0 = 1,
@@ -41,18 +42,18 @@ enum class TaskKind : uint32_t {
 enum class Axis : uint32_t {
   kHidden,        // H, the columns of tokens and of results
   kIntermediate,  // I, the columns of intermediate rows
-  kChoices,       // a token's rows, of its experts on one rank or of all
+  kChoices,       // the rows of one token: those of its experts on one rank, or all that came home
 };
 
 // Rows and matrices that a task reads.
 enum class Operand : uint32_t {
   kNone,
   kTokens,        // dispatched token rows, gathered by their offsets
-  kIntermediate,  // intermediate rows, a tile's one behind the other
+  kIntermediate,  // intermediate rows; those of a tile lie one behind the other
   kGateUp,        // the expert's weights [2I or I, H]
   kDown,          // the expert's weights [H, I]
-  kStaged,        // rows that GEMM1 left to be reduced
-  kReturned,      // rows that came home
+  kStaged,        // staged rows, which GEMM1 has written for Reduce
+  kReturned,      // return rows
 };
 
 // What becomes of a task's results.
@@ -65,26 +66,27 @@ enum class Epilogue : uint32_t {
 };
 
 enum class Taker : uint32_t {
-  kProcessors,  // from the ready queue, in the order that the scheduler chooses
-  kIdle,        // whoever has nothing else to do
+  kProcessors,  // processors take the task from the ready queue, in the order that the scheduler chooses
+  kIdle,        // workers that have no task take pieces of it
 };
 
 struct TaskRow {
   TaskKind kind;
   Operand left, right;
-  Axis over;     // contracted: both operands have it
-  Axis columns;  // of the results. They are cut into blocks of columns: a task for each unit and block
+  Axis over;     // the axis that is summed over; both operands of a product have it
+  Axis columns;  // the axis of the results' columns. These are cut into blocks; a tile has a task for each block
   Epilogue epilogue;
   Taker taker;
-  // What makes it ready. A tile's product: all the tile's columns of this kind are done, or, for kFormed, the tile is
-  // formed. Reduce and Combine: all rows of a source are done (protocol/pending.h), or all ranks have signalled.
+  // The kind of what must be done before. A product of a tile is ready when all the tile's tasks of this kind are
+  // done, or, if this is kFormed, when the tile is formed. Reduce is ready when all rows of a source are computed
+  // (protocol/pending.h), Combine when all ranks have signalled; both go by return group.
   TaskKind after;
   Phase phase;  // what reports and traces call it
 };
 
 // ---- Programs. Rows that processors take come first. ---------------------------------------------------------------
 
-// The layer. (Where results are returned directly there is no Reduce, and Combine follows GEMM1.)
+// The forward pass. (With ReturnMode::kDirect there is no Reduce, and Combine follows GEMM1.)
 inline constexpr auto kForward = std::to_array<TaskRow>({
     {.kind = TaskKind::kGemm0,
      .left = Operand::kTokens,
@@ -124,8 +126,9 @@ inline constexpr auto kForward = std::to_array<TaskRow>({
      .phase = Phase::kCombine},
 });
 
-// Its backward pass, with dY for tokens: dA = dY down, dX = dZ gate_up. It differs from the layer in nothing that sizes of
-// memory follow from. Products over an expert's rows come behind the stop, and are not in the table (kBehindStop).
+// The backward pass. Its token rows are rows of dY: dA = dY down, dX = dZ gate_up. It has the kinds and axes of
+// kForward, so sizes of memory, which follow from them, are the same. The gradients of weights are not in the table:
+// clusters compute them after their stop word (kBehindStop).
 inline constexpr auto kBackward = [] {
   auto program = kForward;
   program[0].right = Operand::kDown;
@@ -134,7 +137,7 @@ inline constexpr auto kBackward = [] {
   return program;
 }();
 
-// A build has one program: sizes of memory follow from it.
+// The program of this build. Sizes of memory follow from it.
 inline constexpr auto& kProgram = kBuild.backward ? kBackward : kForward;
 
 // ---- What is asked of the program, all of it at compile time --------------------------------------------------------
@@ -155,7 +158,7 @@ consteval uint32_t row_of(TaskKind kind) {
   return n;
 }
 
-// Products: the rows that processors take. A product is known by its row's number.
+// The number of products, which are the rows that processors take. A product is named by the number of its row.
 inline constexpr uint32_t kProducts =
     std::popcount(kinds_where([](const TaskRow& r) { return r.taker == Taker::kProcessors; }));
 
@@ -195,7 +198,7 @@ struct Product {
   static constexpr bool kLeadsOn = leads_on(n);
 };
 
-// Sets of kinds by which whoever runs tasks tells them apart.
+// Sets of kinds. Code that runs tasks asks whether a task's kind is in one of them (is_one_of).
 inline constexpr uint32_t kGathering = kinds_where(reads_tokens);
 inline constexpr uint32_t kDifferentiating =
     kinds_where([](const TaskRow& r) { return r.epilogue == Epilogue::kDifferentiate; });
@@ -208,12 +211,14 @@ template <uint32_t kKinds>
 inline constexpr TaskKind kOnly =
     std::has_single_bit(kKinds) ? static_cast<TaskKind>(std::countr_zero(kKinds)) : TaskKind::kNone;
 
-// Whether the program is a backward pass. Then clusters go on behind the stop, with tasks of kind kBehindStop, which nobody
-// awaits and no queue has: products over an expert's rows, for the gradients of its weights.
+// Whether the program is a backward pass. If so, clusters go on after their stop word, with tasks of kind
+// kBehindStop, which are in no queue: products over an expert's rows, which are the gradients of its weights. No
+// other rank waits for them.
 inline constexpr bool kIsBackward = kDifferentiating != 0;
 
-// Whether the build is of passes that train among several ranks (on a GPU): rows of other ranks' tokens are then copied as
-// they come (actors/keeper.h), and a backward pass forms tiles in canonical order (protocol/arrivals.h).
+// kTrainsInGroup: the build is for passes that train among several GPUs. Then keepers copy the rows of other ranks'
+// tokens as the rows arrive (actors/keeper.h). kInTurn: it is, besides, for a backward pass. Then packets are taken
+// source by source, so that tiles have their rows in canonical order (protocol/arrivals.h).
 inline constexpr bool kTrainsInGroup = kBuild.trains() && kBuild.group;
 inline constexpr bool kInTurn = kTrainsInGroup && kIsBackward;
 

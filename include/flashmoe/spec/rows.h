@@ -1,8 +1,8 @@
 // The bytes of rows as they are stored and sent: one definition for host, device and peers.
 //
-// A row of float32, bfloat16 or float16 is its elements. A row of e4m3 is quantised: behind its elements, from the next
-// multiple of 16 bytes on, it has a scale in fp32 for each 128 of them, by which they are multiplied; the last one may
-// be of fewer. It ends at a multiple of 16 bytes, as bulk copies need.
+// A row in float32, bfloat16 or float16 has only its elements. A row in e4m3 is quantised: behind its elements, from
+// the next multiple of 16 bytes on, it has scales in fp32, one for each 128 elements (the last may be for fewer). A
+// number of the row is an element times its scale. The row's bytes are a multiple of 16, as bulk copies need.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,15 @@
 
 namespace flashmoe {
 
-// Elements of a row, and rows and columns of a block of weights, that share a scale.
+// The number of elements of a row that share a scale. A block of e4m3 weights has this number of rows and of columns.
 inline constexpr uint32_t kScaleBlock = 128;
 inline constexpr uint32_t kRowAlign = 16;
 inline constexpr float kLargestE4M3 = 448.0f;
-// The least scale of a row's elements: that of zeros, too. (The smallest normal number, whose reciprocal is finite.)
+// The least scale of a row's elements; elements that are all zero have it. (It is the smallest normal number, so its
+// reciprocal is finite.)
 inline constexpr float kLeastScale = 0x1p-126f;
 
-// Only e4m3 has elements of one byte.
+// Of the types that rows have, only e4m3 has elements of one byte.
 FLASHMOE_HD constexpr bool is_quantised(uint32_t elem_bytes) {
   return elem_bytes == 1;
 }

@@ -1,4 +1,4 @@
-"""``python -m flashmoe.bench``: `flashmoe bench` where the command is not on the path."""
+"""``python -m flashmoe.bench``: the same as `flashmoe bench`, for where the `flashmoe` command is not on the path."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """The clocks of a GPU while it works, read by NVML, which comes with the driver.
 
-A GPU that has finished its work already has other clocks. So a thread reads the clocks while calls are timed.
+The clocks of a GPU change as soon as it has finished its work. So a thread reads them while calls are timed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Clocks:
     (W)."""
 
     def __init__(self, uuid: str) -> None:
-        """`uuid`: ``GPU-...``, as PyTorch and nvidia-smi name it. Numbers of GPUs differ where some GPUs are hidden."""
+        """`uuid`: ``GPU-...``, the GPU's name in PyTorch and nvidia-smi. A GPU's number would not do, because PyTorch
+        and NVML number the GPUs differently if CUDA_VISIBLE_DEVICES hides some."""
         self._uuid = uuid
         self._samples: dict[str, list[float]] = {"sm_mhz": [], "memory_mhz": [], "watts": []}
         self._stop = threading.Event()

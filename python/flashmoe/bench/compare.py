@@ -28,7 +28,7 @@ class Difference:
 
     @property
     def beyond_spread(self) -> bool:
-        """Whether the middle halves of both do not overlap."""
+        """Whether the ranges between the quartiles, before and after, do not overlap."""
         return self.after[0] > self.before[2] or self.after[2] < self.before[0]
 
 

@@ -16,12 +16,12 @@ WARM_UP = 2
 
 
 def read(call: str, sizes: dict[str, Any], metrics: tuple[str, ...]) -> list[dict[str, float]] | str:
-    """These metrics of each kernel in one call of `call` (``flashmoe``, or a baseline's name); or why there are
-    none."""
+    """The values of `metrics` for each kernel that runs in one call of `call` (``flashmoe``, or a baseline's name); or
+    why there are none."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return "ncu: not installed"
-    # Clocks are not changed, and units are base units, so that numbers can be parsed.
+    # ncu leaves the clocks as they are. It prints values in base units, so that they can be parsed.
     how = ["--csv", "--print-units", "base", "--clock-control", "none", "--profile-from-start", "off"]
     told = json.dumps({"call": call, "sizes": sizes})
     command = [ncu, *how, "--metrics", ",".join(metrics), sys.executable, "-m", __name__, told]
@@ -37,7 +37,7 @@ def read(call: str, sizes: dict[str, Any], metrics: tuple[str, ...]) -> list[dic
 
 
 def parsed(printed: str) -> list[dict[str, float]]:
-    """The metrics in ncu's CSV, by kernel. Other lines, of ncu and of the program, are left out."""
+    """The metrics in ncu's CSV, an entry for each kernel. Other lines that ncu or the program printed are left out."""
     lines = printed.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if begin is None:
@@ -50,7 +50,8 @@ def parsed(printed: str) -> list[dict[str, float]]:
 
 
 def main(told: str) -> None:
-    """Runs in the process that is counted: one rank makes some calls, then one between the profiler's marks."""
+    """What ncu runs: one rank makes some calls, then one more that ncu counts, between the start and stop of the
+    profiler."""
     import torch
 
     from . import baselines

@@ -1,4 +1,4 @@
-"""Calls of few tokens on one GPU, as CUDA graphs of eight layers that take turns."""
+"""Calls of few tokens on one GPU. A CUDA graph calls eight layers one after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .shapes import SHAPES
 
 LAYERS = 8
 TYPES = {"bf16": {}, "fp8": {"weight_dtype": "float8_e4m3fn"}, "mxfp4": {"weight_dtype": "mxfp4"}}
-"""And what a context is asked for."""
+"""The types of weights, and for each the options that its `Context` is made with."""
 GPT_OSS = {"activation": "clamped_swiglu", "interleaved": True, "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
 OF_GPT_OSS = {"gpt-oss-20b": (2880, 2880, 32, 4), "gpt-oss-120b": (2880, 2880, 128, 4)}  # H, I, E, K
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -27,7 +27,7 @@ READ_BYTES = 2 << 30
 
 
 def captured(call: Callable[[int], Any], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of `call(0)`, `call(1)`, ..., each of which has run before."""
+    """A graph of `call(0)`, ..., `call(calls - 1)`. Each of these calls runs once before it is captured."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -42,7 +42,7 @@ def captured(call: Callable[[int], Any], calls: int) -> torch.cuda.CUDAGraph:
 
 
 def read_speed() -> float:
-    """Bytes a second at which a sum reads."""
+    """The bytes per second that PyTorch's sum over a large tensor reads."""
     data = torch.zeros(READ_BYTES // 4, device="cuda")
     graph = captured(lambda _: data.sum(), 1)
     return READ_BYTES / statistics.median(milliseconds(lambda _: graph.replay(), 16)) * 1e3
@@ -77,14 +77,14 @@ class Layers:
     def matrices(
         self, weight_type: str, shapes: tuple[tuple[int, int], ...], normal: Callable[..., torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """A layer's, as arguments of `flashmoe.moe`."""
+        """The random matrices (and scales) of one layer, by the names of `flashmoe.moe`'s arguments."""
         names = ("gate_up", "down")
         if weight_type == "bf16":
             of_layer = [normal(self.experts, *shape) * 0.02 for shape in shapes]
             return {f"{name}_proj": each for name, each in zip(names, of_layer, strict=True)}
         made = {}
         for name, (rows, columns) in zip(names, shapes, strict=True):
-            if weight_type == "mxfp4":  # any bytes are numbers; scales of 2^-7 and 2^-6
+            if weight_type == "mxfp4":  # any byte is two valid numbers; the scales are 2^-7 and 2^-6
                 blocks = (self.experts, rows, columns // 32)
                 made[f"{name}_proj"] = torch.randint(256, (*blocks, 16), device="cuda", dtype=torch.uint8)
                 made[f"{name}_scale"] = torch.randint(120, 122, blocks, device="cuda", dtype=torch.uint8)
@@ -97,7 +97,7 @@ class Layers:
         return flashmoe.moe(self.context, self.x[:tokens], **self.weights[layer], **router, **self.options)
 
     def touched_bytes(self, tokens: int) -> float:
-        """Bytes of the experts that a layer's tokens choose, on average."""
+        """Bytes of the experts that are chosen by at least one token, on average over the layers."""
         chosen = [(self.x[:tokens] @ router.mT).topk(self.top_k).indices.unique() for router in self.routers]
         return statistics.mean(len(experts) for experts in chosen) * self.expert_bytes
 

@@ -1,4 +1,4 @@
-"""Rows of a layer in float64, which what is measured is compared with."""
+"""Rows of a layer in float64, with which measured layers' results are compared."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def expert_row(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, gated: bool)
 
 
 def reference(x, router, w1, w2, top_k: int, gated: bool, own: Sequence[int]) -> torch.Tensor:
-    """The layer in fp64 on the chosen tokens, routing in fp32 as the kernel's: the terms of the experts `own`, whose
-    weights these are."""
+    """The layer's result for the tokens `x` in fp64, after routing in fp32 as in the kernel. Only the terms of the
+    experts `own` are summed: w1 and w2 are the weights of these."""
     import torch
 
     p = torch.softmax(x.float() @ router.float().t(), -1)
@@ -40,7 +40,8 @@ def reference(x, router, w1, w2, top_k: int, gated: bool, own: Sequence[int]) ->
 
 
 def sampled_error(x, y, router, own, w1, w2, top_k: int, gated: bool) -> float:
-    """Relative error of a few of each rank's tokens, whose terms every rank computes for the experts that it holds."""
+    """The largest relative error over the ranks, from up to four tokens of each. For each of these tokens, every rank
+    computes the terms of its own experts, and an all-reduce adds the terms up."""
     import torch
     import torch.distributed as dist
 

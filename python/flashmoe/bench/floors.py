@@ -15,7 +15,7 @@ def floor_call(rows: int, hidden: int, inner: int, experts: int, w1: torch.Tenso
 
 
 def grouped_gemms(counts: torch.Tensor, rows: int, hidden: int, inner: int, w1: torch.Tensor, w2: torch.Tensor):
-    """Both grouped GEMMs on ready inputs, with so many of the rows an expert."""
+    """Both grouped GEMMs on ready inputs. `counts` says how many of the rows each expert has."""
     offsets = counts.cumsum(0).int()
     x = torch.randn(rows, hidden, device=w1.device, dtype=w1.dtype)
     h = torch.randn(rows, inner, device=w1.device, dtype=w1.dtype)
@@ -28,13 +28,13 @@ def grouped_gemms(counts: torch.Tensor, rows: int, hidden: int, inner: int, w1: 
 
 
 def backward_floor_call(rows: int, hidden: int, inner: int, experts: int, w1: torch.Tensor, w2: torch.Tensor):
-    """The four grouped GEMMs of a backward pass on ready inputs, their rows spread over the experts at random: two of
-    rows, by the matrices, and two over rows, of the matrices' shapes."""
+    """The four grouped GEMMs of a backward pass on ready inputs, their rows spread over the experts at random. Two
+    multiply rows by matrices; two sum over rows, and have results of the matrices' shapes."""
     make = {"device": w1.device, "dtype": w1.dtype}
     offsets = torch.bincount(torch.randint(experts, (rows,), device=w1.device), minlength=experts).cumsum(0).int()
     x, dy = (torch.randn(rows, hidden, **make) for _ in range(2))
     a, dz = (torch.randn(rows, columns, **make) for columns in (inner, w1.shape[1]))
-    if w1.dtype == torch.float32:  # PyTorch's grouped GEMM has no kernel for it: a product of cuBLAS's for each expert
+    if w1.dtype == torch.float32:  # PyTorch has no grouped GEMM kernel for float32: cuBLAS multiplies expert by expert
         return by_expert(offsets, ((dy, w2), (dz, w1)), ((dy, a), (dz, x)))
 
     def call(_: int) -> None:
@@ -50,8 +50,8 @@ Pairs = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
 def by_expert(offsets: torch.Tensor, of_rows: Pairs, over_rows: Pairs) -> Callable[[int], None]:
-    """Products of rows [M, A] by matrices [E, A, B], and over rows, of [M, A] and [M, B], an expert at a time; its rows
-    end at `offsets`, which the host knows before."""
+    """Products of rows [M, A] by matrices [E, A, B] (`of_rows`), and sums over rows of [M, A] by [M, B] (`over_rows`),
+    one expert at a time. Expert e's rows end at `offsets[e]`; the host reads the offsets before the calls."""
     ends = offsets.tolist()
     spans = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
     results = [rows.new_empty(len(rows), matrices.shape[2]) for rows, matrices in of_rows]
@@ -71,7 +71,7 @@ def by_expert(offsets: torch.Tensor, of_rows: Pairs, over_rows: Pairs) -> Callab
 def exchange(
     rows: int, hidden: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
 ) -> Callable[[int], None]:
-    """The backend's (NCCL's) all-to-all of so many rows, one way, as many to each rank."""
+    """An all-to-all, one way, of so many rows in equal parts for all ranks, by PyTorch's backend (NCCL on GPUs)."""
     rows = rows // dist.get_world_size() * dist.get_world_size()
     sent = torch.randn(rows, hidden, device=device, dtype=dtype)
     received = torch.empty_like(sent)

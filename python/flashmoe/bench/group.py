@@ -1,4 +1,4 @@
-"""Ranks that stay from one point to the next, and are joined to one process group of PyTorch."""
+"""Processes of ranks, joined to one process group of PyTorch. They are kept from one point to the next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ START_SECONDS = 300.0
 
 
 class Group:
-    """`ranks` processes. Each has a GPU of its own, or they share cores."""
+    """`ranks` processes. On GPUs, each has a GPU of its own, or shares one (`joining.ranks_a_gpu`); with the CPU
+    engine, they share the cores."""
 
     def __init__(self, engine: str, ranks: int) -> None:
         self.engine, self.ranks = engine, ranks
@@ -26,7 +27,7 @@ class Group:
             raise
 
     def measure(self, suite: str, point: Point, repeats: int, timeout: float) -> dict[str, Any]:
-        """What the suite's function returns in rank 0. Raises `RankFailed`; then the group must be closed."""
+        """What the suite's function returns in rank 0. Raises `RankFailed`; after that, the group must be closed."""
         arguments = (self.engine, suite, point.sizes, repeats)
         return self._pool.call(_measure, [arguments] * self.ranks, timeout=timeout)[0]
 

@@ -7,14 +7,15 @@ import socket
 
 
 def ranks_a_gpu(ranks: int) -> int:
-    """1 unless there are fewer GPUs than ranks (FLASHMOE_SHARE_GPUS)."""
+    """The number of ranks that use one GPU: 1, unless there are fewer GPUs than ranks (FLASHMOE_SHARE_GPUS)."""
     import torch
 
     return -(-ranks // torch.cuda.device_count())
 
 
 def processors(ranks: int) -> int | None:
-    """Thread blocks of a context: None, as many as fit; ranks that share a GPU leave each other room."""
+    """The number of thread blocks that a context is given. None: as many as fit. Ranks that share a GPU get an equal,
+    even number each."""
     import torch
 
     sharing = ranks_a_gpu(ranks)
@@ -22,7 +23,8 @@ def processors(ranks: int) -> int | None:
 
 
 def join_gpus() -> int:
-    """Joins the group that torchrun has started, on a GPU of its own; the rank."""
+    """Joins PyTorch's process group as torchrun's variables say, with the GPU whose number is the rank. Returns the
+    rank."""
     import torch
     import torch.distributed as dist
 
@@ -39,8 +41,8 @@ def free_port() -> int:
 
 
 def join(engine: str, rank: int, ranks: int, port: int | None = None) -> None:
-    """Called once in a rank's process. Sets the same variables that torchrun sets for its processes. `port`: where
-    ranks meet; None for a rank that is alone."""
+    """Joins PyTorch's process group; called once in a rank's process. Sets the same variables that torchrun sets for
+    its processes. `port`: the port at which the ranks meet; None for a rank that is alone."""
     import torch.distributed as dist
 
     port = free_port() if port is None else port

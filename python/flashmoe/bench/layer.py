@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import flashmoe
 
 BOUNDS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-8, "exact": 2.0**-18}
-"""The most that a result may differ from float64's, as `apart` measures it. Three things are rounded on the way, by at
-most half a unit in the last place each: the hidden row, each weighted row and their sum. 16-bit types have 8 and 11
-bits. On a GPU float32's factors lose all but 10 bits of mantissa: up to 2^-10 of each of the four. "exact" is float32
-that is multiplied without this loss."""
+"""The most that a result may differ from float64's, relative to the norm. Three things are rounded on the way, by at
+most half a unit in the last place each: the intermediate row, each weighted row and their sum. bfloat16 has 8
+significant bits, float16 has 11. On a GPU, the factors of float32 products lose all but 10 bits of their mantissas: up
+to 2^-10 of each of the four factors of the two products. "exact" is float32 that is multiplied without this loss."""
 TURNS = 4
-"""The number of batches that calls take in turn, so that no batch is in the L2."""
+"""The number of batches that calls take in turn, so that a call's batch is not still in the L2 from the call before."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Sizes:
 
 class Layer:
     """One rank's share of the layer: batches ``xs`` [T, H], the router [E, H], ``w1`` [El, I or 2I, H] and ``w2`` [El,
-    H, I] of its own experts, and a context with the built-in order, except what `profile` sets. With `like`, a further
-    layer of a model: other weights, but the same batches and context."""
+    H, I] of its own experts, and a context with the built-in order of tasks, except for what `profile` sets. With
+    `like`, it is a further layer of a model: its weights differ, but it uses the batches and the context of `like`."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class Layer:
         rows = sizes.intermediate * (2 if sizes.gated else 1)
         self.w1 = torch.empty(len(self.own), rows, sizes.hidden, **make)
         self.w2 = torch.empty(len(self.own), sizes.hidden, sizes.intermediate, **make)
-        for i, expert in enumerate(self.own):  # the same whatever the number of ranks
+        for i, expert in enumerate(self.own):  # an expert's weights do not depend on the number of ranks
             generator = torch.Generator(run.device).manual_seed(1000 * (number + 1) + expert)
             for matrix in (self.w1[i], self.w2[i]):
                 matrix.normal_(std=matrix.shape[-1] ** -0.5, generator=generator)
         self.tensors = {"gate_up_proj": self.w1, "down_proj": self.w2}
         generator = torch.Generator(run.device).manual_seed(1 + 500_000 * number)
         self.router = torch.randn(sizes.experts, sizes.hidden, generator=generator, **make) * sizes.hidden**-0.5
-        # The names that `measure.passes` uses.
+        # `measure.passes` reads these attributes.
         self.experts, self.top_k, self.activation = sizes.experts, sizes.top_k, sizes.activation
         self._owns_context = like is None
         if like is not None:
@@ -121,12 +121,12 @@ class Layer:
         return BOUNDS["exact" if self.sizes.exact or on_cpu else self.sizes.dtype]
 
     def error(self, y: torch.Tensor) -> float:
-        """The error of the result of batch 0, from some of each rank's tokens, against float64 with float32's
-        routing."""
+        """The error of `y`, the result for batch 0, against float64 with routing in float32. A few tokens of each rank
+        are compared."""
         return sampled_error(self.xs[0], y, self.router, self.own, self.w1, self.w2, self.top_k, self.sizes.gated)
 
     def checked(self) -> dict[str, Any]:
-        """Calls once, and checks the result. Raises `Voided`."""
+        """Calls the layer once, and checks the result. Raises `Voided` if the error is too large."""
         y = self(0)
         self.context.synchronize()
         return self.run.check(self.error(y), self.bound, "flashmoe's rows of sampled tokens, beside float64's")
@@ -137,7 +137,7 @@ class Layer:
         if not self._owns_context:
             return
         self.context.synchronize()
-        dist.barrier()  # no rank may close its context while another's call still waits for it
+        dist.barrier()  # no rank may close its context while another rank's call still waits for this rank
         self.context.close()
 
     def __enter__(self) -> Layer:
@@ -149,8 +149,8 @@ class Layer:
 
 
 class Quantised(Layer):
-    """The layer with its experts in e4m3 and a scale for each block of 128 x 128. ``w1`` and ``w2`` are the numbers
-    that these stand for."""
+    """The layer with its experts in e4m3, with a scale for each block of 128 x 128. ``w1`` and ``w2`` are the same
+    matrices after quantisation, in the layer's type."""
 
     def __init__(self, run: Run, sizes: Sizes, **further: Any) -> None:
         import torch
@@ -165,12 +165,13 @@ class Quantised(Layer):
                 matrix.copy_(ours.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1))
             self.tensors[f"{name}_proj"] = torch.stack([ours for ours, _ in pairs])
             self.tensors[f"{name}_scale"] = torch.stack([scale for _, scale in pairs])
-        if not self._owns_context:  # a model's further layers are not checked, and would take three times the memory
+        if not self._owns_context:  # a model's further layers are not checked; w1 and w2 would triple their memory
             del self.w1, self.w2
 
     @property
     def bound(self) -> float:
-        """Rows are in e4m3, too, with four bits: off by up to 2^-4, in two products."""
+        """The rows of both products are rounded to e4m3, too. With its four significant bits, a row is off by up to
+        2^-4 each time."""
         return 2.0**-3
 
 
@@ -181,7 +182,7 @@ def _context(run: Run, sizes: Sizes, profile: dict[str, int], further: dict[str,
 
     blocks: int | None = 1
     if run.engine == "cuda":
-        torch.cuda.empty_cache()  # the context cannot use memory in PyTorch's cache
+        torch.cuda.empty_cache()  # the context cannot use the memory that PyTorch caches
         blocks = processors(run.ranks)
     return flashmoe.Context.from_torch(
         engine=run.engine,

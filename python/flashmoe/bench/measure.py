@@ -1,7 +1,7 @@
-"""Timers, and what of a layer they time.
+"""Timers, and the calls of a layer that they time.
 
-flashmoe is imported where it is used, and nothing else of the package is: benchmarks/timings.py loads this file beside
-another version of the package, which it measures.
+Of the package, this file imports only `flashmoe` itself, and only inside a function, because benchmarks/timings.py
+loads this file beside another version of the package and measures that version.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-BUSY_CYCLES = 1_000_000  # about half a millisecond: longer than it takes to launch any of what is timed
+BUSY_CYCLES = 1_000_000  # about half a millisecond: longer than any of the timed calls takes to launch
 AUTOGRAD_CYCLES = 10_000_000  # some 5 ms: autograd and what follows the kernel take the host longer than a launch
 WARM_UP = 3
 """Calls that are not timed."""
 
 
 def milliseconds(call: Callable[[int], Any], repeats: int, busy: bool = True, cycles: int = BUSY_CYCLES) -> list[float]:
-    """Times of single calls, by events. With `busy`, behind work of so many cycles that keeps the GPU from waiting for
-    the launch; else the launch is in the figure."""
+    """Times of single calls, by CUDA events. With `busy`, each call is queued behind work of `cycles` clock cycles, so
+    that the GPU does not wait for the launch; else the time includes the launch."""
     return [span(call, i, busy, cycles) for i in range(repeats + WARM_UP)][WARM_UP:]
 
 
 def span(call: Callable[[int], Any], i: int, busy: bool, cycles: int = BUSY_CYCLES) -> float:
-    """Milliseconds of `call(i)`, by events."""
+    """Milliseconds of `call(i)`, by CUDA events."""
     import torch
 
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -44,8 +44,8 @@ def in_turn(
     calls: dict[str, Callable[[int], Any]],
     repeats: int,
 ) -> dict[tuple[str, bool], list[float]]:
-    """Milliseconds of each call by `timer`, by its name and whether the GPU was kept busy: in four turns, every
-    other one backwards, so that all see the same clocks."""
+    """Milliseconds of each call by `timer`. The keys are the call's name, and whether the GPU was kept busy. The calls
+    are made in four rounds, every other round in reverse order, so that changing clocks affect all calls alike."""
     timed: dict[tuple[str, bool], list[float]] = {(name, busy): [] for name in calls for busy in (True, False)}
     for turn in range(4):
         for busy in (True, False):
@@ -55,7 +55,7 @@ def in_turn(
 
 
 def gpu_operations(call: Callable[[int], Any], calls: int = 10) -> int:
-    """What the profiler counts on the GPU in so many calls."""
+    """The number of GPU operations (kernels, copies) that the profiler counts in so many calls."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -68,7 +68,7 @@ def gpu_operations(call: Callable[[int], Any], calls: int = 10) -> int:
 
 
 def slowest(times: list[float], device: str | torch.device = "cuda") -> list[float]:
-    """Of each iteration, the slowest rank's."""
+    """Each iteration's time on its slowest rank. `times` are this rank's times, one for each iteration."""
     import torch
     import torch.distributed as dist
 
@@ -78,7 +78,7 @@ def slowest(times: list[float], device: str | torch.device = "cuda") -> list[flo
 
 
 def group_milliseconds(call: Callable[[int], Any], repeats: int, busy: bool, cycles: int = BUSY_CYCLES) -> list[float]:
-    """Of single calls, the slowest rank's times."""
+    """Times of single calls, each on its slowest rank."""
     return slowest(own_milliseconds(call, repeats, busy, cycles))
 
 
@@ -88,8 +88,8 @@ def own_milliseconds(call: Callable[[int], Any], repeats: int, busy: bool, cycle
 
 
 def own_span(call: Callable[[int], Any], i: int, busy: bool, cycles: int = BUSY_CYCLES) -> float:
-    """This rank's milliseconds of `call(i)`, by events, all ranks beginning together: at a barrier, and with `busy` in
-    an all-reduce behind other work, on which the measured span follows without a gap."""
+    """This rank's milliseconds of `call(i)`, by CUDA events. All ranks begin together, after a barrier of the hosts.
+    With `busy`, the GPUs also meet: in an all-reduce behind other work, which the timed call follows without a gap."""
     import torch
     import torch.distributed as dist
 
@@ -120,8 +120,8 @@ def host_milliseconds(call: Callable[[int], Any], repeats: int) -> list[float]:
 
 
 def passes(layer: Any, exact: bool = False) -> dict[str, Any]:
-    """What is timed of a layer under autograd, by name. It is a `Layer`, or has the attributes that are used here.
-    `exact`: as its own calls."""
+    """The calls that are timed of a layer under autograd, by name. `layer` is a `Layer`, or has the attributes that are
+    used here. `exact` must be the same as in the layer's own calls."""
     import torch
 
     import flashmoe

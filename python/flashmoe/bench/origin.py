@@ -15,7 +15,8 @@ from typing import Any
 
 
 def _sources() -> pathlib.Path:
-    """The folder of the sources: the current folder, this file's, or one above either; else the current folder."""
+    """The folder of the sources: the first that has python/flashmoe, from the current folder upwards, then from this
+    file's folder upwards. If none has it: the current folder."""
     here = pathlib.Path.cwd()
     starts = (here, pathlib.Path(__file__).resolve().parent)
     folders = (each for start in starts for each in (start, *start.parents))
@@ -28,7 +29,8 @@ QUERY = "clocks.sm,clocks.mem,power.draw,driver_version"
 
 
 def output(*command: str, seconds: float = 30.0) -> str:
-    """What a command prints; empty if it fails, is not there or takes longer: a driver may keep nvidia-smi waiting."""
+    """What a command prints; empty if it fails, is not installed, or takes more than `seconds`. (A driver may keep
+    nvidia-smi waiting.)"""
     how: dict[str, Any] = {"capture_output": True, "text": True, "cwd": ROOT, "check": True, "timeout": seconds}
     try:
         return subprocess.run(command, **how).stdout.strip()
@@ -37,7 +39,7 @@ def output(*command: str, seconds: float = 30.0) -> str:
 
 
 def head() -> str:
-    """The commit that is checked out; empty where git does not know."""
+    """The commit that is checked out; empty if git cannot tell it."""
     return output("git", "rev-parse", "HEAD")
 
 
@@ -47,8 +49,8 @@ def digest_of(
     without: Sequence[str] = (),
     read: Callable[[pathlib.Path], bytes] = pathlib.Path.read_bytes,
 ) -> str:
-    """Of all files in these folders of `root`, as `read` reads them, and of their names; not of what Python has
-    compiled, nor of what is in the folders that it is `without`."""
+    """A digest of the names and contents of all files in these folders of `root`. `read` gets a file's content. Files
+    that Python has compiled, and files in the folders `without`, are left out."""
     digest = hashlib.sha256()
     left_out = {root / folder for folder in without}
     for path in sorted(path for folder in folders for path in (root / folder).rglob("*")):
@@ -59,7 +61,7 @@ def digest_of(
 
 
 def nvidia_smi(query: str = QUERY) -> str:
-    """A line of figures for each GPU; empty where there is none."""
+    """nvidia-smi's answer to `query`: a line for each GPU; empty if there is no GPU."""
     return output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
 
 
@@ -69,9 +71,10 @@ def cpu_model() -> str:
 
 
 def without_machine(argument: str) -> str:
-    """What was typed, without the folders of this machine: an absolute path below the sources or below the current
-    folder is relative to it, one of results is from ``benchmarks/results`` on, and of any other its last part is left.
-    Both forms of an option, ``--out PATH`` and ``--out=PATH``."""
+    """An argument of a command without the folders of this machine. An absolute path below the sources or below the
+    current folder becomes relative to that folder. Any other absolute path loses all that stands before
+    ``benchmarks/results``; if it has no such part, only its last part is left. A path may also follow an option and
+    ``=``, as in ``--out=PATH``."""
     option, equals, path = argument.partition("=") if argument.startswith("-") else ("", "", argument)
     if not path.startswith("/"):
         return argument
@@ -84,12 +87,13 @@ def without_machine(argument: str) -> str:
 
 
 def as_typed(launcher: str, arguments: Sequence[str]) -> str:
-    """The line for a result to say that it was made by: `launcher` and what it was given, as anybody may type it."""
+    """The command that made a result, for the result's file: `launcher` and its arguments, without this machine's
+    folders."""
     return " ".join([launcher, *map(without_machine, arguments)])
 
 
 def result_path(suite: str, device: str, gpus: int) -> pathlib.Path:
-    """Where the results of a suite lie, of so many GPUs of a device: ``NVIDIA H200``, 2 in ``h200x2.json``."""
+    """The file of a suite's results on so many GPUs of a device: for 2 GPUs ``NVIDIA H200`` it is ``h200x2.json``."""
     name = re.sub(r"^NVIDIA (\w+).*", r"\1", device)
     return ROOT / "benchmarks" / "results" / suite / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}x{gpus}.json"
 

@@ -1,4 +1,4 @@
-"""What travelling costs a call of a group of GPUs."""
+"""How much longer a call of a group of GPUs takes because rows travel between the GPUs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from .measure import WARM_UP, own_span, slowest
 from .shapes import SHAPES
 
 LINK = 350e9
-"""Bytes per second out of one H200 over NVLink, measured with plain stores."""
+"""The bytes per second that one H200 sends over NVLink, measured with plain stores."""
 
 
 class GroupLayer:
-    """One rank's share of a layer of random weights, and its context, of the built-in order but for `profile`."""
+    """One rank's share of a layer with random weights, and its context. The context has the built-in order of tasks,
+    except for what `profile` sets."""
 
     def __init__(
         self, name: str, tokens: int, profile: dict[str, int] | None = None, return_mode: str = "auto"
@@ -52,28 +53,30 @@ class GroupLayer:
 
     def close(self) -> None:
         self.context.synchronize()
-        dist.barrier()  # a rank that closes its context must not be awaited in another's call
+        dist.barrier()  # no rank may close its context while another rank's call still waits for this rank
         self.context.close()
         torch.cuda.empty_cache()
 
 
 class GivenLayer(GroupLayer):
-    """With given routing."""
+    """A `GroupLayer` whose calls get their routing from the caller."""
 
     def __init__(self, name: str, tokens: int) -> None:
         super().__init__(name, tokens)
         self.weights = torch.full((tokens, self.top_k), 1.0 / self.top_k, device="cuda")
 
     def choose(self, shares: torch.Tensor) -> torch.Tensor:
-        """Ids [T, K]: distinct experts, drawn by these shares (of E, or of some: zero elsewhere)."""
+        """Ids [T, K]: distinct experts for each token, drawn with probabilities in proportion to `shares` [E]. Experts
+        whose share is 0 are not drawn."""
         return torch.multinomial(shares.cuda().expand(self.tokens, -1), self.top_k).int()
 
     def choose_evenly(self, among: list[int]) -> torch.Tensor:
-        """Ids [T, K]: distinct experts, drawn so that each of `among` has as many tokens as any other."""
+        """Ids [T, K]: distinct experts of `among` for each token, drawn at random, but with as many tokens for each."""
         n = len(among)
         if self.tokens % n != 0:
             raise SystemExit(f"tokens: expected a multiple of {n} experts, got {self.tokens}")
-        # n tokens at a time go round the experts, at the same distances from a token's first to its others.
+        # Each n tokens share K random numbers. Token j of them takes these numbers plus j, modulo n, so that each
+        # expert gets exactly K of the n tokens.
         distances = torch.rand(self.tokens // n, n).argsort(1)[:, : self.top_k]
         ids = (distances[:, None, :] + torch.arange(n)[None, :, None]).remainder(n).flatten(0, 1)
         return torch.tensor(among)[ids[torch.randperm(self.tokens)]].int().cuda()
@@ -94,11 +97,12 @@ class GivenLayer(GroupLayer):
         return moe
 
     def in_turn(self, repeats: int, *calls: Callable) -> list[list[float]]:
-        """Milliseconds of each, of single calls in turn: the n-th of one is a neighbour of the n-th of the others."""
+        """A list of milliseconds for each of `calls`. They are called in turn, so that the n-th times of all lists were
+        measured one right after the other."""
         times: list[list[float]] = [[] for _ in calls]
         for i in range(repeats + WARM_UP):
             each_once = list(zip(times, calls, strict=True))
-            for each, call in each_once if i % 2 == 0 else reversed(each_once):  # a clock that falls favours none
+            for each, call in each_once if i % 2 == 0 else reversed(each_once):  # so a falling clock favours no call
                 each.append(own_span(call, i, True))
         return [slowest(each[WARM_UP:]) for each in times]
 

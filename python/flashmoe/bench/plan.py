@@ -29,13 +29,13 @@ class Machine:
 
     @property
     def groups(self) -> list[int]:
-        """The numbers of ranks to measure: 1, 2, 4, ... as far as there are GPUs; on CPUs 1 and 2."""
+        """The numbers of ranks to measure: 1, 2, 4, ..., up to the number of GPUs; on CPUs 1 and 2."""
         most = 2 if self.small else self.gpus
         return [ranks for ranks in (1, 2, 4, 8, 16, 32) if ranks <= most]
 
     @property
     def several(self) -> list[int]:
-        """The numbers of ranks above 1. With one GPU these are two ranks that share it, where ranks may do so."""
+        """The numbers of ranks above 1. With one GPU: two ranks that share it, if ranks may do so; else none."""
         return self.groups[1:] or [2] * self.shared
 
 
@@ -48,7 +48,7 @@ class Point:
     ranks: int
     """0: the point needs neither ranks nor a GPU, and is measured in the command's own process."""
     sizes: dict[str, Any] = field(default_factory=dict)
-    """What the suite's function is called with."""
+    """The keyword arguments of the suite's function (`Suite.measure`)."""
     kills: bool = False
     """Whether the point kills ranks. Then it starts its own ranks, from the command's process."""
 
@@ -64,15 +64,15 @@ class Suite:
     """The tables and figures of the papers that it regenerates."""
     points: Callable[[Machine], Iterable[Point]]
     measure: Callable[..., dict[str, Any]]
-    """``measure(run, **sizes)``, which every rank calls; the answer of rank 0 counts. It has ``check``: ``error``, the
-    ``bound`` that the error may not exceed, and what the error is of. ``samples``: milliseconds of every call, those of
-    the slowest rank, by call and by timer. ``values``: everything else; the most telling ones are in its ``figures``,
-    by name. ``absent``: why something could not be measured, by name."""
+    """``measure(run, **sizes)``, which every rank calls; the answer of rank 0 counts. Its keys are: ``check``, the
+    ``error``, the ``bound`` that the error may not exceed, and what the error is of. ``samples``, milliseconds of every
+    call on its slowest rank, by call and by timer. ``values``, everything else; the most telling values are in
+    ``figures`` there, by name. ``absent``, why something could not be measured, by name."""
     variants: tuple[dict[str, bool], ...] = ({},)
-    """The kernels of a point's layer. Each is given by what it has besides its type and activation
-    (`flashmoe.jit.Variant`). They are compiled before ranks wait for one another."""
+    """The kernels of a point's layer. Each is given by the fields of its `flashmoe.jit.Variant`, except element type
+    and activation. They are compiled before ranks wait for one another."""
     seconds: float = 600.0
-    """The most seconds that a point may take; then its ranks are killed."""
+    """The most seconds that a point may take; after them its ranks are killed."""
 
 
 class Voided(FlashMoEError):

@@ -1,4 +1,4 @@
-"""Matrices in e4m3, and the bare GEMMs of such a layer."""
+"""Matrices in e4m3, and the GEMMs alone of a layer that has such matrices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def by_block(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def weights(experts: int, rows: int, columns: int, quantise: Callable) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random matrices, expert by expert: float32 copies of all would not fit."""
+    """Random matrices in FP8, and their scales. They are made expert by expert, because the float32 copies that
+    `quantise` makes would not fit in memory for all experts at once."""
     matrices = torch.empty(experts, rows, columns, device="cuda", dtype=F8)
     scales = []
     for expert in range(experts):
@@ -35,7 +36,8 @@ def weights(experts: int, rows: int, columns: int, quantise: Callable) -> tuple[
 
 
 def floor_call(hidden: int, inner: int, experts: int, rows: int) -> Callable[[int], None]:
-    """Both grouped GEMMs on ready inputs, a scale for each row, their rows spread over the experts at random."""
+    """Both grouped GEMMs in FP8 on ready inputs that have a scale for each row. The rows are spread over the experts at
+    random."""
     counts = torch.bincount(torch.randint(experts, (rows,), device="cuda"), minlength=experts)
     offsets = counts.cumsum(0).int()
     (w1, s1), (w2, s2) = (weights(experts, n, k, by_row) for n, k in ((2 * inner, hidden), (hidden, inner)))

@@ -37,7 +37,7 @@ class Run:
 
     @property
     def ranks_a_gpu(self) -> int:
-        """Ranks on one GPU. Where several ranks share one, there is no NCCL, and no work that hides launches."""
+        """The number of ranks on one GPU. If several ranks share a GPU, they cannot use NCCL."""
         return 1 if self.engine == "cpu" or self.ranks == 1 else ranks_a_gpu(self.ranks)
 
     @property
@@ -46,8 +46,8 @@ class Run:
 
     def samples(self, calls: dict[str, Call], cycles: int | None = None) -> dict[str, dict[str, list[float]]]:
         """Milliseconds of single calls, made in turn; each time is the slowest rank's. There are two timers. ``busy``:
-        a call follows work of `cycles` that hides launches, on all ranks together. ``plain``: the time includes
-        launches. CPUs have only ``plain``."""
+        a call follows work of `cycles` clock cycles on all ranks, so that the time does not include the launch.
+        ``plain``: the time includes the launch. CPUs have only ``plain``."""
         if not calls:
             return {}
         with Clocks(self._uuid()) as clocks:
@@ -96,10 +96,10 @@ class Run:
 
 
 def apart(y: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far both are apart, relative to the norm of `expected`."""
+    """The norm of the difference between `y` and `expected`, relative to the norm of `expected`."""
     return ((y.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def median(timers: dict[str, list[float]]) -> float:
-    """The median of a call's samples in milliseconds: behind work that hides launches, if there are such samples."""
+    """The median of a call's samples in milliseconds: of the ``busy`` samples if there are any, else of ``plain``."""
     return statistics.median(timers.get("busy") or timers["plain"])

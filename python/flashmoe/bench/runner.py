@@ -41,9 +41,9 @@ class Progress:
 class Outcome:
     measured: int = 0
     known: int = 0
-    """Points whose figures, from the same sources, were there already."""
+    """Points that the files already had, measured from the same sources."""
     left: int = 0
-    """Points for which there was no time."""
+    """Points for which the budget left no time."""
     wrong: list[str] = field(default_factory=list)
     """For each point that failed: suite, point and why. A check or a rank failed."""
     files: list[Path] = field(default_factory=list)
@@ -60,9 +60,9 @@ def run_suites(
     tell: Callable[[Progress], None],
     ranks: Iterable[int] = (),
 ) -> Outcome:
-    """Measures the points that `out` does not have from these sources. Points of few ranks come first, because a group
-    of ranks stays from one point to the next. No point begins after `budget` seconds. `ranks`: only points with these
-    numbers of ranks; default: all."""
+    """Measures the points that the files in `out` do not have from the present sources. Points are sorted by number of
+    ranks, because a group of ranks is kept for the next point if that has as many. No point begins after `budget`
+    seconds. `ranks`: measure only points with these numbers of ranks; default: all."""
     begin = time.monotonic()
     files = {suite.name: Results(out, suite, machine, device, commit) for suite in suites}
     outcome = Outcome(files=[each.path for each in files.values()])
@@ -92,7 +92,7 @@ def run_suites(
             except (FlashMoEError, OSError, subprocess.SubprocessError) as error:
                 measured = failure(error)
                 outcome.wrong.append(f"{suite.name}, {point.name}: {measured.get('voided') or measured['failed']}")
-                if group is not None:  # whatever its ranks still hold ends with them
+                if group is not None:  # its ranks may still hold memory or wait for one another
                     group.close()
                     group = None
             measured["seconds"] = round(time.monotonic() - start, 2)
@@ -106,7 +106,8 @@ def run_suites(
 
 
 def compile_kernels(todo: list[tuple[Suite, Point]]) -> None:
-    """Compiles the kernels of all points in parallel: ranks that compile one after the other would make others wait."""
+    """Compiles the kernels of all points in parallel, before the ranks start: a rank that compiles a kernel during a
+    point makes the other ranks wait."""
     wanted = dict.fromkeys(variant for suite, point in todo for variant in kernels_of(suite, point))
 
     def compile_one(variant: jit.Variant) -> None:
@@ -136,8 +137,8 @@ def kernels_of(suite: Suite, point: Point) -> list[jit.Variant]:
 
 
 def in_order(suites: list[Suite], machine: Machine, ranks: Iterable[int] = ()) -> list[tuple[Suite, Point]]:
-    """The first points of all suites, then their second points, and so on: if the budget ends early, each suite has
-    some points."""
+    """All points, by number of ranks. Points with as many ranks begin with the first of each suite, then come the
+    second ones, and so on, so that each suite has some points if the budget ends early."""
     points = [(i, suite, point) for suite in suites for i, point in enumerate(_by_ranks(suite, machine, ranks))]
     return [(suite, point) for _, suite, point in sorted(points, key=lambda each: (each[2].ranks, each[0]))]
 
@@ -155,7 +156,7 @@ def measure(machine: Machine, group: Group | None, suite: Suite, point: Point) -
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """The entry of a point that has no figures."""
+    """The entry of a point that has no figures because of `error`."""
     errors = list(error.errors.values()) if isinstance(error, RankFailed) else [error]
     for each in errors:
         if isinstance(each, Voided):

@@ -14,16 +14,16 @@ SHAPES = {  # H, I, E, K, activation, token counts
     "phi3.5": (4096, 6400, 16, 2, "swiglu", (8192,)),
     "deepseek-v3": (7168, 2048, 256, 8, "swiglu", (4096,)),
     "deepseek-v4-flash": (4096, 2048, 256, 6, "swiglu", (4096, 1024, 64)),
-    # Those whose rows take as long on the link as in the GEMMs.
+    # Shapes whose rows take about as long on the link between GPUs as in the GEMMs.
     "qwen3-next": (2048, 512, 512, 10, "swiglu", (8192,)),
     "olmoe": (2048, 1024, 64, 8, "swiglu", (8192,)),
     "minimax-m2": (3072, 1536, 256, 8, "swiglu", (4096,)),
-    # A rank's part where four have a slice of each expert.
+    # What one rank computes if each expert is cut into four slices, one on each of four ranks.
     "qwen3-30b-slice": (2048, 192, 128, 8, "swiglu", (8192,)),
     "mixtral-slice": (4096, 3584, 8, 2, "swiglu", (8192,)),
 }
 SMALL = {"small": (64, 128, 8, 2, "swiglu", (256,))}
-"""What two cores compute in a second."""
+"""A layer that two CPU cores compute within a second."""
 
 TRAINED = ("qwen3-30b", "mixtral", "qwen2-moe", "phi3.5", "paper-E64")
-"""Those whose backward passes are measured, with the first of their token counts."""
+"""The shapes whose backward passes are measured, each with the first of its token counts."""

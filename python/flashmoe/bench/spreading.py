@@ -22,7 +22,7 @@ TYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
 class SpreadLayer:
-    """One rank's part of a layer of random weights, which are the same however the experts are spread."""
+    """One rank's part of a layer with random weights. An expert's weights do not depend on how experts are spread."""
 
     def __init__(self, shape: tuple, engine: str, ids: np.ndarray, placement: Placement, slices: int = 1) -> None:
         self.shape = shape
@@ -64,7 +64,8 @@ class SpreadLayer:
         return flashmoe.moe(self.ctx, self.x, self.w1, self.w2, **self.routing, **self.options)
 
     def error(self, y: torch.Tensor) -> float:
-        """Of two of this rank's rows, beside float64's: whole experts are made again, wherever they lie."""
+        """The relative error of two of this rank's rows against float64. The experts of these two tokens are made again
+        as a whole, also those of other ranks."""
         hidden, inner, _, top_k, activation, _ = self.shape
         make = {"device": self.x.device, "dtype": self.x.dtype}
         sample = [0, len(self.x) - 1]
@@ -78,7 +79,7 @@ class SpreadLayer:
 
     def close(self) -> None:
         self.ctx.synchronize()
-        dist.barrier()  # a rank that closes its context must not be awaited in another's call
+        dist.barrier()  # no rank may close its context while another rank's call still waits for this rank
         self.ctx.close()
         if self.x.is_cuda:
             torch.cuda.empty_cache()
@@ -100,7 +101,8 @@ def _device(engine: str) -> str:
 
 
 def chosen(tokens: int, experts: int, top_k: int, spread: float, seed: int) -> np.ndarray:
-    """int32 [T, K]: distinct experts of each token, as likely as shares are whose standard deviation is `spread`."""
+    """int32 [T, K]: distinct experts for each token, drawn with probabilities in proportion to the experts' shares. The
+    standard deviation of the shares is `spread`; their mean is 1/E."""
     shares = np.random.default_rng(0).permutation(np.linspace(-1.0, 1.0, experts)) if experts > 1 else np.zeros(1)
     shares = np.maximum(1.0 / experts + spread * shares / max(shares.std(), 1e-9), 1e-6)
     keys = np.log(shares) + np.random.default_rng(seed).gumbel(size=(tokens, experts))
@@ -108,14 +110,14 @@ def chosen(tokens: int, experts: int, top_k: int, spread: float, seed: int) -> n
 
 
 def milliseconds(call: Callable[[int], Any], repeats: int, engine: str) -> list[float]:
-    """Of single calls, the slowest rank's times."""
+    """Times of single calls, each on its slowest rank."""
     if engine == "cuda":
         return group_milliseconds(call, repeats, ranks_a_gpu(dist.get_world_size()) == 1)
     return slowest(host_milliseconds(call, repeats), "cpu")
 
 
 def measured(layers: list[SpreadLayer], repeats: int, engine: str) -> list[dict[str, Any]]:
-    """What all rows have, of layers that are called in turn."""
+    """For each layer a row of results, with the columns that all tables have. Calls of the layers are timed in turn."""
     errors = []
     for layer in layers:
         y = layer(0)
@@ -161,7 +163,7 @@ def splits(name: str, shape: tuple, tokens: int, repeats: int, engine: str) -> l
 
 
 def tensor_parallel(ranks: int, inner: int, top_k: int, engine: str) -> list[int]:
-    """By how many ranks an expert may be shared: the divisors of R that the engine has slices for."""
+    """The numbers of slices into which experts may be cut: those divisors of R with slices that the engine accepts."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0 and inner % n == 0]
     return divisors if engine == "cpu" else [n for n in divisors if top_k * n <= 32 and inner // n % 8 == 0]
 
@@ -180,7 +182,8 @@ def imbalance(
 def placed(
     what: dict[str, Any], shape: tuple, by_rank: list[np.ndarray], repeats: int, engine: str
 ) -> list[dict[str, Any]]:
-    """Contiguous shares, then a balanced placement, then every split, of experts that are chosen so."""
+    """A row of results for the contiguous placement, one for a balanced placement, and one for each number of slices,
+    all with the same routing: `by_rank` has each rank's ids."""
     _, inner, experts, top_k, *_ = shape
     rank, ranks = dist.get_rank(), len(by_rank)
     load = np.array([np.bincount(ids.ravel(), minlength=experts) for ids in by_rank])

@@ -1,7 +1,7 @@
 """The files of runs: one for each suite, device and number of GPUs, with an entry for each point.
 
-An entry says from which sources it was measured. An entry from the present sources need not be measured again, so a run
-continues where the run before it stopped.
+An entry says from which sources its point was measured. A point with an entry from the present sources is not measured
+again, so a run continues where the run before it stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .origin import as_typed, cpu_model, digest_of, nvidia_smi, result_path
 from .plan import ENGINES, Machine, Point, Suite
 
 PREFIX = "bench_"
-"""The beginning of the folders' names: results of the scripts of ``benchmarks/`` have other names."""
+"""The beginning of the names of these files' folders. It tells them from results of the scripts of ``benchmarks/``."""
 PACKAGES = (
     *("torch", "numpy", "transformers", "triton", "nvidia-nccl-cu13", "nvidia-nvshmem-cu13"),
     *("vllm", "sonic-moe", "deep_ep", "tutel", "deepspeed", "megatron-core", "liger-kernel"),
@@ -35,7 +35,7 @@ _NUMBERS = re.compile(r"\[[-+\d.eE,\s]+\]")
 
 
 def detected(engine: str | None) -> tuple[Machine, str]:
-    """This machine, and its device's name. `engine` None: ``cuda`` if there is a GPU."""
+    """This machine, and its device's name. If `engine` is None, it is ``cuda`` if there is a GPU, else ``cpu``."""
     if engine not in (None, *ENGINES):
         raise InvalidArgument(f"--engine: expected {' or '.join(ENGINES)}, got {engine!r}")
     names = [] if engine == "cpu" else _gpus()
@@ -46,7 +46,7 @@ def detected(engine: str | None) -> tuple[Machine, str]:
 
 
 def _gpus() -> list[str]:
-    """Names of the GPUs that this process may use. NVML gives them, so that asking takes no GPU."""
+    """Names of the GPUs that this process may use. They come from nvidia-smi, so that this process opens no GPU."""
     names = nvidia_smi("name").splitlines()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names if visible is None else names[: len([each for each in visible.split(",") if each.strip()])]
@@ -96,7 +96,7 @@ class Results:
         return same and "voided" not in entry and "failed" not in entry
 
     def put(self, point: Point, measured: dict[str, Any]) -> None:
-        """Adds the point's results. The file is whole at any time, also if the run is stopped."""
+        """Adds the point's results. The file is complete at any time, also if the run is stopped."""
         origin = {name: self._origin[name] for name in ("commit", "sources_sha256")}
         self._entries[point.name] = {
             "name": point.name,
@@ -112,7 +112,7 @@ class Results:
 
 
 def written(result: dict[str, Any]) -> str:
-    """The file's JSON. The times of a call are on one line, with six digits, more than any timer has."""
+    """The file's JSON. The times of a call are on one line, with six digits: no timer is more accurate."""
     rounded = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.6g}"))
     text = json.dumps(rounded, indent=1)
     return _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"

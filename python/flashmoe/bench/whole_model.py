@@ -30,11 +30,11 @@ QWEN3 = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
 }
-"""Of Qwen3-30B-A3B."""
+"""The sizes of Qwen3-30B-A3B."""
 
 
 def build(layers: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **sizes: int) -> torch.nn.Module:
-    """With `sizes` instead of `QWEN3`'s."""
+    """A Qwen3-MoE model with random weights and so many layers. `sizes` replaces those of `QWEN3`."""
     config = transformers.Qwen3MoeConfig(
         **{**QWEN3, **sizes}, norm_topk_prob=True, num_hidden_layers=layers, attn_implementation="sdpa"
     )
@@ -53,7 +53,7 @@ def synchronize() -> None:
 
 
 def timed(run: Callable[[], Any], repeats: int) -> float:
-    """Milliseconds of one of `repeats` runs, host and all."""
+    """The mean milliseconds of a run, out of `repeats` runs, by the host's clock."""
     synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -115,15 +115,15 @@ CASES = {
     "decode 32, graph": (decode_graph, 32),
 }
 WHOLE = tuple(case for case in CASES if case != "prefill 64")
-"""Of a model of Qwen3's size."""
+"""The cases that are measured of a model of Qwen3's size."""
 
 
 def measure(model: torch.nn.Module, names: list[str], cases: Sequence[str] = WHOLE) -> dict[str, dict[str, Any]]:
-    """By case and implementation."""
+    """The times, or the error, of each case and each implementation in `names`. ``fused`` must be the last name."""
     result: dict[str, dict[str, Any]] = {case: {} for case in cases}
     for name in names:
         if name == "fused":
-            fuse(model)  # for good: it comes last
+            fuse(model)  # cannot be undone
         else:
             model.set_experts_implementation(name)
         for case in cases:
@@ -141,7 +141,7 @@ def measure(model: torch.nn.Module, names: list[str], cases: Sequence[str] = WHO
 
 
 def spread(model: torch.nn.Module) -> torch.nn.Module:
-    """The same with Transformers' own expert parallelism over all ranks, which hold one batch."""
+    """The model, spread over all ranks by Transformers' own expert parallelism. All ranks hold the same batch."""
     from transformers.distributed import DistributedConfig, utils
 
     ranks = dist.get_world_size()
@@ -159,12 +159,13 @@ def spread(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def spread_by_flashmoe(model: torch.nn.Module, max_tokens: int, engine: str) -> Any:
-    """The same with FlashMoE's, whose context it returns; each rank has a batch of its own."""
+    """Spreads the model's experts over all ranks by FlashMoE, and returns the context. Each rank has its own batch."""
     return parallelize(model, max_tokens=max_tokens, engine=engine)
 
 
 def of_group(model: torch.nn.Module, cases: Sequence[str], batches: int) -> dict[str, list[float]]:
-    """Milliseconds by case, of each turn the slowest rank's. `batches`: that each rank holds, its own or all ranks'."""
+    """By case, the milliseconds of each turn on its slowest rank. `batches`: the number of batches that each rank
+    holds: 1, its own, or all ranks' batches."""
     result = {}
     for case in cases:
         prepare, batch = CASES[case]

@@ -1,4 +1,4 @@
-"""Calls that are given no context: the shapes of the tensors say which one they take."""
+"""Calls without a context: the shapes of their tensors decide which kept context they use."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .refusals import traces
 from .tensors import believed, device_operand, dtype_name, operand
 
 _found: dict[Hashable, KeptContext] = {}
-"""What calls have found, by the attributes of their tensors: the way for a call like an earlier one."""
+"""The kept contexts that earlier calls have found, by `_key`. A call with the same key needs no second search."""
 _MOST_FOUND = 1024
 
 
 def number_of(tensors: Tensors, options: Options) -> int:
-    """The number of the kept context of such calls, for ``torch.ops.flashmoe.moe``; see `context_of`."""
+    """The number by which ``torch.ops.flashmoe.moe`` finds the kept context of such calls; see `context_of`."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.compiler.is_compiling():
         from ..pytorch.constants import kept_number
@@ -45,17 +45,19 @@ def number_of(tensors: Tensors, options: Options) -> int:
 
 
 def _as_constant(each: Any) -> Any:
-    """A size for which PyTorch compiles, even where it takes sizes for variables: a range's end cannot be one."""
+    """`each`; a size becomes a constant of the code that PyTorch compiles. With dynamic shapes PyTorch takes sizes for
+    variables, but the end of a range must be a constant there."""
     return len(range(each)) if isinstance(each, int) else each
 
 
 def context_of(tensors: Tensors, options: Options) -> KeptContext:
-    """The kept context of such calls, which has memory once it is used. Raises what a context raises for wrong
-    arguments, and `InvalidArgument` if the experts are those of one rank of a group."""
+    """The kept context for calls with such tensors and options. It takes memory when it is first used. Raises what a
+    call with a context raises for wrong arguments, and `InvalidArgument` if the tensors have only a share of the
+    router's experts, as on one rank of a group."""
     try:
         key = _key(tensors, options)
         found = _found.get(key)
-    except (AttributeError, IndexError, TypeError):  # the checks say what is wrong; other libraries' tensors are right
+    except (AttributeError, IndexError, TypeError):  # wrong tensors, which `_check` refuses, or another library's
         key = found = None
     if found is not None:
         return found
@@ -72,7 +74,7 @@ def context_of(tensors: Tensors, options: Options) -> KeptContext:
 
 
 def _key(tensors: Tensors, options: Options) -> Hashable:
-    """Equal for calls of one shape."""
+    """A key for `_found`. Calls with equal keys have the same `_shape`."""
     x, up, router, shared = tensors.x, tensors.gate_up_proj, tensors.router, tensors.shared_down
     return (
         x.dtype,
@@ -88,7 +90,7 @@ def _key(tensors: Tensors, options: Options) -> Hashable:
 
 
 def _refuse_share(tensors: Tensors) -> None:
-    """Raises `InvalidArgument` if there are fewer experts than the router has: a rank of a group holds such a share."""
+    """Raises `InvalidArgument` if gate_up_proj has fewer experts than the router, as it has on a rank of a group."""
     router, up = (getattr(each, "shape", ()) for each in (tensors.router, tensors.gate_up_proj))
     if len(router) != 2 or len(up) < 3:
         return
@@ -101,7 +103,8 @@ def _refuse_share(tensors: Tensors) -> None:
 
 
 def _shape(tensors: Tensors, options: Options) -> Shape:
-    """What the call's context is made for. A size that a tensor does not have is 1: `check` refuses such tensors."""
+    """The shape for which the call's context is made. If a tensor lacks an axis, the size is 1, and `check` refuses the
+    tensor."""
     x, up, down = tensors.x, tensors.gate_up_proj, tensors.down_proj
     inner, stored = (1 if options.transposed is True else 2), dtype_name(up)
     encoding = ENCODINGS.get(STORED_AS.get(stored, ""))
@@ -128,7 +131,7 @@ def _size(tensor: Any, axis: int) -> int:
 
 
 def _check(tensors: Tensors, options: Options, device: int | None) -> None:
-    """Raises what an engine would raise for these arguments, before there is a context."""
+    """Raises what the engine would raise for wrong arguments, although there is no context yet."""
     weights = STORED_AS.get(dtype_name(tensors.gate_up_proj))
     if device is None:
         check(_room("cpu", weights), operand, Tensors(*map(believed, Tensors._fields, tensors)), options)
@@ -138,7 +141,7 @@ def _check(tensors: Tensors, options: Options, device: int | None) -> None:
 
 @cache
 def _room(engine: str, weights: str | None) -> Room:
-    """The room of a context that is made for all that its engine takes. No memory is made for it."""
+    """The room of a context with the largest limits that the engine allows. No memory is allocated for it."""
     cuda = engine == "cuda"
     room = room_alone(
         engine=engine,

@@ -45,13 +45,14 @@ class Arguments:
     operands: dict[str, Any]
     """The given tensors by name, as the engine's operands."""
     tokens: int
-    """T."""
+    """T, the number of this rank's tokens."""
     layer: LayerSpec
     placement: placements.Placed
 
 
 def check(room: Room, as_operand: AsOperand, tensors: Tensors, options: Options) -> Arguments:
-    """Checks everything that can be checked without looking at a value."""
+    """The arguments of a call, after all checks that need no value of a tensor. Raises `InvalidArgument` and
+    `LimitExceeded`."""
     options = checked_values(options)
     operands = _float_operands(as_operand, tensors, options.transposed)
     operands |= _given_routing(as_operand, tensors, y_type(operands["x"].dtype))
@@ -80,8 +81,8 @@ def resolved(room: Room, layer: LayerSpec, options: Options, placement: placemen
 
 
 def redispatches(room: Room, options: Options) -> bool:
-    """Whether a call that keeps what its gradients need leaves out the rows of other ranks' tokens, so that its
-    backward pass sends x again. Raises `InvalidArgument` if the context has no room for that."""
+    """Whether a call that keeps what its gradients need does not keep the rows of other ranks' tokens, so that its
+    backward pass sends x again. Raises `InvalidArgument` if the context has no memory for this."""
     has = bool(room.limits["redispatch"])
     if room.ranks == 1:
         return False
@@ -113,9 +114,10 @@ def placement_of(room: Room, placement: placements.Placement | None, experts: in
 
 
 def resolved_return_mode(room: Room, return_mode: str | None, top_k: int, slices: int = 1) -> str:
-    """The return mode of a call; without `return_mode`, the context's. For ``auto`` it is the context's mode, if that
-    is fixed (as always with the CUDA engine), else the mode that sends fewer rows. A token has K rows with `direct`,
-    and at most min(K, R) with `reduced`, which costs one more pass over the rows."""
+    """The return mode of a call: `return_mode`, or if this is None, the context's mode. ``auto`` stands for the
+    context's mode. If that is ``auto`` too (never with the CUDA engine), it stands for the mode that sends fewer rows:
+    K for a token with `direct`, at most min(K, R) with `reduced`. If these are equal, the mode is `direct`, because
+    `reduced` costs one more pass over the rows. Slices need `reduced`."""
     has = room.layer.return_mode
     mode = has if return_mode is None else return_mode
     one_of("return_mode", mode, RETURN_CHOICES)
@@ -133,8 +135,8 @@ def resolved_return_mode(room: Room, return_mode: str | None, top_k: int, slices
 
 
 def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.Placement, tokens: int) -> None:
-    """Checks a call with this return mode against the memory for which the ranks' contexts were made. T and H to K are
-    this rank's own; all ranks decide the rest alike."""
+    """Raises `LimitExceeded` if a call of `layer` with return mode `mode`, this placement and T = `tokens` is larger
+    than the context was made for."""
     limits = room.limits
     for name, size in (
         ("max_tokens", tokens),
@@ -193,14 +195,14 @@ def checked_capacity(room: Room, factor: float | None, layer: LayerSpec, placeme
 
 
 def _check_rows(room: Room, factor: float, layer: LayerSpec, placement: placements.Placement) -> None:
-    """Checks the rows that the call may keep against the room that the context has for them, on any rank.
+    """Raises `LimitExceeded` if any rank might have to store more rows in this call than the context has memory for.
 
-    An expert keeps at most C = ceil(f T K / E) rows of one rank's tokens, and the El experts of a rank keep El C. The
-    context has room for El C, computed from its own f, T, K, E and El. The call's f, T and K are no larger than the
-    context's. The call's C is no larger either, if it has as many experts. With fewer experts C grows as E shrinks, and
-    El C grows with the largest share El / E of the experts that a rank holds (and by rounding, since C is a whole
-    number). So this function compares the product El C, for the rank that holds most experts and for the most tokens
-    that any rank may have, since rows come from all ranks. All ranks therefore decide alike.
+    With the capacity factor f, an expert takes at most C = ceil(f T K / E) rows of one rank's tokens, so the El experts
+    of a rank take at most El C. The context has memory for El C rows, computed from its own f, T, K, E and El. The
+    call's f, T and K are at most the context's, so with the same E the call's C is at most the context's too. With
+    fewer experts, C grows as E shrinks, and El C grows with the largest share El / E of the experts that a rank holds
+    (and by rounding, since C is a whole number). So this function compares the products El C. It takes El of the rank
+    with the most experts, and `max_tokens` for T because any rank may send so many: thus all ranks decide alike.
     """
     library, limits = _ffi.library(), room.limits
     experts, top_k = layer.experts, layer.top_k
@@ -221,8 +223,8 @@ def y_type(x_type: str) -> str:
 
 
 def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -> dict[str, Described]:
-    """The given float tensors, checked to have the element type of x. Two kinds have other types: `choice_bias` is
-    float32, as scores are, and quantised tensors."""
+    """The given float tensors, as operands. They must have the element type of x (of y, if x is in FP8), except
+    `choice_bias`, which is float32 as scores are, quantised tensors, and scales."""
     known = (*DTYPES, FP8)
     operands: dict[str, Described] = {}
     scale_type = "float32"
@@ -266,8 +268,8 @@ def _float_operands(as_operand: AsOperand, tensors: Tensors, transposed: bool) -
 
 
 def _numbers(name: str, each: Described) -> Described:
-    """The operand as matrices of numbers. If its elements are packed, shape and type are those of the numbers. Raises
-    `InvalidArgument`."""
+    """The operand, described as matrices of numbers: if it is packed, with the shape and the type of the numbers that
+    are packed in it, instead of its own. Raises `InvalidArgument`."""
     encoding = ENCODINGS.get(STORED_AS.get(each.dtype, ""))
     if encoding is None or not encoding.packed:
         return each
@@ -305,7 +307,7 @@ def _expect(name: str, each: Described, symbols: str, shape: tuple[int, ...]) ->
 
 
 def _given_routing(as_operand: AsOperand, tensors: Tensors, x_type: str) -> dict[str, Described]:
-    """The given ids and weights as operands; none with a router."""
+    """The given ids and weights as operands. Without given routing, because there is a router, the dict is empty."""
     given = {"topk_ids": tensors.topk_ids, "topk_weights": tensors.topk_weights}
     missing = [name for name, tensor in given.items() if tensor is None]
     if tensors.router is not None:
@@ -351,7 +353,7 @@ def _experts_and_top_k(room: Room, operands: dict[str, Described], options: Opti
 
 
 def layer_of_operands(operands: Mapping[str, Described], options: Options, experts: int, top_k: int) -> LayerSpec:
-    """The layer of these operands and options, without the return mode and the capacity factor."""
+    """The layer of these operands and options. The return mode and the capacity factor are not set yet."""
     x_type, weight_type = operands["x"].dtype, operands["gate_up_proj"].dtype
     inner = -2 if options.transposed else -1
     intermediate = operands["down_proj"].shape[inner]
@@ -370,7 +372,7 @@ def layer_of_operands(operands: Mapping[str, Described], options: Options, exper
 
 
 def check_quantised(layer: LayerSpec) -> None:
-    """Refuses what a layer of quantised weights cannot have."""
+    """Raises `InvalidArgument` for options and sizes that a layer of quantised weights cannot have."""
     encoding, dtype = layer.encoding, layer.weight_type
     if encoding is None:
         return
@@ -400,8 +402,8 @@ def _slices(operands: Mapping[str, Described], intermediate: int, inner: int) ->
 
 
 def layer_of(options: Options, given: Container[str], **fields: Any) -> LayerSpec:
-    """The layer of checked options, of sizes and element types (`fields`), and of the tensors whose names are in
-    `given`; without the return mode and the capacity factor."""
+    """The layer that has these checked options, these sizes and element types (`fields`), and the tensors whose names
+    are in `given`. The return mode and the capacity factor are not set yet."""
     _check_shared(given, options)
     return LayerSpec(
         **fields,
@@ -416,7 +418,8 @@ def layer_of(options: Options, given: Container[str], **fields: Any) -> LayerSpe
 
 
 def _check_shared(given: Container[str], options: Options) -> None:
-    """Refuses combinations with a shared expert that no published model has and no engine computes."""
+    """Raises `InvalidArgument` for combinations with a shared expert that no published model has and no engine
+    computes."""
     if "shared_down" not in given:
         return
     for name in ("gate_up_bias", "down_bias"):
@@ -434,7 +437,7 @@ def _check_shared(given: Container[str], options: Options) -> None:
 
 
 def _router(given: Container[str], options: Options, experts: int, top_k: int) -> dict[str, Any]:
-    """The fields of the layer that say how experts are chosen, besides `Options.in_layer`."""
+    """The fields of the layer that say how experts are chosen, except those that `Options.in_layer` gives."""
     if "router" not in given:
         refuse_of_router(options)
         return {"routing": "given"}
@@ -498,7 +501,7 @@ def _check_shapes(operands: dict[str, Described], layer: LayerSpec, tokens: int,
 
 
 def _check_width(operands: dict[str, Described], layer: LayerSpec) -> None:
-    """If the experts' matrices agree on H and x has another, the error blames x."""
+    """Raises `InvalidArgument` that names x, not a matrix, if the experts' matrices agree on H and x has another H."""
     x, first, down = (operands[name] for name in ("x", "gate_up_proj", "down_proj"))
     axes = (1, 2) if layer.transposed else (2, 1)
     widths = {each.shape[axis] for each, axis in zip((first, down), axes, strict=True)}
@@ -508,7 +511,8 @@ def _check_width(operands: dict[str, Described], layer: LayerSpec) -> None:
 
 
 def _weight_scales(operands: dict[str, Described], layer: LayerSpec) -> str:
-    """What shares a scale, the same in all quantised matrices. Their shapes are known to be the layer's."""
+    """The kind of the scales, ``tensor``, ``row`` or ``block``: which elements of a matrix share a scale. It must be
+    the same for all quantised matrices. The shapes of the matrices have been checked before."""
     shapes = {
         name: (operands[name].shape, operands[scale].shape) for name, scale in SCALE_OF.items() if scale in operands
     }

@@ -1,7 +1,7 @@
-"""Checks what a DLPack capsule says, before anything follows its pointers.
+"""Checks what a DLPack capsule says, before any code follows its pointers.
 
 The library that takes the capsule believes everything in it: it reads as many sizes as the number of dimensions says,
-even if there are none, and it takes an address that is only an offset from a null pointer.
+even if the pointer to the sizes is null, and it accepts an address that is only an offset from a null pointer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 MOST_DIMENSIONS = 64
-"""NumPy's limit. No operand has more than four dimensions."""
+"""The most dimensions of a tensor that is looked at: NumPy's limit. No operand has more than four dimensions."""
 
 
 class DLTensor(ctypes.Structure):
@@ -33,9 +33,9 @@ class DLManagedTensor(ctypes.Structure):
 
 
 NAME = b"dltensor"
-"""The name of a capsule that nobody has taken yet."""
+"""The name of a capsule whose tensor no library has taken yet."""
 
-# Not ctypes.pythonapi: its functions have the types that some module gave them last.
+# Not ctypes.pythonapi: all modules share its functions, and any module may change the types of their arguments.
 _python = ctypes.PyDLL(None)
 _is_valid = _python.PyCapsule_IsValid
 _is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
@@ -58,7 +58,7 @@ def exported(tensor: Any) -> Any:
     shape = said.shape[: said.ndim] if said.ndim else []
     if any(size < 0 for size in shape):
         raise ValueError(f"expected sizes of 0 or more, got {shape}")
-    if said.lanes != 1:  # types of 0 and of 65535 lanes have the same name as those of one
+    if said.lanes != 1:  # the library gives types of 0 and 65535 lanes the name of a type of 1 lane
         raise ValueError(f"expected elements of one lane, got {said.lanes}")
     if 0 not in shape:
         _check_address(said.data or 0, said.byte_offset, math.prod(shape) * said.bits // 8, said.bits // 8)
@@ -66,7 +66,7 @@ def exported(tensor: Any) -> Any:
 
 
 def _check_address(data: int, offset: int, size: int, alignment: int) -> None:
-    """Raise unless `size` bytes can lie at this address."""
+    """Raises `ValueError` unless `size` bytes, aligned to `alignment`, can lie at the address `data + offset`."""
     if not data:
         raise ValueError(f"expected a tensor in memory, got one at a null pointer with offset {offset}")
     if data + offset + size > 2**64:

@@ -1,8 +1,8 @@
 """How daemon threads that are in a call are stopped when Python ends.
 
-After the interpreter has gone, a thread that asks for its lock is ended by unwinding the thread's stack. C++ frames
-that do not allow this abort the process. So calls are ended before that, and their threads then wait for the end of the
-process.
+Once Python has finalised the interpreter, it ends each thread that asks for the interpreter's lock, by unwinding the
+thread's stack. If C++ frames on the stack do not allow this, the process aborts. So the calls are ended before Python
+finalises the interpreter, and their threads then wait for the end of the process.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import weakref
 from .. import _ffi
 
 _PATIENCE = 5.0
-"""Seconds for calls to end: a call ends after one task, or after one check of a wait."""
+"""Seconds that `_end_calls` waits for calls to end. A call ends after its current task, or at the next check of a
+wait."""
 
 _inside: set[int] = set()
-"""Threads that are in a call. To add a thread takes only the interpreter's lock: a fork might copy any other lock while
-held."""
+"""Identifiers of the threads that are in a call. No lock guards the set, because a fork might copy a lock while it is
+held; the interpreter's lock is enough to add and to remove an identifier."""
 _ended_by: int | None = None
-"""The thread that ends Python, once it does. What it runs at the end may still make calls."""
+"""The thread that is ending Python; None: Python is not ending. Functions that this thread runs at the end may still
+make calls."""
 
 os.register_at_fork(after_in_child=_inside.clear)
 
 
 class Call:
-    """The work of a thread within ``with Call():`` is over, or goes no further, when Python ends."""
+    """``with Call():`` encloses a call. Once Python is ending, a thread that enters or leaves the block waits for ever,
+    unless it is the thread that ends Python."""
 
     __slots__ = ()
 
@@ -50,8 +53,9 @@ def _wait_if_ended() -> None:
     lock.acquire()
 
 
-# The first `weakref.finalize` of a process registers what closes all contexts at the end. It is made here, before the
-# function below is registered, because what is registered first runs last.
+# The first `weakref.finalize` of a process registers with `atexit` the function that closes all contexts when Python
+# ends. It is made here, before `_end_calls` is registered, because what is registered first runs last: contexts are
+# closed after calls have ended.
 weakref.finalize(Call, int)
 
 

@@ -1,4 +1,4 @@
-"""Functions whose keyword arguments come from tables: they refuse unknown ones, and show the tables' in their help."""
+"""Decorators of functions whose keyword arguments tables list: unknown ones are refused, and help shows the tables."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ D = TypeVar("D")
 
 
 def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises `UnknownOption` for the first keyword of `given` that is not in `known`. The message names the known one
-    that is most alike; underscores and capitals do not count."""
+    """Raises `UnknownOption` for the first keyword of `given` that is not in `known`. The message suggests the known
+    keyword that is most similar, if there is one; underscores and capitals do not count."""
     for name in given:
         if name in known:
             continue
@@ -30,7 +30,7 @@ def refuse_unknown(function: str, given: Iterable[str], known: Collection[str]) 
 
 
 def with_known_options(*tables: type) -> Callable[[D], D]:
-    """A function whose unknown keyword arguments `refuse_unknown` refuses. It shows what `tables` have, see `shows`."""
+    """Decorates a function: it refuses unknown keyword arguments (`refuse_unknown`), and shows `tables` (`shows`)."""
 
     def decorate(function: D) -> D:
         shows(*tables)(function)
@@ -48,8 +48,8 @@ def with_known_options(*tables: type) -> Callable[[D], D]:
 
 
 def shows(*tables: type) -> Callable[[D], D]:
-    """A function that takes ``**options: Unpack[..]``, whose signature and help show them. `tables`: the typed
-    dictionaries that have them (`flashmoe.spec.options`, `flashmoe.spec.tensors`)."""
+    """Decorates a function that takes ``**options: Unpack[..]``: its signature and help then show each option of
+    `tables`, the typed dictionaries that list them (`flashmoe.spec.options`, `flashmoe.spec.tensors`)."""
     named = _names(tables)
 
     def decorate(function: D) -> D:
@@ -63,7 +63,7 @@ def shows(*tables: type) -> Callable[[D], D]:
 
 
 def described(*tables: type) -> Callable[[D], D]:
-    """A function or a class whose docstring has the description of what `tables` have in place of its line
+    """Decorates a function or a class: in its docstring, descriptions of what `tables` list replace the line
     ``{options}``."""
 
     def decorate(each: D) -> D:

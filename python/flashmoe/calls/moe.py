@@ -44,10 +44,10 @@ def moe(
 ) -> Any:
     """One Mixture-of-Experts layer over the ranks of `ctx`; every rank must call it.
 
-    ``moe(x, gate_up_proj, down_proj, ..)``, without a context, is a call of a rank alone. It has the bits of a call
-    with a context. The first such call makes a context for its shapes, on the engine of x's device; later calls use it,
-    and a call with more tokens than it has room for makes a larger one. Contexts of the last 8 shapes are kept
-    (`flashmoe.release`).
+    ``moe(x, gate_up_proj, down_proj, ..)``, without a context, is a call of a rank alone. Its result has the same bits
+    as with a context. The first such call makes a context for its shapes, on the engine of x's device. Later calls use
+    this context, and a call with more tokens than it has room for makes a larger one. Contexts of the last 8 shapes are
+    kept (`flashmoe.release`).
 
     ``y[t] = sum_k w[t, k] * (down_proj[e] @ act(gate_up_proj[e] @ x[t] + gate_up_bias[e]) + down_bias[e])``
     with ``e = topk_ids[t, k]`` (FlashDMoE, equations 5.1 to 5.3). With a gate, ``act`` is ``act(gate) * up`` of the two
@@ -67,7 +67,8 @@ def moe(
     down_proj: [El, H, I]
         Weights of this rank's El experts, by ascending expert id.
     trace: bool, default False
-        Whether to record what actors do when (``ctx.last_call.events``). It needs `ctx`. On a GPU a traced call waits.
+        Whether to record when actors do what (``ctx.last_call.events``). It needs `ctx`. On a GPU, a traced call
+        returns only when the kernel has ended.
     {options}
 
     Returns
@@ -76,7 +77,7 @@ def moe(
     type, with ``"reduced"`` also a rank's partial sum; all accumulation is in fp32 in a fixed order, so the bits do not
     depend on timing, and with ``"direct"`` not on R either.
 
-    With PyTorch tensors there are gradients (docs/training.md); all ranks make the backward passes in one order.
+    With PyTorch tensors there are gradients (docs/training.md); all ranks make the backward passes in the same order.
     Quantised weights, transport ``"rdma"`` and forward-mode derivatives raise `NotImplementedError`. Where PyTorch
     compiles, traces or transforms calls, and for tensors without values, a call without `trace` is one operator, such
     as ``torch.ops.flashmoe.moe`` (`flashmoe.pytorch.operator`).
@@ -86,13 +87,14 @@ def moe(
     InvalidArgument
         A tensor or option is outside its domain. If shapes, types or options show it, the context stays usable, and the
         other ranks raise `GroupError` (`flashmoe.errors.InvalidArgument`). If only values show it (ids; with `strict`,
-        NaN logits), this rank raises a `BadRow` once it knows (docs/models.md, docs/gpus.md), and the ranks' next calls
-        match.
+        NaN logits), this rank raises a `BadRow` once it knows (docs/models.md, docs/gpus.md), and all ranks can make
+        their next call.
     GroupError
         The ranks disagree on sizes, types, placement or other options; an earlier call failed; or another rank has
         refused this call (CUDA engine: an earlier one), as the message says: then all may make the next call.
     LimitExceeded, PeerTimeout
-        The call is more than the context was made for; or the group stood still for its timeout (the message says who).
+        The call is larger than the context was made for; or nothing in the group made progress for its timeout (the
+        message says which rank holds it up).
     FlashMoEError
         The context is closed, another process's, or in a call that this thread's signal handler has interrupted; a
         kernel cannot be compiled or launched, or not be captured yet; a thread of the CPU engine could not go on.

@@ -1,4 +1,4 @@
-"""Functions whose context may be left out."""
+"""Functions whose argument `ctx` may be left out."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ D = TypeVar("D")
 
 
 def ctx_may_be_left_out(*required: str) -> Callable[[D], D]:
-    """A function whose parameter `ctx` is None where it is left out, although it comes before the parameters
-    `required`, which may be given by position. What is given in its place, with all the others, is for the function to
-    refuse."""
+    """Decorates a function: a caller may leave out `ctx`, which is then None, although `ctx` comes before the
+    parameters `required`, and these may be given by position. If a caller gives all of `required`, and something that
+    is no context in the place of `ctx`, the function gets this, and must refuse it."""
 
     def decorate(function: D) -> D:
         place = list(inspect.signature(function).parameters).index("ctx")  # 1 where self or cls comes first

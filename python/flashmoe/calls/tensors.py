@@ -1,5 +1,5 @@
-"""Tensors as the engines take them: the CPU engine from any library that speaks DLPack (NumPy, PyTorch, ...), the CUDA
-engine from PyTorch.
+"""Tensors as the engines take them. The CPU engine takes tensors of any library that exports them by DLPack (NumPy,
+PyTorch, ...), the CUDA engine those of PyTorch.
 
 NumPy has neither bfloat16 nor FP8 of its own: arrays of ``ml_dtypes`` are handed over as integers of the same size.
 """
@@ -20,7 +20,7 @@ from ..spec import ENCODINGS, FP8
 from ..system.foreign import clipped
 from .capsule import exported
 
-if TYPE_CHECKING:  # its import takes seconds: see _ffi.library
+if TYPE_CHECKING:  # for annotations only, because importing TVM FFI may take seconds: see _ffi.library
     import tvm_ffi
 
 
@@ -28,10 +28,10 @@ _HOST = ("cpu", "cuda_host", "rocm_host")
 """DLPack's names of memory that a CPU can read directly."""
 
 _WORDS = {np.dtype(ml_dtypes.bfloat16): np.uint16, np.dtype(ml_dtypes.float8_e4m3fn): np.uint8}
-"""Types whose memory NumPy does not export, and the types as which it does."""
+"""Types whose arrays NumPy does not export, each with the type as which their memory is exported."""
 
 _PACKED = tuple(encoding.stored for encoding in ENCODINGS.values() if encoding.packed)
-"""Types of tensors whose rows consist of blocks; a block is the last axis."""
+"""Stored types of packed weights. A row of such a tensor is its last two axes: blocks, and the bytes of a block."""
 
 
 class Described(Protocol):
@@ -44,13 +44,12 @@ class Described(Protocol):
     def dtype(self) -> str: ...
 
     def of_numbers(self, shape: tuple[int, ...], dtype: str) -> Described:
-        """The same memory as matrices of that shape and type, whose elements a tensor of another shape and type
-        holds."""
+        """The same memory, described by the shape and the type of the numbers that are packed in it."""
         ...
 
 
 class Operand(NamedTuple):
-    """A contiguous tensor in host memory: what is known of it without looking at a value. See also `host_view`."""
+    """A contiguous tensor in host memory, as far as it is known without reading a value. See also `host_view`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -61,8 +60,8 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceOperand:
-    """A tensor in a GPU's memory. Its rows may lie apart, and so may its matrices of rows. Does not keep the memory
-    alive."""
+    """A tensor in a GPU's memory. There may be gaps between its rows, and between its matrices. This object does not
+    keep the memory alive."""
 
     address: int
     shape: tuple[int, ...]
@@ -82,11 +81,13 @@ def dtype_name(tensor: Any) -> str:
 
 
 def believed(name: str, tensor: Any) -> Any:
-    """`tensor` as an object whose attributes describe its memory: an array of NumPy itself, a tensor of PyTorch itself,
-    or a tensor of the library, made of the DLPack capsule that another type exports. The attributes of that other type
-    may differ from what an engine would read. None, and whatever exports nothing, stay as they are.
+    """`tensor` as an object whose attributes are sure to describe the memory that an engine reads: an array of NumPy or
+    a tensor of PyTorch, not of a subclass; for any other type, a tensor of TVM FFI, made from the DLPack capsule that
+    the object exports, because the object's own attributes may differ from the capsule. None, objects that export
+    nothing, and PyTorch tensors that are not in host memory stay as they are.
 
-    Raises `InvalidArgument` for what is not a dense tensor, cannot be exported, or exports what no tensor is.
+    Raises `InvalidArgument` for a tensor that is not dense or cannot be exported, and for a capsule that describes no
+    tensor in memory.
     """
     if tensor is None or type(tensor) is np.ndarray:
         return tensor
@@ -103,8 +104,8 @@ def believed(name: str, tensor: Any) -> Any:
         return tensor
     try:
         view = as_view(exported(tensor))
-        _ = view.device.type, view.dtype  # these raise if unknown
-    except Exception as error:  # whatever a foreign exporter raises
+        _ = view.device.type, view.dtype  # an unknown device or type raises an error
+    except Exception as error:  # another library's exporter may raise anything
         raise InvalidArgument(
             f"{name}: expected a tensor that can be exported by DLPack, got {type(tensor).__name__}: {clipped(error)}"
         ) from error
@@ -139,8 +140,8 @@ def refuse_unstored(name: str, tensor: Any) -> None:
 
 
 def refuse_unwritable(name: str, tensor: Any) -> None:
-    """Raises `InvalidArgument` for an array that must not be written to, and for a view that negates what is in
-    memory."""
+    """Raises `InvalidArgument` for a NumPy array that is read-only or misaligned, and for a PyTorch view that negates
+    what is in memory."""
     if isinstance(tensor, np.ndarray) and not tensor.flags.behaved:
         raise InvalidArgument(f"{name}: expected an array that can be written to, got a read-only or misaligned one")
     torch = sys.modules.get("torch")
@@ -150,7 +151,7 @@ def refuse_unwritable(name: str, tensor: Any) -> None:
 
 def operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...]) -> Operand:
     """`tensor` as an operand. Raises `InvalidArgument` if it is no tensor, not in host memory, not contiguous, or of
-    none of `dtypes`; `expected` says in words what is expected. The tensor has come from `believed`."""
+    none of `dtypes`; `expected` says in words what is expected. `tensor` must be a result of `believed`."""
     if not hasattr(tensor, "__dlpack__"):
         raise InvalidArgument(f"{name}: expected {expected}, got {type(tensor).__name__}")
     shape, dtype = _shape_and_dtype(name, tensor, expected, dtypes)
@@ -175,7 +176,7 @@ def host_view(tensor: Any) -> tvm_ffi.Tensor:
             tensor = tensor.detach()
         if tensor.is_neg():  # DLPack has no views that are negated when they are read
             tensor = tensor.resolve_neg()
-        if tensor.itemsize == 1 and dtype_name(tensor) == FP8:  # the size first, because it takes time to make the name
+        if tensor.itemsize == 1 and dtype_name(tensor) == FP8:  # the size first, because making the name is slow
             import torch
 
             tensor = tensor.view(torch.uint8)
@@ -183,7 +184,8 @@ def host_view(tensor: Any) -> tvm_ffi.Tensor:
 
 
 def signature(tensor: Any, first: int = 0) -> Hashable:
-    """Equal for tensors between which `operand` sees no difference, except perhaps in the first dimensions.
+    """A key that is equal for tensors that `operand` treats alike. The sizes of the first `first` dimensions are left
+    out of it.
 
     For NumPy and PyTorch; raises `AttributeError` or `TypeError` for others.
     """
@@ -219,7 +221,7 @@ def device_operand(name: str, tensor: Any, expected: str, dtypes: tuple[str, ...
     lengths, packed = list(shape), dtype in _PACKED and len(shape) > 2
     if strides[-1] not in (None, 1) or (packed and strides[-2] not in (None, shape[-1])):
         raise InvalidArgument(f"{name}: expected rows without gaps, got strides {list(tensor.stride())}")
-    if packed:  # a row is the last two axes
+    if packed:  # make one axis of the last two, which are a row
         lengths[-2:], strides[-2:] = [shape[-2] * shape[-1]], [1]
     row_bytes = size * (lengths[-1] if strides[-2] is None else strides[-2])
     matrix_bytes = row_bytes * lengths[-2]

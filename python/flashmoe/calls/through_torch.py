@@ -1,5 +1,5 @@
-"""What PyTorch has to do with a call: whether PyTorch must see one operator, or nothing; whether autocast changes the
-call; and whether PyTorch makes the call again."""
+"""What PyTorch has to do with a call: whether PyTorch must see the call as one operator, whether autocast changes the
+call, and whether the call is a recomputation that PyTorch makes in a backward pass."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 
 def goes_through_torch(x: Any, others: Iterable[Any], trains: bool = False) -> bool:
-    """Whether PyTorch must see the call as one operator. Where PyTorch compiles, traces or transforms calls, it cannot
-    look into this code. Where it records what gradients need, it must learn that there are none. This does not apply to
-    a call that `trains`, which tells autograd of its gradients itself."""
+    """Whether PyTorch must see the call as one operator. Where PyTorch compiles, traces or transforms calls, it must,
+    because PyTorch cannot look into this code. Where gradients are recorded for one of the tensors, it must too, so
+    that autograd gets the operator's gradients, or its error if it has none. With `trains`, the caller gives autograd
+    the gradients itself, and recording alone is no reason."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         return False
@@ -24,7 +25,7 @@ def goes_through_torch(x: Any, others: Iterable[Any], trains: bool = False) -> b
             continue
         if recorded and each.requires_grad:
             return True
-        # A subclass that dispatches wraps tensors, or has no data at all.
+        # A subclass with a __torch_dispatch__ of its own wraps other tensors, or has no data at all.
         if kind not in usual and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return True
     traced = torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0 or _in_mode_of_functions(torch)
@@ -42,15 +43,15 @@ def in_autocast(x: Any) -> bool:
 
 
 def is_recomputed() -> bool:
-    """Whether a backward pass makes this call. Then it was made before: ``torch.utils.checkpoint`` makes calls again to
-    compute what it has not kept."""
+    """Whether this call is made within a backward pass. Then it repeats an earlier call: ``torch.utils.checkpoint``
+    makes calls again, to compute what it has not kept."""
     torch = sys.modules.get("torch")
     return torch is not None and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
 
 
 def _in_mode_of_functions(torch: Any) -> bool:
-    """Whether a mode looks at calls of PyTorch's functions. The mode that says where tensors are made does not
-    count."""
+    """Whether a mode of PyTorch intercepts calls of its functions. The mode that only sets the device on which tensors
+    are made does not count."""
     if torch._C._len_torch_function_stack() == 0:
         return False
     from torch.utils._device import DeviceContext

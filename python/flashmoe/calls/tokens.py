@@ -1,4 +1,4 @@
-"""Tokens whose rows have several leading dimensions, such as [batch, sequence, H]: calls take them as [T, H]."""
+"""Tokens with several leading dimensions, such as [batch, sequence, H]: the call is made with them as [T, H]."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _OF_TOKENS = ("x_scale", "topk_ids", "topk_weights", "router_logits")
 
 
 def flattened(tensors: Tensors) -> Tensors:
-    """The tensors of the call on T tokens. A tensor that does not have x's leading dimensions, or to which a call
-    could not write if its shape changed, stays as it is: the checks say what is wrong with it."""
+    """`tensors`, with one dimension T in place of x's leading dimensions. A tensor that does not have them stays as it
+    is, and so does a `router_logits` that is not contiguous, because the call would write to a reshaped copy. If such a
+    tensor is wrong, the checks of the call say so."""
     leading = tensors.x.shape[:-1]
     rows = {"x": _rows(tensors.x)}
     for name in _OF_TOKENS:

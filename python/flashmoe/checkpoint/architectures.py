@@ -1,9 +1,8 @@
 """How `flashmoe.moe` computes the Mixture-of-Experts layers of published models: one row for each ``model_type`` of a
 ``config.json``.
 
-A row says which keys of the configuration decide on the layer, and what is the same in all models of its kind. Names of
-tensors need no row, except those of tensors that only some layers have: `flashmoe.checkpoint` finds out which tensors
-there are.
+A row says which keys of the configuration decide on the layer, and what is the same in all models of its kind. A row
+names only those tensors that not all kinds of models have. The others `flashmoe.checkpoint` finds by their usual names.
 """
 
 from __future__ import annotations
@@ -45,9 +44,10 @@ class Architecture:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `flashmoe.moe` that have the same value in all models of the kind."""
     keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    """Arguments of `flashmoe.moe` that the configuration gives: its key, and the value if the key is missing."""
+    """Arguments of `flashmoe.moe` that the configuration gives: for each its key in the configuration, and the value if
+    the key is missing."""
     only: Mapping[str, str] = field(default_factory=dict)
-    """Keys for which the operator computes only one value: that value."""
+    """Keys of the configuration whose value must be this one, because the operator computes no other."""
     tensors: Mapping[str, str] = field(default_factory=dict)
     """Names of further tensors in the model's block, by the arguments of `flashmoe.moe`. Every layer has all of them.
     """
@@ -62,10 +62,10 @@ class Architecture:
 
 _NORMALISED = {"renormalize": ("norm_topk_prob", True)}
 _NOT_NORMALISED = {"renormalize": ("norm_topk_prob", False)}
-_LINEAR = {"round_logits": True}  # the router is a linear layer of the model's type
+_LINEAR = {"round_logits": True}  # the router is a linear layer of the model's type, so its logits have that type
 _GROUPS = {"groups": ("n_group", 1), "top_groups": ("topk_group", 1), "routed_scale": ("routed_scaling_factor", 1.0)}
 _OF_CHOICE = {
-    "options": {"score": "sigmoid"},  # the logits are float32
+    "options": {"score": "sigmoid"},  # no `round_logits`: the logits are float32
     "keys": _NORMALISED | _GROUPS,
     "only": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "tensors": {"choice_bias": "gate.e_score_correction_bias"},
@@ -204,8 +204,8 @@ def _top_k(top_k: int | None, config: dict[str, Any] | None, key: str, experts: 
 
 
 def _activation(fixed: str | None, given: str | None, config: dict[str, Any] | None, gated: bool) -> str:
-    """The first of these: the architecture's own activation, the argument, the config's hidden_act, SwiGLU for gated
-    experts."""
+    """The operator's activation: the first that is there of the architecture's own activation, the argument `given`,
+    the config's hidden_act, and SwiGLU for gated experts."""
     known, experts = (GATED, "gated") if gated else (UNGATED, "ungated")
     if given is None and fixed is None:
         name = (config or {}).get("hidden_act", "silu" if gated else None)

@@ -16,9 +16,9 @@ from .planned import Planned
 
 
 def checked_encoding(block: str, plan: dict[str, Planned]) -> Encoding | None:
-    """The encoding of the experts' matrices, if they are quantised. Raises unless all tensors have one dtype; or the
-    matrices are quantised in one dtype, and all other tensors have one dtype. A router may be float32 beside others of
-    16 bits."""
+    """The encoding of the experts' matrices; None if they are not quantised. Raises unless all tensors have one dtype,
+    or, if the matrices are quantised, unless all matrices have one dtype and all other tensors have one dtype. A router
+    may be float32 beside other tensors of 16 bits; scales and `choice_bias` are not compared."""
     matrices = {name: plan[name].dtype for name in SCALE_OF if name in plan}
     quantised = not STORED_AS.keys().isdisjoint(dtype.name for dtype in matrices.values())
     of_router = {name for name in ("router", "router_bias") if name in plan}
@@ -32,7 +32,7 @@ def checked_encoding(block: str, plan: dict[str, Planned]) -> Encoding | None:
 
 
 def check_scales(block: str, plan: dict[str, Planned], encoding: Encoding | None, halves: int) -> None:
-    """Raises unless quantised matrices have scales as `flashmoe.moe` takes them."""
+    """Raises unless the scales of quantised matrices have shapes that `flashmoe.moe` accepts."""
     shapes = {name: (plan[name].numbers, plan[scale].repeated) for name, scale in SCALE_OF.items() if scale in plan}
     try:
         if encoding:
@@ -50,7 +50,7 @@ def check_whole_blocks(encoding: Encoding, slices: int, inner: int) -> None:
 
 
 def one_dtype(name: str, dtypes: Iterable[np.dtype]) -> np.dtype:
-    """The one dtype that all have. Raises `CheckpointError`."""
+    """The dtype that all of `dtypes` are. Raises `CheckpointError` if they differ."""
     found = sorted(set(dtypes), key=str)
     if len(found) != 1:
         raise checkpoint_error(f"{name} dtype", "one dtype", f"mixed {', '.join(map(str, found))}")
@@ -88,7 +88,7 @@ def checked_sizes(block: str, plan: dict[str, Planned], gated: bool, transposed:
 def check_config(
     block: str, row: Architecture, config: dict[str, Any] | None, *, experts: int, hidden: int, inner: int
 ) -> None:
-    """Raises unless the sizes are those of the config, as far as the config gives them."""
+    """Raises if the config gives one of these sizes, and it differs."""
     config = config or {}
     named = {"hidden_size": hidden, row.width: inner}
     named |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and what they say they hold. No byte of a tensor is read here."""
+"""The files of a checkpoint, and the tensors that their headers name. No byte of a tensor is read here."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from ..system.foreign import REFUSALS, checkpoint_error, parsed, read, reason, s
 from ..weights.tensor_file import DTYPES, MOST_HEADER_BYTES, WEIGHTS, Stored, TensorFile, read_header
 
 MOST_INDEX_BYTES = MOST_HEADER_BYTES
-"""An index names the same tensors that headers describe."""
+"""The most bytes of an index: as many as of a header, because both name the same tensors."""
 MOST_CONFIG_BYTES = 2**24
-"""Ten times what the largest files have: those with a name for each of thousands of classes."""
+"""The most bytes of a config.json: ten times as many as the largest have, which name thousands of classes."""
 _NAME_ON_A_HUB = r"[\w-][\w.-]*/[\w.-]*[\w-](?<!\.safetensors)"
-"""Names of models on hubs: who published the model, and its own name."""
+"""Matches names of models on hubs: who published the model, and its own name."""
 SCALE_ENDS = ("_scale_inv", "_scale")
 """What follows the name of a matrix in the name of its scales."""
 
 
 def local_path(path: str | Path, name: str = "path") -> Path:
-    """An argument of that name as a path of this machine; ``~`` is the user's home. Raises `CheckpointError`."""
+    """`path`, an argument called `name`, as a path of this machine; ``~`` is the user's home. Raises
+    `CheckpointError`."""
     try:
         return Path(path).expanduser()
     except (TypeError, RuntimeError) as error:  # TypeError: no path; RuntimeError: a user without a home
@@ -31,8 +32,8 @@ def local_path(path: str | Path, name: str = "path") -> Path:
 
 
 def tensor_files(path: str | Path) -> dict[str, Path]:
-    """The names of a checkpoint's tensors, each with the file that has it; `path` as in `load_layer`. Files that an
-    index names are not opened. Raises `CheckpointError` as `load_layer` does."""
+    """The names of a checkpoint's tensors, each with the file that has the tensor; `path` as in `load_layer`. Files
+    that an index names are not opened. Raises `CheckpointError` as `load_layer` does."""
     return StoredTensors.find(local_path(path)).files
 
 
@@ -124,7 +125,8 @@ class StoredTensors:
         return next((name + end for end in SCALE_ENDS if name + end in self._files), name + SCALE_ENDS[0])
 
     def stored(self, name: str, dtypes: Iterable[str] = tuple(DTYPES)) -> Stored:
-        """What a file says of a tensor that has one of `dtypes`."""
+        """What a file's header says of the tensor `name`. Raises `CheckpointError` unless its dtype is one of
+        `dtypes`."""
         path = self._files.get(name)
         if path is None:
             raise checkpoint_error("path", f"a tensor {name} in {self._origin}", "no tensor of that name")

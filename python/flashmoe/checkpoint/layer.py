@@ -36,8 +36,8 @@ class MoELayerOf(Generic[Weights]):
     router: np.ndarray
     """[E, H]"""
     gate_up_proj: Weights
-    """[E, 2I, H], an expert's gate rows before its up rows; [E, I, H] where `activation` has no gate. The `options`
-    ``interleaved`` and ``transposed`` say where this is different."""
+    """[E, 2I, H], an expert's gate rows before its up rows; [E, I, H] if `activation` has no gate. With the `options`
+    ``interleaved`` or ``transposed`` the order is different."""
     down_proj: Weights
     """[E, H, I], or transposed."""
     top_k: int
@@ -69,14 +69,14 @@ class MoELayerOf(Generic[Weights]):
     options: dict[str, Any] = field(default_factory=dict)
     """The options of `flashmoe.spec.LayerOptions` that differ from their defaults."""
     own_router: str = ""
-    """The name of a router's rule that `flashmoe.moe` does not compute. It then takes the layer's experts with given
-    routing."""
+    """The name of the router's rule, if `flashmoe.moe` does not compute this rule; else empty. A call of `flashmoe.moe`
+    must then be given the routing."""
     left_out: tuple[str, ...] = ()
     """Names of the modules of a shared expert that this layer leaves out, for example because that expert's width is no
-    multiple of I. The model adds that expert's results to the layer's."""
+    multiple of I. In the model, that expert's results are added to the layer's."""
     slices: int = 1
-    """The number of slices into which the experts are cut (see `flashmoe.slices`). The experts' tensors then are those
-    of slices, and I is a slice's."""
+    """The number of slices into which the experts are cut (see `flashmoe.slices`). If there are several, the experts'
+    tensors have an entry for each slice, and I is the width of a slice."""
     held: tuple[int, ...] | None = None
     """Ids of the experts, or of their slices, that these tensors belong to; None: all."""
 
@@ -117,7 +117,7 @@ class MoELayerOf(Generic[Weights]):
 
     @property
     def weight_scales(self) -> str:
-        """What shares a scale, one of `flashmoe.spec.WEIGHT_SCALES`."""
+        """Which numbers of a matrix share a scale: one of `flashmoe.spec.WEIGHT_SCALES`."""
         if self.gate_up_scale is None:
             return "none"
         scales = {"gate_up_proj": self.gate_up_scale, "down_proj": self.down_scale}
@@ -126,7 +126,7 @@ class MoELayerOf(Generic[Weights]):
         return common_kind(ENCODINGS[self.weight_dtype], shapes, halves)
 
     def _numbers(self, name: str) -> tuple[int, ...]:
-        """The shape of the matrices of that name, in numbers and not in packed elements."""
+        """The shape of the matrices called `name`, counted in numbers (a packed element has several)."""
         shape = getattr(self, name).shape
         return shape if self.gate_up_scale is None else ENCODINGS[self.weight_dtype].numbers(shape)
 

@@ -45,8 +45,8 @@ def load_layer(
         activation: one of `flashmoe.spec.ACTIVATIONS`, overrides the config's ``hidden_act``. Without a
             ``config.json``, gated experts are taken to be ``swiglu``.
         slices: into how many slices experts are cut (see `flashmoe.slices`).
-        held: ids of the experts, or with `slices` of their slices, whose tensors are read, ascending; default: all. Of
-            the others no byte is. `flashmoe.placement.local_experts` has those of a rank.
+        held: ids of the experts (with `slices`: of their slices) whose tensors are read, ascending; default: all. The
+            weights of other experts are not read. `flashmoe.placement.local_experts` returns the ids of a rank.
 
     Raises:
         InvalidArgument: `slices` is no divisor of I, or cuts blocks of quantised matrices; or `held` are no such ids.
@@ -69,7 +69,7 @@ def load_layer(
     check_config(block, row, config, **sizes)
     overrides = {"top_k": top_k, "renormalize": renormalize, "activation": activation}
     rule = rule_of(row, config, gated=gated, experts=sizes["experts"], **overrides)
-    fields = {name: rule.pop(name, True) for name in overrides}  # a model with its own router has no renormalize
+    fields = {name: rule.pop(name, True) for name in overrides}  # rows with `own_router` give no `renormalize`
     if not transposed:
         rule.pop("transposed", None)
     ids = checked_ids(held, sizes["experts"], slices)
@@ -98,7 +98,7 @@ def load_hidden_states(path: str | Path) -> np.ndarray:
     """Read the tensor ``hidden_states``, [T, H] in one of `DTYPES`, from a ``.safetensors`` file.
 
     Raises:
-        CheckpointError: the file is missing or malformed, or holds no such tensor of that rank and dtype.
+        CheckpointError: the file is missing or malformed, or has no such tensor with two axes and one of these dtypes.
     """
     stored = StoredTensors.find(local_path(path)).stored("hidden_states")
     if len(stored.shape) != 2 or 0 in stored.shape:
@@ -107,13 +107,13 @@ def load_hidden_states(path: str | Path) -> np.ndarray:
 
 
 def shipped_layer() -> tuple[MoELayer, np.ndarray]:
-    """The small trained layer this package ships, and hidden states [2048, H] that really reached it.
+    """The small trained layer that this package ships, and hidden states [2048, H] that are real inputs of it.
 
-    The states are the layer's input while its model reads a passage it was not trained on, so that they route
-    as unevenly as real tokens do. The README.md of the model's folder says where both come from.
+    The states were recorded as the layer's input, while its model read a passage that it was not trained on. So they
+    choose experts as unevenly as real tokens do. The README.md of the model's folder says where both come from.
     """
     with resources.as_file(resources.files("flashmoe") / "assets") as assets:
-        # Not in the model's folder: loaders take every safetensors file there for a part of the model.
+        # The states' file is not in the model's folder, where loaders take every safetensors file as part of the model.
         states_file = assets / "tiny-qwen3-moe-hidden-states.safetensors"
         hidden_states = load_hidden_states(states_file)
         layer = int(header_of(states_file).metadata["layer"])

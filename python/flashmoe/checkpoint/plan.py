@@ -1,4 +1,4 @@
-"""Which tensors of a block make up which of a layer's arrays."""
+"""From which tensors of a checkpoint's block each array of a layer is made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK = re.compile(
 )
 _SHARED = re.compile(r"(?P<name>shared_experts?(?:_gate)?)\.")
 _QUANTISED = {"weight_packed": "packed integers", "qweight": "packed integers"}
-"""How weights of fewer bits, which are not read, are stored, by the end of a tensor name that shows them."""
+"""Formats of quantised weights that are not read, by the end of the tensors' names by which they are recognised."""
 _BLOCKS, _BLOCK_SCALES = ENCODINGS[MXFP4].suffixes
 _MERGED = ("experts.down_proj", f"experts.down_proj{_BLOCKS}")
 _MOST_LAYER_DIGITS = 9
@@ -52,7 +52,8 @@ def find_block(names: Sequence[str], layer: int | None) -> str:
 def plan_block(
     tensors: StoredTensors, block: str, row: Architecture
 ) -> tuple[dict[str, Planned], bool, tuple[str, ...]]:
-    """The tensors of `block`, by the fields of `MoELayer`; whether its experts are gated; and what is left out."""
+    """The tensors of `block`, by the fields of `MoELayer`; whether its experts are gated; and the modules of a shared
+    expert that are left out."""
     parts = {name.removeprefix(f"{block}.") for name in tensors.names if name.startswith(f"{block}.")}
     _check_not_quantised(block, parts)
     shared = {part: match["name"] for part in parts if (match := _SHARED.match(part))}
@@ -71,7 +72,8 @@ def plan_block(
     else:
         order = _projections(parts)
         gated = order is not _UNGATED
-        # The router says how many experts there are. The first missing tensor ends this, however large that number is.
+        # The router's shape says how many experts there are. If that number is wrong and huge, the generator makes only
+        # few names, because the first missing tensor raises.
         names = ([f"experts.{i}.{projection}.weight" for projection in order] for i in range(router.shape[0]))
         experts = [[tensors.matrix(f"{block}.{name}") for name in expert] for expert in names]
         used = {stored.name.removeprefix(f"{block}.") for expert in experts for stored in expert}
@@ -121,8 +123,8 @@ def _packed(stored: Stored) -> Planned:
 
 
 def _plan_shared(tensors: StoredTensors, block: str, shared: dict[str, str]) -> dict[str, Planned]:
-    """The tensors of a shared expert with a gate in its FFN. `shared`: names of tensors in the block, each with its
-    module. Nothing if these are not such tensors."""
+    """The tensors of a shared expert whose FFN has a gate. `shared`: names of tensors in the block, each with its
+    module. Empty if they are not exactly the tensors of such an expert."""
     module = min(shared.values(), default="")
     names = [f"{module}.{projection}.weight" for projection in _GATED]
     gate = f"{module}_gate.weight"
@@ -143,7 +145,7 @@ def _plan_shared(tensors: StoredTensors, block: str, shared: dict[str, str]) -> 
     if plan["shared_down"].dtype.name == FP8:
         of_three = [tensors.stored(tensors.scale_of(each.name)) for each in (first, second, down)]
         both, of_down = _plan_scales(f"{block}.{module}", [first, second, down], [of_three]).values()
-        # Planned as one expert: without the axis of experts.
+        # These scales were planned as those of one expert. A shared expert's have no axis of experts.
         plan["shared_gate_up_scale"], plan["shared_down_scale"] = both.of_first(), of_down.of_first()
     elif scales:
         raise checkpoint_error(f"{block}.{module}", "scales of matrices in F8_E4M3 alone", f"also {min(scales)}")
@@ -153,7 +155,7 @@ def _plan_shared(tensors: StoredTensors, block: str, shared: dict[str, str]) -> 
 
 
 def odd_width(plan: dict[str, Planned], inner: int) -> tuple[str, ...]:
-    """The module of a shared expert whose width is no multiple of I; nothing if there is none."""
+    """The name of the shared expert's module, if its width is no multiple of I; else empty."""
     if "shared_down" not in plan or plan["shared_down"].shape[1] % inner == 0:
         return ()
     return (plan["shared_down"].parts[0][1].name.split(".")[-3],)
@@ -197,9 +199,9 @@ def _plan_experts(block: str, experts: list[list[Stored]]) -> dict[str, Planned]
 
 
 def _plan_scales(block: str, matrices: list[Stored], experts: list[list[Stored]]) -> dict[str, Planned]:
-    """gate_up_scale and down_scale, made of the scales of each expert's matrices. `matrices`: those of one expert. The
-    scales are those of blocks or rows, as these lie in the merged matrices. One scale for a whole matrix becomes one
-    for each of its rows, because gate and up have scales of their own in the merged matrix."""
+    """gate_up_scale and down_scale, made of the scales of each expert's matrices. `matrices`: the matrices of one
+    expert. Scales of blocks or rows are put where these lie in the merged matrix. A scale of a whole matrix is repeated
+    for each of the matrix's rows, because gate and up have different scales in the merged matrix."""
     *first, down = zip(*experts, strict=True)
 
     def joined(projections: list[tuple[Stored, ...]], matrix: Stored) -> Planned:

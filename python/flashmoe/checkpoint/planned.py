@@ -1,4 +1,4 @@
-"""Arrays that are to be read from parts of tensors, and the code that reads them."""
+"""Plans of arrays that are to be read from tensors or parts of tensors, and the code that reads them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Planned:
     dtype: np.dtype
     shape: tuple[int, ...]
     parts: list[tuple[tuple[int | slice, ...], Stored, Box | None]]
-    """The tensors that make up the array. Each has its place in the array, and the part of it that is read; None: all
-    of it."""
+    """For each tensor that goes into the array: its place in the array, the tensor, and which part of the tensor is
+    read; None: all of it."""
     repeats: int = 1
     """How often each row is repeated after reading."""
 
     @classmethod
     def of(cls, stored: Stored, axes: int = 0) -> Planned:
-        """A tensor as it is. If it has fewer than `axes` axes, axes of length 1 follow its own."""
+        """The plan to read a whole tensor. If it has fewer than `axes` axes, axes of length 1 are added at the end."""
         shape = stored.shape + (1,) * (axes - len(stored.shape))
         return cls(READ[stored.dtype], shape, [((), stored, None)])
 
@@ -43,16 +43,16 @@ class Planned:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The shape of the matrices whose elements the array has."""
+        """The array's shape, counted in numbers (a packed element has several)."""
         dtype = STORED_AS.get(self.dtype.name)
         return self.shape if dtype is None else ENCODINGS[dtype].numbers(self.shape)
 
     def share(self, name: str, how: Cut, ids: Sequence[int]) -> Planned:
-        """The share that these experts, or slices, have of a layer's field `name`; the array itself if the field is not
-        one of experts."""
+        """The part of a layer's field `name` that belongs to the experts, or slices, `ids`; the whole array if the
+        field is none of `OF_EXPERTS`."""
         if name not in OF_EXPERTS:
             return self
-        if name in SCALE_OF.values():  # few bytes: those of whole experts are read, and cut in memory
+        if name in SCALE_OF.values():  # scales have few bytes: they are read for whole experts, and cut in memory
             return self.of_experts(sorted({id // how.slices for id in ids}))
         share = how.share(name, self.shape, ids)
         by_expert: dict[int | None, list[tuple[tuple[int | slice, ...], Stored]]] = {}
@@ -72,7 +72,7 @@ class Planned:
         return replace(self, shape=share.shape, parts=parts)
 
     def of_experts(self, ids: Sequence[int]) -> Planned:
-        """The part of these experts, which are whole."""
+        """The part that belongs to the experts `ids`, which are not cut."""
         parts: list[tuple[tuple[int | slice, ...], Stored, Box | None]] = []
         for place, stored, _ in self.parts:
             if place:
@@ -83,7 +83,7 @@ class Planned:
         return replace(self, shape=(len(ids), *self.shape[1:]), parts=parts)
 
     def of_first(self) -> Planned:
-        """The first entry alone, to which all parts belong."""
+        """The array without its first axis, which must have length 1."""
         return replace(self, shape=self.shape[1:], parts=[(place[1:], *rest) for place, *rest in self.parts])
 
     @property
@@ -111,7 +111,7 @@ def read_planned(plan: dict[str, Planned]) -> dict[str, np.ndarray]:
 
 def _allocated(planned: Planned) -> np.ndarray:
     try:
-        return np.zeros(planned.shape, planned.dtype)  # zeros: the parts of a bias may not fill a share
+        return np.zeros(planned.shape, planned.dtype)  # zeros: only an expert's first slice has a part of down_bias
     except (MemoryError, ValueError) as error:  # ValueError: more than can be addressed
         raise _no_memory(planned, "none") from error
 

@@ -12,8 +12,8 @@ from ..errors import FlashMoEError
 from . import balance, compile, info, measure, memory, quantize, run, simulate, trace, tune
 from .console import abandon_broken_output, escape_what_cannot_be_encoded, print_error
 
-# The class of typer's complaints about arguments. Newer versions carry their own copy of click, so that
-# click.UsageError would not be it.
+# The class of the errors that typer raises for wrong arguments. It is not always click.UsageError, because newer
+# versions of typer have their own copy of click.
 _UsageError = typer.BadParameter.__base__
 
 _INTERRUPTED = 130
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     escape_what_cannot_be_encoded()
     try:
         status = app(argv or ["--help"], prog_name="flashmoe", standalone_mode=False) or 0
-        if status == _INTERRUPTED:  # which is all that typer makes of an interrupt
+        if status == _INTERRUPTED:  # typer turns an interrupt into this status
             raise KeyboardInterrupt
         if sys.stdout is not None:
             sys.stdout.flush()

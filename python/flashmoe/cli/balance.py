@@ -1,4 +1,4 @@
-"""``flashmoe balance``: what copies of the busiest experts, and another spreading of all, would win."""
+"""``flashmoe balance``: how even the ranks' loads become with copies of busy experts and another placement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .console import console, count, working
 from .render import show_balance
 
 _MOST_BYTES = 64 * MAX_EXPERTS
-"""Of a file with a number for each expert."""
+"""The most bytes of a file with a number for each expert."""
 
 
 def command(
@@ -39,7 +39,7 @@ def command(
 ) -> int:
     """Place experts by a recorded load, and show what each rank would have to compute.
 
-    Printed last is the placement, as `flashmoe.Context` and `flashmoe.moe` take it.
+    The last line that is printed is the placement, in the form that `flashmoe.Context` and `flashmoe.moe` take.
     """
     ranks = bounded("--ranks", ranks, 1, MAX_RANKS)
     if file is None:
@@ -79,7 +79,7 @@ def _recorded_load(file: Path) -> np.ndarray:
     try:
         words = re.split(r"[\s,\[\]]+", read(file, _MOST_BYTES).decode().strip(" \t\r\n,[]"))
         numbers = [float(word) for word in words]
-    except REFUSALS as error:  # no text, too
+    except REFUSALS as error:  # raised also if the file is no text
         raise InvalidArgument(
             f"FILE: expected {clipped(file)} to have a number for each expert, got {clipped(reason(error))}"
         ) from None

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     import torch
 
 ROUNDS = 4
-"""In each, every candidate has its turn: a clock that drifts slows them all."""
+"""The rounds of a measurement. In each round every candidate is timed, so that a drifting clock affects all alike."""
 CALLS = 5
-"""Timed in a turn."""
+"""The timed calls of a candidate in each round."""
 WARM_UP = 3
-"""Untimed calls before them, after one that loads the kernel: the ranks fall into step."""
+"""The untimed calls before the timed ones, besides a first call that loads the kernel. The ranks fall into step."""
 
 
 class Bench:
-    """The ranks of a group, a GPU each, which stay from one measurement to the next. A context manager."""
+    """The processes of a group's ranks, a GPU each, kept from one measurement to the next. A context manager."""
 
     def __init__(self, setting: Setting, activation: str) -> None:
         kernel = setting.dtype, activation
@@ -36,8 +36,8 @@ class Bench:
         self._pool = RankPool(setting.ranks)
 
     def measure(self, candidates: Sequence[Candidate]) -> list[Timing]:
-        """Times of `candidates`, ROUNDS * CALLS calls each; of every call, the slowest rank's. Raises `RankFailed` if
-        one cannot be run."""
+        """Times of `candidates`, ROUNDS * CALLS calls each. The time of a call is that of its slowest rank. Raises
+        `RankFailed` if a candidate cannot be run."""
         arguments = (self._setting, self._activation, list(candidates))
         answers = self._pool.call(time_candidates, [arguments] * self._setting.ranks)
         by_candidate = zip(*answers, strict=True)
@@ -59,14 +59,14 @@ def time_candidates(
     from .. import Context, moe
 
     sizes = {each: getattr(setting, each) for each in ("hidden", "intermediate", "experts", "top_k", "dtype")}
-    torch.cuda.empty_cache()  # the weights of the measurement before
+    torch.cuda.empty_cache()  # frees the weights of the measurement before
     layer = _random_layer(setting, activation, rank)
-    torch.cuda.empty_cache()  # contexts have memory of their own
+    torch.cuda.empty_cache()  # contexts cannot use the memory that PyTorch caches
     times: list[list[float]] = [[] for _ in candidates]
     for turn in range(ROUNDS):
         for i, candidate in enumerate(candidates):
             profile = dict(candidate)
-            # One context at a time: memory is as a user's, and lies elsewhere each time.
+            # One context at a time, as a user would have. Its memory is at other addresses each time.
             with Context(
                 engine="cuda",
                 device=rank,
@@ -83,8 +83,8 @@ def time_candidates(
 
 
 def _random_layer(setting: Setting, activation: str, rank: int) -> dict[str, Any]:
-    """Arguments of `flashmoe.moe`: a router that all ranks have, the rank's tokens, its experts' weights. Experts are
-    about equally loaded."""
+    """Arguments of `flashmoe.moe`: a router, the same on all ranks, the rank's tokens, and its experts' weights.
+    Experts are about equally loaded."""
     import torch
 
     hidden, inner, dtype = setting.hidden, setting.intermediate, setting.dtype
@@ -110,7 +110,7 @@ def _random_layer(setting: Setting, activation: str, rank: int) -> dict[str, Any
 
 
 def _milliseconds(call: Callable[[], torch.Tensor], synchronize: Callable[[], None]) -> list[float]:
-    """Times of CALLS calls that follow one another without a gap, as far as the host keeps ahead of the GPU."""
+    """Times of CALLS calls, which follow one another without a gap, as long as the host keeps ahead of the GPU."""
     import torch
 
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS + 1)]

@@ -23,11 +23,10 @@ def command(
     exact: Annotated[bool, typer.Option("--exact", help="float32 without the tensor cores.")] = False,
     transposed: Annotated[bool, typer.Option("--transposed", help="For transposed weights, of 16-bit types.")] = False,
 ) -> int:
-    """Compile CUDA kernels into the cache, so that no call has to wait for it.
+    """Compile CUDA kernels into the cache, so that no call has to wait until its kernels are compiled.
 
-    Needs nvcc but no GPU. The first call of a dtype and activation compiles its two kernels, for any number of tokens
-    and for a few, where this has not been done; the cache is $FLASHMOE_CACHE, $XDG_CACHE_HOME/flashmoe or
-    ~/.cache/flashmoe.
+    Needs nvcc but no GPU. Otherwise the first call of a dtype and activation compiles two kernels: one for any number
+    of tokens, and one for a few. The cache is $FLASHMOE_CACHE, $XDG_CACHE_HOME/flashmoe or ~/.cache/flashmoe.
     """
     for name, value, known in (("dtype", dtype, DTYPES), ("activation", activation, ACTIVATIONS)):
         if value not in known:

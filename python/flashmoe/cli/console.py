@@ -18,20 +18,20 @@ _errors = Console(stderr=True, highlight=False)
 
 def print_error(message: str) -> None:
     """One line, in red, on standard error, whatever the message contains."""
-    with suppress(OSError):  # then the exit status has to do
+    with suppress(OSError):  # if standard error cannot be written, only the exit status is left
         _errors.print(Text(f"error: {' '.join(message.split())}", style="red"), soft_wrap=True)
 
 
 def escape_what_cannot_be_encoded() -> None:
-    """Print characters that standard output has no bytes for as escapes: a path may hold any, and a terminal need not
-    be UTF-8."""
+    """Print characters that standard output's encoding does not have as escapes. A path may have any characters, and a
+    terminal need not be UTF-8."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def abandon_broken_output() -> None:
-    """If standard output takes no more, let what it still was to take go nowhere: the interpreter would try again as it
-    ends, print a traceback and change the exit status."""
+    """If standard output cannot be written any more, send what is still buffered to the null device. Otherwise the
+    interpreter would try to write it once more as it ends, print a traceback and change the exit status."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -52,5 +52,5 @@ def working(what: str) -> Iterator[None]:
 
 
 def count(number: int, thing: str, things: str | None = None) -> str:
-    """`1 token`, `2 tokens`; `things` where more of them end otherwise."""
+    """`1 token`, `2 tokens`; `things` is the plural, if it is not `thing` with an s."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"

@@ -1,4 +1,4 @@
-"""``flashmoe run --engine cuda``: whether this machine can, and weights and tokens in the memory of its GPUs."""
+"""``flashmoe run --engine cuda``: whether this machine can run it, and weights and tokens in the memory of its GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def missing(ranks: int) -> str | None:
-    """What the CUDA engine lacks here for so many ranks, as far as that is quickly told; None: nothing."""
+    """What the CUDA engine lacks here for so many ranks, as far as quick checks can tell; None: nothing."""
     if not loads(driver.LIBRARY):
         return "the NVIDIA driver's libcuda.so.1, found none"
     if importlib.util.find_spec("torch") is None:
@@ -67,10 +67,11 @@ def loads(library: str) -> bool:
 
 @dataclass(frozen=True)
 class SeededWeights:
-    """A random matrix for each of some experts, made where it is used: up to 34 GB of them never are in host memory.
+    """A random matrix for each of some experts, made on the GPU that uses it, so that up to 34 GB of matrices need not
+    be in host memory.
 
-    What an expert gets depends on its number, the seed and the kind of device, and on nothing else: not on the rank
-    that holds it, nor on the experts beside it. Elements are normal, of variance 1 / columns.
+    An expert's matrix depends on its number, the seed and the kind of device, and on nothing else: not on the rank that
+    holds the expert, nor on the rank's other experts. Elements are normally distributed with variance 1 / columns.
     """
 
     seed: tuple[int, ...]
@@ -100,7 +101,7 @@ class SeededWeights:
 
         matrices = torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
         generator = torch.Generator(device)
-        for expert, matrix in zip(self.experts, matrices, strict=True):  # float32 copies of all would treble the memory
+        for expert, matrix in zip(self.experts, matrices, strict=True):  # float32 copies of all would need much memory
             mixed = np.random.SeedSequence((*self.seed, expert)).generate_state(1, np.uint64)
             generator.manual_seed(int(mixed[0]))
             normal = torch.randn(matrix.shape, generator=generator, device=device)
@@ -109,13 +110,13 @@ class SeededWeights:
 
 
 class SeededLayer(MoELayerOf[SeededWeights]):
-    """A layer whose experts are made where they are used."""
+    """A layer whose experts' weights are made on the GPUs that use them."""
 
 
 def random_layer(
     shape: models.ModelShape, tokens: int, *, seed: int, skew: float, dtype: str
 ) -> tuple[SeededLayer, np.ndarray]:
-    """`models.random_layer` with seeded experts: others than those, of the same distribution."""
+    """Like `models.random_layer`, but with `SeededWeights`: the weights are other numbers of the same distribution."""
     rng = np.random.default_rng(seed)
     router, states = models.router_and_tokens(shape, tokens, skew, models.DTYPES[dtype], rng)
     experts = tuple(range(shape.experts))
@@ -135,8 +136,8 @@ def random_layer(
 def tensors_of(
     rank: int, layer: MoELayer | SeededLayer, x: np.ndarray, settings: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A rank's tokens and its layer's tensors, by their names in `flashmoe.moe`, where the engine of a context with
-    these settings takes them: arrays, or tensors on the rank's GPU; and the settings, which then name that GPU.
+    """A rank's tokens and its layer's tensors, by their names in `flashmoe.moe`, and the context's settings. For the
+    CUDA engine, the tensors are on the rank's GPU, and the returned settings name this GPU; else they are arrays.
 
     Raises `HeapError` as `put_on` does.
     """
@@ -149,9 +150,9 @@ def tensors_of(
 
 
 def put_on(device: int, arrays: Sequence[np.ndarray | SeededWeights]) -> list[torch.Tensor]:
-    """The arrays copied to or made on that device, which becomes PyTorch's current one.
+    """Tensors on that device: copies of arrays, or matrices made there. The device becomes PyTorch's current one.
 
-    Raises `HeapError` where they would leave no room for the context.
+    Raises `HeapError` if they would leave no room for the context.
     """
     import torch
 
@@ -166,7 +167,7 @@ def put_on(device: int, arrays: Sequence[np.ndarray | SeededWeights]) -> list[to
 
 
 def to_device(array: np.ndarray | SeededWeights) -> torch.Tensor:
-    """On PyTorch's current GPU: a copy of an array, or the matrices made."""
+    """A tensor on PyTorch's current GPU: a copy of an array, or matrices made there."""
     if isinstance(array, SeededWeights):
         return array.made("cuda")
     return as_tensor(array).cuda()
@@ -183,13 +184,13 @@ def as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def in_fp8(matrices: torch.Tensor, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matrices [E, rows, columns] in e4m3, and a scale for each block of 128 rows and columns, as
-    `flashmoe.quantize.quantize_weights` makes them of arrays; `halves`: 2 where gate rows come before up rows."""
+    """Matrices [E, rows, columns] in e4m3, and a scale for each block of 128 rows and columns, quantised as
+    `flashmoe.quantize.quantize_weights` quantises arrays; `halves`: 2 if gate rows come before up rows, else 1."""
     import torch
     from torch.nn.functional import pad
 
     elements, scales = torch.empty_like(matrices, dtype=torch.float8_e4m3fn), []
-    for matrix, to in zip(matrices, elements, strict=True):  # float32 copies of all would treble the memory
+    for matrix, to in zip(matrices, elements, strict=True):  # float32 copies of all would need much memory
         wide = matrix.float().unflatten(0, (halves, -1))
         rows, columns = wide.shape[1:]
         blocks = pad(wide.abs(), (0, -columns % SCALE_BLOCK, 0, -rows % SCALE_BLOCK))
@@ -202,8 +203,8 @@ def in_fp8(matrices: torch.Tensor, halves: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def to_host(array: np.ndarray | torch.Tensor | SeededWeights) -> np.ndarray:
-    """In host memory: an array as it is, a copy of a tensor, or matrices made on PyTorch's current GPU, since another
-    kind of device would make others."""
+    """An array in host memory: the array itself, or a copy of a tensor. `SeededWeights` are made on PyTorch's current
+    GPU and copied, because the CPU would make other numbers."""
     if isinstance(array, np.ndarray):
         return array
     import torch

@@ -26,7 +26,7 @@ REINSTALL = "in the source folder: pip install --force-reinstall ."
 
 @dataclass(frozen=True)
 class Check:
-    """One thing an engine needs or uses."""
+    """One thing that an engine needs or uses, and whether this machine has it."""
 
     name: str
     present: bool
@@ -71,7 +71,7 @@ def _library() -> Check:
 
 
 def _blas() -> Check:
-    """The package's own copy of OpenBLAS, which says its version and for which processors its kernels are."""
+    """The package's own copy of OpenBLAS. It reports its version, and for which processors its kernels are."""
     try:
         return Check("BLAS", True, f"{blas_config()}, in the package")
     except OSError as error:
@@ -79,7 +79,7 @@ def _blas() -> Check:
 
 
 def _shared_memory() -> Check:
-    """The symmetric heaps live there, so its free space bounds the group."""
+    """The ranks' heaps lie there, so its free space limits the size of groups."""
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError as error:
@@ -95,7 +95,7 @@ def _cores() -> Check:
 
 
 def _torch() -> Check:
-    """Read from the package's metadata: importing torch takes seconds and is not needed to know it."""
+    """The version is read from the package's metadata, because importing torch takes seconds."""
     version = _version("torch")
     if version is None:
         return Check("PyTorch", False, "optional: for torch tensors and flashmoe.nn", "pip install torch")
@@ -110,7 +110,7 @@ def _openssl() -> Check:
 
 
 def _driver() -> Check:
-    """The library that the engine loads; it asks no toolkit for anything."""
+    """The driver's library, which the engine loads. The engine loads nothing of a CUDA toolkit."""
     release = driver.cuda_release()
     if release is None:
         found = f"{driver.LIBRARY} is there, but does not work" if loads(driver.LIBRARY) else f"no {driver.LIBRARY}"
@@ -133,7 +133,7 @@ def _gpu() -> Check:
 
 
 def _torch_cuda() -> Check:
-    """The engine takes PyTorch's tensors; what a build of it is for is part of its version, or of its requirements."""
+    """The engine takes PyTorch's tensors. A build of PyTorch for CPUs is recognised by ``+cpu`` in its version."""
     version = _version("torch")
     if version is None:
         return Check("PyTorch for CUDA", False, "holds the tensors", "pip install torch")
@@ -143,7 +143,7 @@ def _torch_cuda() -> Check:
 
 
 def _nvcc() -> Check:
-    """Where `flashmoe.jit` looks, which compiles the kernel."""
+    """nvcc, found in the same way as by `flashmoe.jit`, which compiles kernels with it."""
     try:
         found = jit.find_nvcc()
     except FlashMoEError:

@@ -20,12 +20,12 @@ from .workload import Workload
 
 _NAME, _TIMEOUT = "flashmoe-run", 60.0
 _ARRAYS = ("topk_ids", "topk_weights")
-"""What a report has besides plain values."""
+"""The arrays of a report. All its other values are plain ones."""
 
 
 def place_of(engine: str, ranks: int | None) -> Launched | None:
-    """This process's place among several; None where it is alone. Raises `InvalidArgument` for options that do not go
-    with it."""
+    """This process's rank among a launcher's processes; None if it is alone. Raises `InvalidArgument` for options that
+    several processes cannot have."""
     place = launcher.launched()
     if place is None or place.ranks == 1:
         return None
@@ -39,7 +39,8 @@ def place_of(engine: str, ranks: int | None) -> Launched | None:
 def call(
     workload: Workload, place: Launched, call_on_rank: Callable[..., tuple[np.ndarray, dict[str, Any]]]
 ) -> tuple[list[np.ndarray], list[CallReport]]:
-    """Run the workload as this rank, by `run.call_on_rank`; every rank's result [T_p, H] and report, on every rank."""
+    """Run this rank's part of the workload, by `run.call_on_rank`. Returns, on every rank, the results [T_p, H] and
+    reports of all ranks."""
     meet = launcher.meet_of_environment()
     if meet is None:
         raise InvalidArgument(
@@ -58,7 +59,7 @@ def call(
         try:
             results.append(_unpacked(each["y"]).view(x.dtype).reshape(x.shape))
             reports.append(CallReport.from_dict(_report(each["report"])))
-        except Exception as error:  # of any kind: a store asks nobody who they are
+        except Exception as error:  # of any type: anybody can write to a store, so the values may be anything
             raise GroupError(f"results: expected a result and a report of rank {rank}, got {shown(each)}") from error
     return results, reports
 

@@ -45,9 +45,10 @@ def command(
 ) -> int:
     """Measure suites, each a figure or table of FlashDMoE or COMET, or one of our own.
 
-    Suites take turns in the order in which they are named, each with its next point: what is named first is there when
-    the budget ends. Every point is checked before it is timed. Points whose figures of the same sources are in --out
-    are not measured again, so that a run goes on where the last one stopped. Exit status 1: a check failed.
+    Points with fewer ranks come first. Among points with as many ranks, the suites take turns in the order in which
+    they are named, so that each suite has some figures when the budget ends. Every point is checked before it is timed.
+    Points that --out has from the same sources are not measured again, so that a run goes on where the last one
+    stopped. Exit status 1: a check or a rank failed.
     """
     if list_:
         _list()
@@ -72,7 +73,7 @@ def _chosen(names: list[str] | None) -> list[Suite]:
 
 
 def _require(machine: Machine, asked: list[Suite]) -> None:
-    """Refuse what can measure nothing of the suites that were asked for."""
+    """Raises if PyTorch is missing, or if a suite that was asked for has no points on this machine."""
     if importlib.util.find_spec("torch") is None:
         raise FlashMoEError(
             "bench: expected PyTorch, whose process groups ranks join, found none; to install: "
@@ -141,7 +142,8 @@ def _shown(measured: dict[str, Any]) -> str:
 
 
 def _summary(files: list[Path], ranks: list[int]) -> list[str]:
-    """A line for each point that has figures: ours, what it is of its floor and of PyTorch's, and what says most."""
+    """A line for each point that has figures: FlashMoE's time, that time relative to the times of the GEMMs alone and
+    of PyTorch, and the point's most telling values."""
     lines = []
     for path in filter(Path.exists, files):
         result = store.read(path)
@@ -177,7 +179,8 @@ def _beside(medians: dict[str, float]) -> list[str]:
 
 
 def _scaled(point: dict[str, Any], medians: dict[str, dict[str, float]]) -> list[str]:
-    """How a call among more ranks compares with one among two that have as many tokens each."""
+    """T(2)/T(R): the time of a call among two ranks, over the time of this call among more ranks with as many tokens
+    each; empty if there is no such pair of points."""
     ranks, ours = point["ranks"], _ours(medians[point["name"]])
     two = _ours(medians.get(f"{point['name'].removesuffix(f' x{ranks}')} x2", {}))
     return [f"T(2)/T({ranks}) {two / ours:.3f}"] if ranks > 2 and two and ours else []

@@ -72,7 +72,7 @@ def command(
     """Show whether a context's memory fits, then every term of it, and refuse (exit status 1) what does not fit.
 
     Sizes come from --model, or from --hidden, --intermediate, --experts and --top-k; given both, the latter
-    replace the model's. With --table, only --ranks.
+    replace the model's. With --table, no other option but --ranks is allowed.
     """
     if table:
         _refuse_all_but(context, "table", "ranks")
@@ -134,7 +134,7 @@ def _machines_of(ranks: int, machines: int) -> list[int]:
 
 
 def _refuse_all_but(context: typer.Context, *names: str) -> None:
-    """Raises `InvalidArgument` if the command line has other options."""
+    """Raises `InvalidArgument` if the command line has options other than `names`."""
     for name in context.params:
         if name not in names and context.get_parameter_source(name).name == "COMMANDLINE":
             option = "--" + name.strip("_").replace("_", "-")

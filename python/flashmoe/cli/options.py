@@ -1,4 +1,4 @@
-"""Options that several commands have: what each takes and says, once. Defaults are the commands' own."""
+"""Options that several commands have, each defined once with its type and help. Every command sets its own defaults."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Intermediate = Annotated[int | None, typer.Option(help="Intermediate size I of o
 Experts = Annotated[int | None, typer.Option(help="Experts E in all.")]
 TopK = Annotated[int | None, typer.Option(help="Experts per token K.")]
 
-# What else a layer is, and its group.
+# Further properties of a layer, and of its group.
 Activation = Annotated[str | None, typer.Option(help=", ".join(ACTIVATIONS) + ".  [default: the model's, else swiglu]")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Ranks = Annotated[int, typer.Option(help="Ranks in the group.")]
 Tokens = Annotated[int, typer.Option(help="Tokens per rank.")]
 
-# A layer that is called.
+# Which layer a command calls, and how.
 RandomModel = Annotated[str | None, typer.Option(help="A random layer of this published shape.")]
 Checkpoint = Annotated[Path | None, typer.Option(help="A .safetensors file or a checkpoint folder.")]
 LayerDtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.  [default: the layer's]")]

@@ -1,4 +1,4 @@
-"""The picture that ``flashmoe run`` leaves: of the run, or of a simulated call where the run's would show nothing."""
+"""The picture that ``flashmoe run`` writes: of the run, or of a simulated call if the run's would show only waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .console import count
 from .workload import Workload
 
 MODEL, GPUS, TOKENS = "qwen3-30b-a3b", 4, 8192
-"""Of the simulated call."""
+"""The model, the number of GPUs and the tokens of each GPU of the simulated call."""
 
 
 class Picture(NamedTuple):
@@ -22,14 +22,14 @@ class Picture(NamedTuple):
     events_by_rank: Sequence[Sequence[Event]]
     title: str
     hint: str
-    """What the terminal says of it."""
+    """What `flashmoe run` prints about the picture."""
 
 
 def picture_of(workload: Workload, events: Sequence[Sequence[Event]], title: str) -> Picture:
-    """The run's own events, under the run's `title`, if its ranks had the cores that they need.
+    """The run's own events, under the run's `title`, if its ranks had the cores that they need; else a simulated call.
 
     Each rank of the CPU engine has a thread that schedules and at least one that computes. With fewer cores than
-    threads, threads mostly wait until a core is free, and the picture would show that instead of the protocol.
+    threads, threads mostly wait until a core is free, and the picture would show these waits instead of the protocol.
     """
     ranks, cores = len(events), len(os.sched_getaffinity(0))
     if workload.engine == "cuda" or launcher.launched() is not None or cores >= 2 * ranks:

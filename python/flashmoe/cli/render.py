@@ -1,4 +1,4 @@
-"""How the commands look on a terminal. Nothing here computes more than a ratio."""
+"""What the commands print on a terminal. Apart from ratios and sums, no figures are computed here."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def show_workload(workload: Workload) -> None:
 
 
 def show_expert_load(group: GroupReport, placement: Sequence[int]) -> None:
-    """A column per expert, or per few neighbours where there are many; coloured by the rank that holds it."""
+    """A chart with a column for each expert, or for a few neighbouring experts if there are many. A column has the
+    colour of the rank that holds its (first) expert."""
     load, owners = group.expert_load, np.asarray(placement)
     blocks = _ASCII_EIGHTHS if console.options.ascii_only else _EIGHTHS
     share = -(-len(load) // CHART_WIDTH)  # experts per column
@@ -202,7 +203,7 @@ def show_verdict(verdict: Verdict) -> None:
 
 
 def show_memory(plan: MemoryPlan, described: str) -> None:
-    """What a memory plan takes in all."""
+    """The totals of a memory plan."""
     console.print(Text(f"{count(plan.ranks, 'rank')} x {plan.max_tokens:,} tokens, {described}", style="bold"))
     console.print(
         f"per rank {format_bytes(plan.total_bytes)}; heaps of all ranks "
@@ -258,7 +259,8 @@ def show_training_costs(costs: Sequence[TrainingCost]) -> None:
 
 
 def show_balance(placed: Sequence[tuple[Placement, np.ndarray]]) -> None:
-    """What each rank holds and has to compute, by default and as balanced; `placed`: a placement and loads [R] each."""
+    """What each rank holds and has to compute, by default and as balanced. `placed` has for both the placement and the
+    ranks' loads [R]."""
     (default, before), (balanced, after) = placed
     rows = [
         [
@@ -303,7 +305,8 @@ def show_comparisons(rows: Iterable[Comparison], ranks: int) -> None:
 
 
 def _show_table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table of right-aligned cells, without the columns that hold nothing: not every engine counts everything."""
+    """A table of right-aligned cells. Columns without values are left out, because not every engine counts
+    everything."""
     table = Table(box=None, pad_edge=False)
     columns = [(name, cells) for name, *cells in zip(head, *rows, strict=True)]
     counted = [column for column in columns if column[0] == "rank" or set(column[1]) - _NOTHING]

@@ -1,4 +1,4 @@
-"""``flashmoe run``: one layer, ranks of this machine, one traced call, checked against the reference."""
+"""``flashmoe run``: a layer over the ranks of a group, with one traced call that is checked against the reference."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ def command(
 ) -> int:
     """Run one MoE layer, over several ranks or GPUs, and check the result.
 
-    Started by a launcher (torchrun --no-python, on one machine or several), each process is a rank, and rank 0 reports.
-    Without --checkpoint or --model: the small trained layer that the package ships, on 2048 hidden states that
-    really reached it, with the uneven routing they have. Calls to warm up, then one traced call. The picture is of
-    that call, or of a simulated one if the ranks have less than two cores each, and says which. Exit status
-    0 if result and routing are within the rounding error of the float64 reference, 1 if not.
+    If a launcher has started it (torchrun --no-python, on one machine or several), each process is a rank, and rank 0
+    reports. Without --checkpoint or --model, it runs the small trained layer that the package ships, on 2048 hidden
+    states that were recorded as inputs of this layer, so that routing is as uneven as with real text. After calls to
+    warm up, one call is traced. The picture shows that call, or a simulated one if the ranks have less than two cores
+    each, and says which. Exit status 0 if result and routing are within the rounding error of the float64 reference, 1
+    if not.
     """
     if checkpoint is not None and model is not None:
         raise InvalidArgument("--checkpoint, --model: expected one of them, got both")
@@ -113,7 +114,7 @@ def command(
 
 
 def chosen_engine(engine: str, ranks: int) -> str:
-    """``cpu`` or ``cuda``. Refuses engines that there are not, and ``cuda`` where it cannot run so many ranks."""
+    """``cpu`` or ``cuda``. Refuses unknown engines, and ``cuda`` if this machine cannot run so many ranks with it."""
     if engine not in ENGINES:
         raise InvalidArgument(f"--engine: expected one of {', '.join(ENGINES)}, got {engine!r}")
     if engine == "auto":
@@ -165,24 +166,24 @@ def call_on_rank(
 
     tensors, settings = device.tensors_of(rank, layer, x, settings)
     with Context(rank=rank, ranks=ranks, name=name, **settings) as context:
-        # A GPU's first traced call loads a kernel, and some ranks are sooner through with that and with reading the
-        # trace than others. The second call waits for nothing on the host, so that all enter the third together.
+        # A GPU's first traced call loads a kernel. Some ranks need longer than others for this and for reading the
+        # trace. In the second call the host waits for nothing, so that all ranks enter the third call together.
         for trace in (True, False, True):
             y = moe(context, **tensors, **layer.rule(), trace=trace)
         return device.to_host(y), context.last_call.to_dict()
 
 
 def from_first_event(events: list[Event]) -> list[Event]:
-    """The events in nanoseconds since the first: the clocks of two GPUs may differ by a quarter of a millisecond, those
-    of two machines have nothing to do with one another, and which began first is not known."""
+    """The events of one rank, with times in nanoseconds since its first event. Times of different ranks cannot be
+    compared: the clocks of two GPUs may differ by a quarter of a millisecond, those of two machines by any amount."""
     begin = min((event.start_ns for event in events), default=0)
     return [event._replace(start_ns=event.start_ns - begin, end_ns=event.end_ns - begin) for event in events]
 
 
 def _write_traces(folder: Path, workload: Workload, reports: list[CallReport]) -> dict[Path, str]:
-    """Write timeline.png, if matplotlib is installed, and trace.json. The result says of each path what is there.
+    """Write timeline.png, if matplotlib is installed, and trace.json. Returns what each written file shows.
 
-    Raises `FlashMoEError` that names the one that cannot be written."""
+    Raises `FlashMoEError`, which names the file, if one cannot be written."""
     layer, counts = workload.layer, [report.tokens for report in reports]
     ranks = count(len(reports), "rank")
     title = (

@@ -17,7 +17,7 @@ from .console import console
 from .render import show_simulated
 
 SCALING = (1, 2, 4, 8, 16, 32, 64)
-"""Machines of a picture."""
+"""The numbers of machines that the picture shows."""
 
 
 def command(
@@ -38,7 +38,7 @@ def command(
     """
     shape = models.find(model)
     if png is not None:
-        drawing.require()  # before minutes of simulation
+        drawing.require()  # fails before the minutes of simulation
 
     def simulated(count: int) -> Simulated:
         return simulation.simulate(shape, tokens=tokens, machines=count, gpus=gpus, nic_gb_s=nic)
@@ -52,7 +52,7 @@ def command(
 
     calls = [simulated(machines)]
     show_simulated(shape.name, nic, calls[0])
-    write_figures(calls)  # what there is, before what takes minutes
+    write_figures(calls)  # written now, because the further simulations take minutes
     if png is not None:
         calls = [calls[0] if count == machines else simulated(count) for count in SCALING]
         for call in calls:

@@ -101,7 +101,7 @@ def _shape(model: str | None, activation: str | None, sizes: dict[str, int | Non
 
 
 def quantised(workload: Workload, dtype: str) -> Workload:
-    """With experts in FP8. (Random ones for a GPU are quantised there.)"""
+    """The workload with its experts in FP8. (Random experts for a GPU are quantised on the GPU, in `traced.py`.)"""
     layer = workload.layer
     if isinstance(layer, MoELayer):
         layer = quantize_layer(layer, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What ranks' processes do for ``flashmoe trace``, and its figures."""
+"""What the ranks' processes do for ``flashmoe trace``, and the figures that it reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from . import device
 from .workload import Workload
 
 _BUSY_CYCLES = 1_000_000
-"""What keeps a GPU from waiting for launches, about half a millisecond."""
+"""Clock cycles of work, about half a millisecond, behind which calls are launched, so that the GPU waits for no launch.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,16 @@ class Traced:
     """A rank's part of a group's traced calls."""
 
     traces: list[CallTrace]
-    """One forward pass, and its backward pass if that was asked for."""
+    """A forward pass, and its backward pass if that was asked for."""
     traced_ms: list[float]
     untraced_ms: list[float]
-    """Of forward passes, in turn."""
+    """These two lists have the times of forward passes, which were traced and untraced in turn."""
     device: str
 
 
 def traced(workload: Workload, backward: bool, pairs: int, **settings: Any) -> list[Traced]:
-    """Every rank's part. `settings`: of each `flashmoe.Context` besides the workload's."""
+    """Every rank's part of the traced calls. `settings`: arguments of `flashmoe.Context` besides those of the
+    workload."""
     settings = {**workload.limits, "placement": workload.placement, "engine": workload.engine, **settings}
     arguments = [
         (settings, workload.layer.with_experts(local_experts(workload.placement, rank)), x, backward, pairs)
@@ -70,7 +72,7 @@ def summary(workload: Workload, of_ranks: Sequence[Traced]) -> dict[str, Any]:
         }
         for of_call in accounts_of(of_ranks)
     ]
-    # Of each call, the slowest rank's time.
+    # The time of a call is that of its slowest rank.
     ms = {
         name: [max(call) for call in zip(*(getattr(each, f"{name}_ms") for each in of_ranks), strict=True)]
         for name in ("traced", "untraced")
@@ -123,7 +125,8 @@ def trace_on_rank(
         clock = _GpuClock() if settings["engine"] == "cuda" else _HostClock()
         untraced_ms, traced_ms = [], []
         for _ in range(pairs):
-            # Behind a call like it, which all ranks end together, and which hides the launch.
+            # Each timed call follows an untimed one. All ranks end that one together, and it hides the timed call's
+            # launch.
             clock.keep_busy()
             forward()
             untraced_ms.append(clock.read(clock.around(forward)))
@@ -141,8 +144,8 @@ def trace_on_rank(
 def _prepared(
     tensors: dict[str, Any], layer: MoELayer | device.SeededLayer, settings: dict[str, Any], backward: bool
 ) -> dict[str, Any]:
-    """The arguments of a call: weights that were made on a GPU have the type that is asked for, and all have gradients,
-    if that is."""
+    """The arguments of a call. Weights that were made on a GPU are quantised, if FP8 is asked for. With `backward`, all
+    tensors but ``choice_bias`` require gradients."""
     if settings["engine"] == "cuda":
         if settings["weight_dtype"] == FP8 and not isinstance(layer, MoELayer):
             halves = halves_of(layer.activation, False)
@@ -158,7 +161,7 @@ def _prepared(
 
 
 class _HostClock:
-    """Milliseconds of calls that are over when they return."""
+    """Measures the milliseconds of calls that have finished when they return."""
 
     def keep_busy(self) -> None: ...
 
@@ -171,7 +174,7 @@ class _HostClock:
         return timed
 
     def read(self, call: Callable[[], None] = lambda: None) -> float:
-        """Of the last call; of `call`, made now, if there is one."""
+        """The milliseconds of the last call that `around` has timed. `call`, if given, is called before."""
         call()
         return self._ms
 
@@ -180,7 +183,7 @@ class _HostClock:
 
 
 class _GpuClock:
-    """The same of calls on PyTorch's current stream, by events."""
+    """Measures the milliseconds of calls on PyTorch's current stream, by CUDA events."""
 
     def __init__(self) -> None:
         import torch

@@ -42,16 +42,16 @@ def command(
 ) -> int:
     """Find the fastest order of tasks for a shape on this machine's GPUs, and store it for the contexts to come.
 
-    Sizes come from --model, or from --hidden, --intermediate, --experts and --top-k; given both, the latter replace
-    the model's. Weights and tokens are random, experts about equally loaded. Stored is what beats the built-in order by
-    more than the spread of the times, else the built-in order. The file is $FLASHMOE_PROFILES, or profiles.json in the
-    folder of compiled kernels.
+    Sizes come from --model, or from --hidden, --intermediate, --experts and --top-k; given both, the latter replace the
+    model's. Weights and tokens are random, experts about equally loaded. The fastest order is stored if it beats the
+    built-in order by more than the spread of the times, else the built-in order is. The file is $FLASHMOE_PROFILES, or
+    profiles.json in the folder of compiled kernels.
     """
     sizes = sizes_of(model, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k)
     activation = activation or (models.find(model).activation if model else "swiglu")
     _check(sizes, ranks=ranks, tokens=tokens, dtype=dtype, activation=activation)
     _require_gpus(ranks)
-    profiles.store()  # what cannot be read or written is to be known before anything is measured
+    profiles.store()  # a file that cannot be read or written must be known before anything is measured
     name = _ffi.library().cuda_device_name(0)
     setting = profiles.Setting(device=name, ranks=ranks, dtype=dtype, tokens=tokens, **sizes)
     knobs = _knobs(ranks)
@@ -64,7 +64,7 @@ def command(
 
 
 def _check(sizes: dict[str, int], *, ranks: int, tokens: int, dtype: str, activation: str) -> None:
-    """Refuse what the CUDA engine does not do, before any rank is started."""
+    """Refuse sizes and types that the CUDA engine does not support, before any rank is started."""
     bounds = {
         "hidden": (sizes["hidden"], MAX_WIDTH),
         "intermediate": (sizes["intermediate"], MAX_WIDTH),
@@ -85,13 +85,13 @@ def _check(sizes: dict[str, int], *, ranks: int, tokens: int, dtype: str, activa
 
 
 def _require_gpus(ranks: int) -> None:
-    """Refuse to measure where there is nothing to measure on."""
+    """Raises if this machine cannot run so many ranks on GPUs."""
     if lacking := device.missing(ranks):
         raise FlashMoEError(f"flashmoe tune: expected {lacking}; see flashmoe info")
 
 
 def _knobs(ranks: int) -> dict[str, tuple[int | str, ...]]:
-    """What is tried. Alone, a rank sends and returns nothing."""
+    """The values of each knob that are tried. Knobs that matter only among several ranks are left out for one rank."""
     knobs: dict[str, tuple[int | str, ...]] = {
         name: knob.tried for name, knob in PROFILE.items() if ranks > 1 or knob.alone
     }
@@ -99,7 +99,7 @@ def _knobs(ranks: int) -> dict[str, tuple[int | str, ...]]:
 
 
 def _stored(setting: profiles.Setting, activation: str, outcome: Outcome) -> Path:
-    """Store what the search has found; the file."""
+    """Stores what the search has found, and returns the path of the file."""
     return profiles.store(
         profiles.Record(
             setting=setting.in_bucket(),

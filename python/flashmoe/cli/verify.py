@@ -1,4 +1,4 @@
-"""Is what the engine computed right? Compared with the float64 reference, against a derived bound."""
+"""Compares an engine's result with the float64 reference: the error must be within a derived bound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..tolerance import call_error, relative_error, router_error
 from .device import SeededLayer, layer_on_host
 
 _MOST_WEIGHTS = 1 << 28
-"""Elements of the experts whose float64 reference the host computes: a few GB, some seconds."""
+"""The most elements of the experts whose float64 reference the host computes: a few GB, some seconds."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Verdict:
     tokens: int
     """How many tokens' results were compared."""
     of_tokens: int
-    """How many there are; the routing of all of them was checked."""
+    """How many tokens there are; the routing of all of them was checked."""
 
     @property
     def passed(self) -> bool:
@@ -49,19 +49,19 @@ def verify(
     return_mode: str,
     gpu: bool = False,
 ) -> Verdict:
-    """Judge y [T, H], the layer's result for x [T, H], and the routing topk_ids [T, K] that led to it. `tokens`: how
-    many of them are each rank's, one rank's behind the other's.
+    """Judge y [T, H], the layer's result for x [T, H], and the routing topk_ids [T, K] that led to it. `tokens`: the
+    number of each rank's tokens. The rows of x are those of rank 0, then those of rank 1, and so on.
 
-    Two nearly equal logits may be told apart differently in float32 and in float64, which changes the result
-    by much more than rounding. So the reference takes the engine's experts, once they are shown to be a
-    top-k, and computes their weights and everything after that itself.
+    Two nearly equal logits may be ordered differently in float32 and in float64, which changes the result by much
+    more than rounding does. So the reference takes the experts that the engine chose, after they have been checked
+    to be a top-k. It computes the experts' weights, and everything after them, itself.
 
-    Of a layer whose experts are not in host memory, only a few are fetched, and the results judged are those of the
-    tokens that chose no others; the routing judged is that of all.
+    If the layer's experts are not in host memory, only a few of them are fetched. Then only the results of the tokens
+    that chose none but these are judged, but the routing of all tokens.
 
     `gpu`: tensor cores computed the experts, with float32 factors truncated to the 10 bits of mantissa of TF32, and
-    the router's logits unless they are float32. Whether it was the kernel of few tokens, which rounds the slices of a
-    shared expert one by one, is not asked: the larger bound holds for both.
+    the router's logits unless they are float32. The kernel for a few tokens rounds the slices of a shared expert one
+    by one. It is not known here which kernel ran, so the larger of both kernels' bounds is taken.
     """
     misrouted = _misrouted(layer, x, topk_ids, gpu)
     if not _exist(topk_ids, layer.router).all():  # a reference cannot be computed with them
@@ -93,14 +93,15 @@ def _exist(topk_ids: np.ndarray, router: np.ndarray) -> np.ndarray:
 
 
 def _misrouted(layer: MoELayer | SeededLayer, x: np.ndarray, topk_ids: np.ndarray, gpu: bool) -> int:
-    """Tokens whose ids are no top-k."""
+    """The number of tokens whose ids are no top-k of their logits. If any id names no expert, only such tokens
+    count."""
     exist = _exist(topk_ids, layer.router).all(axis=1)
     if not exist.all():
         return int((~exist).sum())
     exact = router_logits(x, layer.router, layer.router_bias)
     further = 0.0
     if gpu and x.dtype != np.float32:
-        # Tensor cores truncate their sums, at least 8 products apart, by at most one part in 2^23.
+        # Tensor cores add at least 8 products at a time, and truncate each such sum by at most one part in 2^23.
         squares = np.asarray(x, np.float64) ** 2 @ np.asarray(layer.router, np.float64).T ** 2
         further = (x.shape[1] / 8.0) * 2.0**-23 * np.sqrt((squares + exact**2).max(axis=1))
     logits = _as_rounded(layer, x, exact)
@@ -145,8 +146,8 @@ def _judge(
     return_mode: str,
     gpu: bool,
 ) -> tuple[float, float]:
-    """Error and bound, as in `Verdict`. The layer has the weights of `experts`, ascending, which `placement` places;
-    `ranks` [T] are the tokens' own, which compute the shared expert for them."""
+    """Error and bound, as in `Verdict`. The layer has only the weights of `experts`, in ascending order; `placement`
+    has their ranks. `ranks` [T] are the tokens' home ranks, which compute the shared expert for them."""
     logits = _as_rounded(layer, x, router_logits(x, layer.router, layer.router_bias))
     weights = _weights(layer, logits, topk_ids)
     _, variance = _router_error(layer, x, topk_ids, logits, 0.0)
@@ -155,7 +156,7 @@ def _judge(
     how |= {name: getattr(layer, name) for name in ("gate_up_scale", "down_scale")}
     reference = moe_reference(*arrays, topk_ids=local_ids, topk_weights=weights, **how)
     bound = 0.0
-    if layer.shared_down is None or return_mode == "direct":  # no sum is of rows that depend on whose token it is
+    if layer.shared_down is None or return_mode == "direct":  # then the bound does not depend on a token's home rank
         ranks = np.zeros_like(ranks)
     for rank in np.unique(ranks):
         own = ranks == rank
@@ -176,8 +177,8 @@ def _judge(
         )
         bound = float(np.hypot(bound, allowed))
     if gpu and x.dtype == np.float32:
-        # Truncated factors make all products smaller, which does not average out. What that does to the operands given
-        # is known; of the intermediate it takes less than 2^-10.
+        # Truncated factors make all products smaller, and these errors do not average out. The effect of truncating the
+        # given operands is computed here. Truncating an intermediate element takes away less than 2^-10 of it.
         shared = {name: None if each is None else _truncated(each) for name, each in layer.shared().items()}
         seen = moe_reference(*map(_truncated, arrays), topk_ids=local_ids, topk_weights=weights, **how | shared)
         bound += float(np.linalg.norm(seen.y - reference.y)) + 2.0**-10 * reference.scale

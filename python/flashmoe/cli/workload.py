@@ -1,4 +1,4 @@
-"""What ``flashmoe run`` runs: the shipped layer, a checkpoint's, or a random one, and every rank's tokens."""
+"""What ``flashmoe run`` runs: the shipped layer, a checkpoint's layer or a random one, and every rank's tokens."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from . import device
 from .console import working
 
 DEFAULT_TOKENS = 512
-"""Tokens per rank where no hidden states set the number."""
+"""Tokens per rank, if neither the user nor given hidden states set the number."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, whatever the layer."""
+    """What the user asked for, apart from the layer."""
 
     ranks: int
     tokens: int | None
-    """Per rank; None for the source's own number."""
+    """Tokens per rank; None: as many as the workload has by default."""
     dtype: str | None
-    """None for the source's own."""
+    """None: the dtype of the layer's source."""
     return_mode: str
     engine: str = "cpu"
     """``cpu`` or ``cuda``."""
@@ -44,9 +44,9 @@ class Workload:
     tokens: list[np.ndarray]
     """Hidden states of each rank: [T_p, H], the layer's dtype."""
     placement: tuple[int, ...]
-    """Expert -> rank."""
+    """The rank of each expert."""
     limits: dict[str, Any]
-    """The sizes that `flashmoe.Context` takes, and the return mode."""
+    """Arguments of `flashmoe.Context`: the sizes, the types and the return mode."""
     notes: list[str]
     """What a reader must know about the data."""
     engine: str
@@ -102,10 +102,10 @@ def shipped_workload(request: Request) -> Workload:
 
 
 def _limits(sized: models.ModelShape | MoELayer, request: Request, tokens: int, dtype: str) -> dict[str, Any]:
-    """The context's sizes, once they are known to fit into memory.
+    """The context's sizes, after a check that they fit into memory.
 
-    Checked for all ranks at once and before anything is made: a full /dev/shm kills whoever writes to it. What a
-    GPU has room for, its context knows.
+    The check is of all ranks together, before anything is allocated, because a process that writes to a full /dev/shm
+    is killed. Whether they fit into a GPU's memory is checked later, by the context.
     """
     limits = {
         "max_tokens": tokens,

@@ -28,14 +28,14 @@ from ..spec.tensors import Tensors
 from ..trace import CallTrace
 from .limits import ENGINES, Room, checked_context
 
-if TYPE_CHECKING:  # most processes meet no others but in shared memory
+if TYPE_CHECKING:  # imported in functions at run time, because ranks that meet in shared memory do not need `groups`
     from ..groups import launcher
     from ..groups.meeting import Meeting
 
 MAX_SECONDS = 1e9  # their nanoseconds fit 63 bits
 
 contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The contexts that are alive, by number, also each `flashmoe.contexts.growing.GrowingContext`."""
+"""By number: every context that is alive, and every `flashmoe.contexts.growing.GrowingContext`."""
 _numbers = itertools.count(1)
 
 _GRADIENTS = {"y": "the gradient of y", "router_logits": "the gradient of router_logits"}
@@ -57,7 +57,7 @@ def context_id(ctx: Context) -> int:
 
 
 def run(ctx: Context, tensors: Tensors, options: Options, trace: bool) -> Any:
-    """`flashmoe.moe`, where PyTorch has no part in it. Callers tell the group about the errors that this raises."""
+    """Makes a call of `flashmoe.moe` on the context's engine. If this raises an error, the caller must `tell` it."""
     engine = _checked(ctx)._engine
     tensors, options = _as_called(ctx, tensors, options)
     with Call():
@@ -95,8 +95,8 @@ def run_backward(ctx: Context, kept: Any, counted: Any, options: Options, gradie
 
 
 def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
-    """`tensors` with the load that the call adds to: its own, else the context's, but none if the call is made again
-    for a recomputation. `options` with the placement as engines take it."""
+    """`tensors` and `options` as engines take them. The load that the call adds to is the call's own, else the
+    context's if both have the same E. A call that is a recomputation adds to none, because it has been counted."""
     load = tensors.load
     if load is None and ctx._load is not None and _experts_of(ctx, tensors, options) == ctx.experts:
         load = ctx._load
@@ -110,7 +110,7 @@ def _as_called(ctx: Context, tensors: Tensors, options: Options) -> tuple[Tensor
 
 
 def _experts_of(ctx: Context, tensors: Tensors, options: Options) -> int | None:
-    """E of a valid call; None where an invalid call has no E."""
+    """E, the number of experts of the call's layer. None if it cannot be found because the call is invalid."""
     if tensors.router is not None:
         return next(iter(getattr(tensors.router, "shape", ())), None)
     try:
@@ -122,7 +122,7 @@ def _experts_of(ctx: Context, tensors: Tensors, options: Options) -> int | None:
 
 
 def room_of(ctx: Context) -> Room:
-    """What calls of the context may be. Raises `InvalidArgument` if `ctx` is no context."""
+    """The bounds for calls of the context. Raises `InvalidArgument` if `ctx` is no context."""
     return _checked(ctx)._engine.room
 
 
@@ -142,8 +142,8 @@ def _checked(ctx: Any) -> Context:
 
 
 def _checked_name(name: Any, ranks: int) -> str | None:
-    """`name`, checked to be usable as part of a file's name. A rank that is alone may have any name, since it has no
-    use for one. Raises `InvalidArgument`."""
+    """`name`, checked to be usable as part of a file's name. A rank that is alone may have any name, because it does
+    not use the name. Raises `InvalidArgument`."""
     if ranks == 1 and (name is None or isinstance(name, str)):
         return name
     try:
@@ -177,8 +177,9 @@ class Context:
 
     - CPU engine: NumPy arrays or PyTorch tensors in host memory, contiguous. A call is over when it returns.
     - CUDA engine: PyTorch tensors of the context's device; H and I multiples of 8, E at most 1024, K at most 32, T at
-      most 65536. Rows of x, router and weights, and the matrices of experts, may lie apart (strides are multiples of 16
-      bytes); all other tensors are contiguous. A call launches one kernel on PyTorch's current stream and returns.
+      most 65536. There may be gaps between rows of x, router and weights, and between experts' matrices (strides are
+      multiples of 16 bytes); all other tensors are contiguous. A call launches one kernel on PyTorch's current stream
+      and returns.
       (Among several ranks, a call that keeps what gradients need makes three launches and waits for a count.) The calls
       of a context must follow one another on the device. A call can be captured into a CUDA graph, once a call like it
       has been made before the capture. The first call of a dtype and activation compiles its kernels (see
@@ -210,25 +211,25 @@ class Context:
         have it.
     weight_dtype: str, type or None, default None
         Element type of the experts' weights in calls: `dtype`, the default; ``"float8_e4m3fn"``: rows go to other ranks
-        in this type too (docs/fp8.md); or ``"mxfp4"``: rows do not (docs/mxfp4.md; CUDA engine: one rank and calls of
-        few tokens). Memory is made for one of these types.
+        in this type too (docs/fp8.md); or ``"mxfp4"``: rows go in `dtype` (docs/mxfp4.md; CUDA engine: one rank and
+        calls of few tokens). Calls may use only the type that is given here, because memory is made for it.
     placement: placement or None, default None
         Who holds expert 0, 1, ...: E entries, each of them a rank, or several ranks that have a copy (see
         `flashmoe.placement`). Default: contiguous shares, as even as possible.
     return_mode: str, default 'auto'
         ``"direct"``: each expert's row travels home. ``"reduced"``: a rank's rows of one token are summed before they
         travel (COMET, section 3.1). ``"auto"``: CPU engine: for each call, the mode that sends fewer rows. CUDA engine:
-        the stored mode (see `profile`), else ``"reduced"`` if direct rows would take more than 1.5 times as long as the
-        GEMMs and fewer than 0.8 times as many rows would come back, decided once for all calls. The mode bounds what
-        calls may use.
+        the stored mode (see `profile`), else the mode that is faster by an estimate from R, K and I of the times that
+        GEMMs, transfers and Reduce take, decided once for all calls. With ``"direct"`` or ``"reduced"``, calls can use
+        only this mode.
     processors: int or None, default None
         What executes tasks. CPU engine: threads; default: this rank's share of the cores. CUDA engine: thread blocks,
         an even number, each of which takes a whole multiprocessor; default: all of them.
     capacity_factor: float or None, default None
         None: calls may be dropless. Otherwise each call must have a capacity factor, at most this one, and the memory
-        for experts' rows has room only for the rows that such a call keeps: with 1.0, for one rank's number of pairs
-        (token, k) instead of all ranks'. A call with fewer than `experts` experts may have more rows for each of them.
-        It must still keep no more rows of one rank on another than a call with all `experts` may.
+        for experts' rows has room only for the rows that such a call does not drop: with 1.0, for one rank's number of
+        pairs (token, k) instead of all ranks'. In a call with fewer than `experts` experts, each may have more rows,
+        but no rank may have to hold more rows of another rank than in a call with all `experts`.
     timeout: float, default 30.0
         Seconds without progress anywhere in the group after which a wait gives up, also while joining; 0: never. CPU
         engine: a rank that is alone waits for nobody, and never gives up. CUDA engine with `transport` ``"rdma"``: a
@@ -238,31 +239,32 @@ class Context:
     device: int or None, default None
         Ordinal of the CUDA device. Default with ``engine="cuda"``: PyTorch's current one.
     profile: dict or None, default None
-        CUDA engine: the order of tasks, where it is to differ from the built-in order. ``gemm1_lag``: GEMM1 tasks are
-        held back until this number of GEMM0 tasks are ahead of them, while there are GEMM0 tasks. ``raster``: the
-        number of tiles in a band of tasks. ``window``: the number of tasks published ahead. ``gemm1_lists``: 2: GEMM1
-        tasks with rows of other ranks' tokens go first; 1: all GEMM1 tasks of an expert go side by side. ``own_first``:
-        with n, one in n of the rank's experts begins with rows of the rank's own tokens; the others begin when the rows
-        of another rank are there. ``senders``: the number of thread blocks that send rows to mapped memory before they
-        compute, as far as there are blocks that form no tiles. ``link_clusters``: with the return mode ``"reduced"``,
-        the number of clusters that stop computing as soon as there is something to reduce, and only reduce and send
-        from then on; 0: all clusters do so between tasks (COMET, section 3.2). The profile changes no bit of a result,
-        and may differ from rank to rank. Default: what ``flashmoe tune`` has stored for this GPU, number of ranks,
-        dtype, H, I, E and K, with the number of tokens nearest to `max_tokens` (see ``flashmoe.tuning.profiles``);
-        ``{}``: the built-in order, whatever is stored.
+        CUDA engine: settings of the order of tasks, by name; the built-in order decides those that are left out.
+        ``gemm1_lag``: while there are GEMM0 tasks, a GEMM1 task is held back until GEMM0 is this number of tasks ahead
+        of GEMM1. ``raster``: the number of tiles in a band of tasks. ``window``: the number of tasks published ahead.
+        ``gemm1_lists``: 2: GEMM1 tasks with rows of other ranks' tokens go first; 1: GEMM1 tasks go as they become
+        ready, so that those of an expert go side by side. ``own_first``: with n, one in n of the rank's experts can
+        begin with rows of the rank's own tokens; the other experts begin when all rows of some other rank are there.
+        ``senders``: the number of thread blocks that send rows to mapped memory before they compute, as far as there
+        are blocks that form no tiles. ``link_clusters``: with the return mode ``"reduced"``, the number of clusters
+        that stop computing early, as soon as there is something to reduce, and then only reduce and send (COMET,
+        section 3.2); 0: none stops early, and all clusters reduce and send between tasks. The profile changes no bit of
+        a result, and may differ from rank to rank. Default: what ``flashmoe tune`` has stored for this GPU, number of
+        ranks, dtype, H, I, E and K, with the number of tokens nearest to `max_tokens` (see
+        ``flashmoe.tuning.profiles``); ``{}``: the built-in order, whatever is stored.
     count_load: bool, default False
         Whether calls count for `load` which experts are chosen.
     transport: str, default 'auto'
         CUDA engine, several ranks: how rows get to other GPUs. ``"auto"``: they are stored to mapped memory; if some
         rank cannot map another's memory, all ranks use ``"rdma"``. ``"rdma"``: NVSHMEM's puts carry them, whether
         memory is mapped or not. Returns are then ``"reduced"``. `timeout` must be longer than ranks wait for one
-        another, since a rank cannot see whether another rank makes progress. Puts to memory that is not mapped take a
-        network that ``NVSHMEM_REMOTE_TRANSPORT`` names (``"none"`` unless it is set). No network has carried this path
-        yet: tests force it over NVLink. It needs NVSHMEM's headers, which its package has, of a release from 3.4 to
-        3.8.
+        another, since a rank cannot see whether another rank makes progress. Puts to memory that is not mapped use the
+        network that ``NVSHMEM_REMOTE_TRANSPORT`` names (``"none"`` unless it is set). ``"rdma"`` has not run over any
+        network yet: tests force it over NVLink. It needs the headers of NVSHMEM 3.4 to 3.8, which NVSHMEM's package
+        has.
     redispatch: bool, default False
-        Several ranks: whether a call that keeps what its gradients need leaves out the rows of other ranks' tokens, so
-        that its backward pass sends x once more (docs/training.md). The heap is larger by the size of the dispatched
+        Several ranks: whether a call that keeps what its gradients need does not keep the rows of other ranks' tokens,
+        so that its backward pass sends x once more (docs/training.md). The heap is larger by the size of the dispatched
         rows. A call may choose otherwise (`flashmoe.moe`). Without effect for a rank that is alone.
     rendezvous: str, function or None, default None
         CPU engine, several ranks: where they meet, if they may be on several machines: ``"host:port"``, an address of
@@ -359,7 +361,7 @@ class Context:
             self._meeting(rendezvous),
         )
         self.profile: dict[str, int] = {}
-        """The settings in which the order of tasks differs from the built-in order."""
+        """The settings of the order of tasks that are not left to the built-in order."""
         self.transport = "mapped"
         """How rows get to other ranks: ``"mapped"``, stored to mapped memory, or ``"rdma"``, by puts."""
         if engine == "cuda":
@@ -396,7 +398,7 @@ class Context:
         contexts[self._number] = self
 
     def _meeting(self, rendezvous: str | launcher.Meet | None) -> Callable[[], Meeting] | None:
-        """How the ranks meet; None: in shared memory."""
+        """A function that begins the meeting of the ranks; None: they meet in shared memory."""
         if self.ranks == 1:
             return None
         from ..groups import launcher
@@ -486,8 +488,8 @@ class Context:
 
         `call` takes no arguments; what it returns is dropped. Every rank of a group makes the same calls, traced or
         not: tracing changes no bit of a result. With the CUDA engine, kernels that trace are other kernels, compiled
-        when first called. Between two calls the host reads what the first has left, so calls do not follow one another
-        closely, and nothing can be captured.
+        when first called. Between two calls the host waits for the first call and reads its trace, so calls do not
+        follow one another closely, and nothing can be captured.
 
         Raises what `call` raises.
         """
@@ -498,12 +500,13 @@ class Context:
         experts as the context. With `clear`, counting starts again at 0. A group's load is the sum of its ranks' loads;
         `flashmoe.placement.balanced` makes a placement from it.
 
-        Every call counts, also a replay of a graph, unless it is given a `load` of its own: layers of a model that have
-        one each can be told apart. The counts of a call that fails are undefined. A call that
+        Every call counts, also a replay of a graph, except a call that is given a `load` of its own. (With such loads,
+        the layers of a model can be counted apart.) After a call that fails, the counts are undefined. A call that
         ``torch.utils.checkpoint`` makes again counts once.
 
         Returns a NumPy array, or with the CUDA engine a tensor on its device. PyTorch's current stream makes this copy
-        after the calls that it already has, so nobody waits. Raises `InvalidArgument` without `count_load`.
+        after the calls that are already on it, so the host does not wait. Raises `InvalidArgument` without
+        `count_load`.
         """
         if self._load is None:
             raise InvalidArgument("count_load: expected a context made with count_load=True, got one without")

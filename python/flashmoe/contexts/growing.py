@@ -15,11 +15,11 @@ from .context import Context, contexts
 
 Result = TypeVar("Result")
 
-_FEWEST_TOKENS = 64  # room for a first call that decodes; this memory is small beside any weights
+_FEWEST_TOKENS = 64  # enough for a first call that decodes; the memory for them is small beside a layer's weights
 
 
 class Shape(NamedTuple):
-    """What a context is made for except T, by the names of the context's arguments."""
+    """The arguments of a context that a growing context keeps: all sizes and types except `max_tokens`."""
 
     device: int | None
     """Ordinal of the CUDA device; None: the CPU engine."""
@@ -42,14 +42,14 @@ def rounded_tokens(tokens: int, device: int | None) -> int:
 
 
 class GrowingContext:
-    """One rank alone, with memory for the most tokens that any call has had so far.
+    """A rank alone, whose context has memory for the most tokens that any call has had so far.
 
     Its number (see `flashmoe.contexts.context.context_id`) depends on the shape alone. The number stays the same while
-    contexts come and go, and in every process, so compiled code may hold it, also on disk. T is rounded up to a power
-    of two, so a prompt that gets longer call by call makes the memory grow only a few times.
+    one `Context` replaces another, and in every process, so compiled code may hold it, also on disk. T is rounded up to
+    a power of two, so a prompt that gets longer call by call makes the memory grow only a few times.
 
-    A context that is replaced is not closed but released: another thread may be within one of its calls. A context that
-    a CUDA graph has captured is kept, because replays of the graph write to its memory.
+    A context that is replaced is not closed, because another thread may be within one of its calls: this object only
+    drops its reference. A context with a call in a captured CUDA graph is kept, because replays write to its memory.
 
     A call that fails breaks its context. The caller of that call gets the error. The next call gets a new context,
     since a rank that is alone has to agree with nobody. A forked process has none of the context's threads, so its
@@ -57,7 +57,7 @@ class GrowingContext:
     """
 
     _kind: tuple[str, ...] = ()
-    """What the numbers of a subclass follow from besides the shape."""
+    """What a subclass puts before the shape when its number is computed, so that classes have different numbers."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -68,8 +68,8 @@ class GrowingContext:
         contexts[self.number] = self
 
     def with_room_for(self, tokens: int) -> Context:
-        """The context for a call of T tokens. Raises what `Context` raises. Raises `FlashMoEError` if a CUDA graph is
-        being captured and there is no such context yet."""
+        """A context with room for T = `tokens`. Raises what `Context` raises. Raises `FlashMoEError` if a CUDA graph is
+        being captured and a context would have to be made."""
         capturing = self.shape.device is not None and _captures()
         with self._lock:
             if self._context is None or tokens > self._context.limits["max_tokens"]:
@@ -93,7 +93,7 @@ class GrowingContext:
         try:
             return call(context)
         except GroupError as error:
-            if type(error) is not GroupError:  # a timeout: this call's own, or nobody was told of it yet
+            if type(error) is not GroupError:  # PeerTimeout: this call's own, or one that no caller has got yet
                 raise
             with self._lock:
                 if self._context is context:
@@ -101,8 +101,8 @@ class GrowingContext:
         return call(self.with_room_for(tokens))
 
     def let_go(self) -> None:
-        """Frees the memory, unless a CUDA graph writes to it; the next call takes new memory. If another thread is
-        within a call, the memory is freed when that call is over."""
+        """Frees the context's memory, unless a CUDA graph writes to it; the next call makes a new context. If another
+        thread is within a call, the memory is freed when that call is over."""
         with self._lock:
             self._context = None
 
@@ -122,7 +122,8 @@ def _captures() -> bool:
 
 
 def _number_of(*what: Any) -> int:
-    """A number from 2^62 to 2^63. The numbers of contexts count from 1, so they are never as large."""
+    """A number from 2^62 to 2^63, computed from `what`. The numbers that `next_number` gives count from 1, and never
+    become so large."""
     digest = hashlib.sha256(repr(what).encode()).digest()
     return 1 << 62 | int.from_bytes(digest[:8]) >> 2
 
@@ -141,7 +142,8 @@ def growing_context(shape: Shape) -> GrowingContext:
 
 
 def _begin_anew() -> None:
-    """In a forked process: another thread may have held the locks, and the contexts are the parent's."""
+    """Is called in a forked process: makes new locks, because another thread may have held the old ones, and drops the
+    contexts, because they are the parent's."""
     global _sharing
     _sharing = threading.Lock()
     for each in list(contexts.values()):

@@ -1,4 +1,4 @@
-"""The contexts of calls that are given none: they are kept from call to call, for the layers that were called last."""
+"""The contexts for calls that are given no context: those of the layers that were called last are kept."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from .context import Context
 from .growing import GrowingContext, Shape
 
 MOST = 8
-"""Contexts that are kept. A model has layers of one shape or two, and each context has memory for its largest call."""
+"""The most contexts that are kept. The number is small because each has memory for its largest call. It is enough
+because a model has layers of one shape or two."""
 
 _known: dict[Shape, KeptContext] = {}
-"""All that have been asked for. Only their contexts are let go: a backward pass, or compiled code, may still have the
-number of one that has not been called for long."""
+"""All kept contexts that have been asked for. None is ever removed, because a backward pass or compiled code may still
+have the number of one that has not been called for long. Only their memory is freed."""
 _recent: dict[KeptContext, None] = {}
-"""Those that hold a context, the least recently used first; at most `MOST`."""
+"""The kept contexts that have memory, the least recently used first; at most `MOST`."""
 _lock = threading.Lock()
 
 
 class KeptContext(GrowingContext):
-    """A growing context that the process keeps, until calls of `MOST` other shapes have come since its last call."""
+    """A growing context whose memory is kept until calls of `MOST` other shapes have come since its last call."""
 
     _kind = ("kept",)
 
@@ -41,7 +42,7 @@ def known(shape: Shape) -> KeptContext | None:
 
 
 def kept_context(shape: Shape) -> KeptContext:
-    """The kept context of that shape. Takes no memory: the first call does that."""
+    """The kept context of that shape. It takes memory at its first call, not here."""
     with _lock:
         found = _known.get(shape)
         if found is None:
@@ -67,7 +68,7 @@ def release() -> None:
 
 
 def _begin_anew() -> None:
-    """In a forked process, which has no contexts: see `flashmoe.contexts.growing`."""
+    """Is called in a forked process, whose kept contexts have no memory: see `flashmoe.contexts.growing`."""
     global _lock
     _lock = threading.Lock()
     _recent.clear()

@@ -1,7 +1,7 @@
 """What a context is made for, and the limits from which its engine allocates memory.
 
-A context serves any layer that needs no more than its largest one. A `ContextSpec` is what a caller asks for. A `Room`
-is what a context has got; `flashmoe.calls.arguments` checks calls against it.
+A context serves any layer that needs no more than the largest layer for which it is made. A `ContextSpec` says what a
+caller asks for. A `Room` says what a context can do; `flashmoe.calls.arguments` checks calls against it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class ContextSpec:
     engine: str
     """One of `ENGINES`."""
     ranks: int
-    """R."""
+    """R, the number of ranks."""
     max_tokens: int
     """Most tokens T of a rank."""
     layer: LayerSpec
     """The largest H, I, E, K and shared expert, the widest element types, the return mode asked for (``auto``: any) and
     the largest capacity factor (0: dropless)."""
     placement: placements.Placed
-    """Where each of the E experts is."""
+    """For each of the E experts (each slice, if experts are cut), the rank or ranks that hold it."""
     processors: int
     """Threads or thread blocks; 0 with the CUDA engine: as many as the device has."""
     transport: str
@@ -64,13 +64,14 @@ class ContextSpec:
 
     @property
     def return_mode(self) -> str:
-        """The context's return mode. ``auto`` remains only with the CPU engine, whose calls decide."""
+        """The context's return mode. It is ``auto`` only with the CPU engine, where each call chooses its mode."""
         layer, rdma = self.layer, self.transport == "rdma"
         sizes = self.ranks, layer.top_k, layer.intermediate
         return engine_return_mode(self.engine, layer.return_mode, *sizes, rdma, layer.slices)
 
     def limits(self) -> dict[str, int]:
-        """The C++ ``Limits`` (heap_layout.h) with which a context asks its engine for memory, by the codec's names."""
+        """The C++ ``Limits`` (heap_layout.h) with which a context asks its engine for memory, by the fields' names in
+        csrc/bindings/codec.h."""
         layer, mode = self.layer, self.return_mode
         rows = layer.choices + layer.shared_experts
         slots = {"direct": rows, "reduced": self.ranks, "auto": max(rows, self.ranks)}
@@ -117,7 +118,7 @@ class Room:
 
     @property
     def ranks(self) -> int:
-        """R."""
+        """R, the number of ranks."""
         return self.limits["ranks"]
 
 
@@ -163,7 +164,7 @@ def checked_context(
     intermediate = bounded("intermediate", intermediate, 1, MAX_WIDTH)
     rdma = checked_transport(transport, engine, ranks) == "rdma"
     slices = checked_slices(slices, experts, top_k, ranks, cuda)
-    # This refuses what the engine cannot do.
+    # Called only for its checks: it raises an error for a return mode that the engine cannot have.
     engine_return_mode(engine, return_mode, ranks, top_k, intermediate, rdma, slices)
     max_tokens = bounded("max_tokens", max_tokens, 1, MAX_CUDA_TOKENS if cuda else MAX_TOKENS)
     factor = checked_capacity_factor(capacity_factor)
@@ -201,8 +202,9 @@ def checked_slices(slices: Any, experts: int, top_k: int, ranks: int, cuda: bool
 
 
 def _slices_of_shared(shared_intermediate: int, intermediate: int, experts: int, top_k: int, cuda: bool) -> int:
-    """The number of slices of width I into which a shared expert of that width is cut. In a GPU's kernel for few
-    tokens, a token chooses all of them besides its K experts. Raises `InvalidArgument`."""
+    """The number of slices of width I into which a shared expert of width `shared_intermediate` is cut. The CUDA engine
+    bounds it, because in the kernel for a few tokens each slice counts as an expert that every token chooses. Raises
+    `InvalidArgument`."""
     width = bounded("shared_intermediate", shared_intermediate, 0, MAX_WIDTH)
     slices = -(-width // intermediate)
     most = min(MAX_CUDA_EXPERTS - experts, MAX_CUDA_TOP_K - top_k) if cuda else MAX_SLICES
@@ -214,7 +216,8 @@ def _slices_of_shared(shared_intermediate: int, intermediate: int, experts: int,
 
 
 def checked_transport(transport: str, engine: str, ranks: int) -> str:
-    """`transport`, checked to be one that such a context may ask for. Raises `InvalidArgument`."""
+    """`transport`, checked to be one that a context with this engine and number of ranks can have. Raises
+    `InvalidArgument`."""
     one_of("transport", transport, TRANSPORTS)
     if transport == "rdma" and engine != "cuda":
         raise InvalidArgument("transport: expected 'auto' with the CPU engine, got 'rdma'")
@@ -224,7 +227,7 @@ def checked_transport(transport: str, engine: str, ranks: int) -> str:
 
 
 def checked_capacity_factor(factor: Any, most: float | None = None) -> float:
-    """`factor` as a float; 0 for None. With `most`, the context's factor, it must be a number that is no larger.
+    """`factor` as a float; 0 for None. If `most`, the context's factor, is given, `factor` must be a number up to it.
 
     Raises `InvalidArgument`.
     """
@@ -232,7 +235,7 @@ def checked_capacity_factor(factor: Any, most: float | None = None) -> float:
         return 0.0
     try:
         value = float(factor)
-    except Exception:  # too large, or whatever a foreign type's __float__ raises
+    except Exception:  # an integer too large for a float, or any error of another type's __float__
         value = -1.0
     if not 0.0 < value < math.inf or (most is not None and value > most):
         expected = "> 0 or None" if most is None else f"in (0, {most:g}], as the context has memory for"

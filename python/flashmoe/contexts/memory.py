@@ -1,8 +1,8 @@
 """How much memory a context takes, before it is made.
 
-The terms are the rows of the C++ field tables that the engine itself allocates from, so plan and allocation
-cannot differ. All figures are per rank unless said otherwise. Not counted: what does not grow with the limits (a
-GPU's kernels and tables of a few KB), and the buffer of a traced call.
+The terms of heap and workspace are the rows of the C++ field tables from which the engine itself allocates, so plan and
+allocation cannot differ. All figures are per rank unless said otherwise. Not counted: what does not grow with the
+limits (a GPU's kernels and tables of a few KB), and the buffer of a traced call.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ HOPPER_PROCESSORS = 132
 """Multiprocessors of an H100 or H200 (SXM)."""
 
 SHARED_MEMORY = "/dev/shm"
-"""Where the CPU engine's symmetric heaps are: one file system for all ranks of the machine."""
+"""The file system in which the CPU engine's symmetric heaps are, for all ranks of a machine."""
 
 CONTROL_PAGE = 3 * 4096
-"""Bytes in front of each heap in that file system, by which the ranks meet (csrc/host/segment.h)."""
+"""Bytes in front of each heap in `SHARED_MEMORY`, by which the ranks meet (csrc/host/segment.h)."""
 
 PUBLISHED = (
     (4096, 16, 128.57),
@@ -44,8 +44,8 @@ PUBLISHED = (
     (16384, 64, 513.81),
     (16384, 128, 514.54),
 )
-"""FlashDMoE, table 6.2: tokens of a rank, experts, MiB of a rank in all. A token is 4 KiB. An expert has room for
-tokens / experts tokens of each rank: K = 1 and a capacity factor of 1."""
+"""FlashDMoE, table 6.2: (tokens of a rank, experts, the memory of a rank in MiB). A token's row is 4 KiB. An expert has
+room for tokens / experts tokens of each rank: K = 1 and a capacity factor of 1."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Term:
 
     name: str
     region: str
-    """``heap``: mapped by the other ranks; ``workspace``: private; ``kept``: from a call until its backward pass;
-    ``pass``: of a backward pass, until it ends; ``call``: of a call that keeps, until it ends."""
+    """``heap``: mapped by the other ranks; ``workspace``: private; ``kept``: taken from a call until its backward pass
+    is over; ``pass``: taken during a backward pass; ``call``: taken during a call that keeps."""
     shape: tuple[int, ...]
     elem_bytes: int
     bytes: int
@@ -100,12 +100,12 @@ class MemoryPlan:
 
     @property
     def pass_bytes(self) -> int:
-        """Bytes that one backward pass takes in addition; on a GPU its kernel takes them."""
+        """Bytes that one backward pass takes in addition; on a GPU, only those for its kernel are counted."""
         return self._bytes_of("pass")
 
     @property
     def call_bytes(self) -> int:
-        """Bytes that one call that keeps takes in addition, on GPUs of several ranks."""
+        """Bytes that one call that keeps takes in addition, until it ends; only several ranks on GPUs need them."""
         return self._bytes_of("call")
 
     @property
@@ -119,22 +119,24 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What one way to provide what gradients need costs a rank, if ranks have even loads."""
+    """What a rank pays for gradients in one of several ways, if ranks have even loads. The ways differ in what a call
+    keeps, and what the backward pass sends or computes again."""
 
     way: str
-    """The way's name. ``checkpoint`` is ``torch.utils.checkpoint``, around a block."""
+    """The way's name. ``checkpoint`` is ``torch.utils.checkpoint``, around a block of the model."""
     kept_bytes: int
     """Bytes that a layer's call keeps until its backward pass."""
     heap_bytes: int
     """Bytes of the heap in addition to what calls without gradients need."""
     pass_bytes: int
-    """Bytes that a backward pass takes until it ends; on a GPU its kernel takes them."""
+    """Bytes that a backward pass takes until it ends; on a GPU, only those for its kernel are counted."""
     sent: int
-    """How often in a step each token's row goes to other ranks."""
+    """How often in a training step rows (x, or gradients of y) are sent to the ranks of the experts."""
     returned: int
-    """How often in a step a row comes back from other ranks."""
+    """How often in a training step rows come back from the ranks of the experts."""
     products: int
-    """How many products a step has: products of rows with an expert's matrix, or for that matrix's gradient."""
+    """How many products of matrices a training step has for each expert: of its rows with one of its two matrices, or
+    for the gradient of one of them."""
 
 
 @dataclass(frozen=True)
@@ -174,10 +176,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory of a context with these arguments (see `flashmoe.Context`).
 
-    With `transport` ``"auto"`` it is the memory of ranks that have each other's memory mapped. `training` adds what a
-    call keeps for its gradients, with a router and this `activation`, and what passes take in addition; with
-    `redispatch` a call keeps no rows of other ranks' tokens. `machines`: the machine of each rank, by any numbers;
-    empty: all ranks are on one machine. (Ranks of the CUDA engine are always on one, except in tests.)
+    With `transport` ``"auto"``, ranks are taken to have each other's memory mapped. `training` adds what a call keeps
+    for its gradients, with a router and this `activation`, and what its two passes take in addition; with `redispatch`
+    a call keeps no rows of other ranks' tokens. `machines`: for each rank, any number that stands for its machine;
+    empty: all ranks are on one machine. (Ranks of the CUDA engine are always on one machine, except in tests.)
 
     `processors`: threads of the CPU engine, default this machine's cores shared among the ranks; multiprocessors of the
     GPU, default `HOPPER_PROCESSORS`.
@@ -225,8 +227,8 @@ def checked_machines(machines: Sequence[int], ranks: int, transport: str) -> tup
 
 
 def training_costs(**context: Any) -> list[TrainingCost]:
-    """What each way to provide what gradients need costs a rank of a context with these arguments of `plan_memory`:
-    keeping everything, sending x again (several ranks), and computing everything again. Raises what `plan_memory`
+    """What each way to compute gradients costs a rank of a context with these arguments of `plan_memory`. The ways are
+    to keep everything, to send x again (several ranks), and to compute everything again. Raises what `plan_memory`
     raises."""
 
     def plan(redispatch: bool) -> MemoryPlan:
@@ -245,7 +247,7 @@ def training_costs(**context: Any) -> list[TrainingCost]:
         again = plan(True)
         besides_again = besides + again.heap_bytes - rows.heap_bytes
         costs.append(TrainingCost("redispatch", again.kept_bytes, besides_again, again.pass_bytes, 3, 2, 6))
-    in_turn = rows.kept_bytes + rows.pass_bytes  # what the call of the block in turn keeps
+    in_turn = rows.kept_bytes + rows.pass_bytes  # the block that is computed again keeps its own rows meanwhile
     costs.append(TrainingCost("checkpoint", layer_input, besides, in_turn, 3, 3, 8))
     return costs
 
@@ -255,8 +257,8 @@ _FOR_GRADIENTS = ("weight_gradients", "x_rows")
 
 
 def _training_terms(made_for: ContextSpec, activation: str) -> list[Term]:
-    """What a call of the largest layer keeps, and what its backward pass takes, if ranks have even loads: each rank
-    computes as many rows as its tokens have choices."""
+    """CPU engine: what a call of the largest layer keeps, and what its backward pass takes, if ranks have even loads,
+    so that each rank computes as many rows as its tokens have choices."""
     if made_for.layer.encoding is not None:
         raise InvalidArgument(
             f"training: expected weights in {made_for.layer.y_type}, got {made_for.layer.weight_type}"
@@ -284,8 +286,8 @@ def _training_terms(made_for: ContextSpec, activation: str) -> list[Term]:
 
 
 def _training_terms_on_gpu(made_for: ContextSpec, activation: str) -> list[Term]:
-    """What a call of the largest layer keeps, and what the kernels of both passes take from PyTorch's allocator, if
-    ranks have even loads."""
+    """CUDA engine: what a call of the largest layer keeps, and what the kernels of both passes take from PyTorch's
+    allocator, if ranks have even loads."""
     spec = made_for.layer
     rdma = made_for.transport == "rdma"
     if rdma or spec.x_type not in TRAINED or spec.encoding:
@@ -355,11 +357,11 @@ def compare_published(ranks: int) -> list[Comparison]:
 
 
 def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
-    """Refuse, with `HeapError`, a plan that does not fit.
+    """Raises `HeapError` for a plan that does not fit.
 
     Without a `budget`: if there are several ranks, the heaps of all ranks of a machine must fit into the free space of
-    `SHARED_MEMORY`, as the CPU engine needs. With a `budget`: one rank's heap and workspace must fit into `budget`
-    bytes.
+    `SHARED_MEMORY`, where the CPU engine has them. With a `budget`: one rank's heap and workspace must fit into
+    `budget` bytes.
     """
     if budget is not None:
         if plan.total_bytes > budget:
@@ -370,7 +372,7 @@ def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
             )
         return
     if plan.ranks == 1:
-        return  # a rank that is alone has private memory, which it takes as it is used
+        return  # a rank that is alone has no heap in SHARED_MEMORY, but private memory
     free = shutil.disk_usage(SHARED_MEMORY).free
     needed = plan.ranks_here * (plan.heap_bytes + CONTROL_PAGE)
     if needed > free:
@@ -381,10 +383,10 @@ def check_fits(plan: MemoryPlan, budget: int | None = None) -> None:
 
 
 def check_machine(plan: MemoryPlan) -> None:
-    """Refuse, with `HeapError`, a plan of the CPU engine that takes more memory than this machine has, swap
-    included.
+    """Raises `HeapError` for a plan of the CPU engine that takes more memory than this machine has, swap included.
 
-    A context takes memory only as it is used, so it may need less than its plan; only the worst routing uses all of it.
+    A context may need less than its plan, because the system provides memory only when it is first used, and only the
+    worst routing uses all of it.
     """
     has = machine_bytes()
     if plan.ranks_here * plan.total_bytes > has:

@@ -1,4 +1,4 @@
-"""What a context asks of its engine."""
+"""The interface of the engines, as a context uses it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
     wanted: Mapping[str, Any]
     """Where gradients are written."""
     accumulates: bool
-    """Whether gradients of weights and biases are added to what is there, in float32."""
+    """Whether gradients of weights and biases are added to the contents of `wanted`, in float32, or replace them."""
 
 
 class Engine(ABC):
@@ -60,8 +60,8 @@ class Engine(ABC):
     """Ordinal of the CUDA device, if there is one."""
 
     def __init__(self, owner: Callable[[], int], close: Callable[[int], None]) -> None:
-        """`owner` gives the library's number of what `close` frees. When `owner` is dropped it frees the same itself,
-        because an interrupt may come before the finalizer is made, or while it runs."""
+        """`owner` gives the library's number of this rank, which `close` frees. `owner` also frees the rank itself when
+        it is dropped, because an interrupt may come before the finalizer is made, or while the finalizer runs."""
         self._owner = owner
         self._handle = owner()
         self._process = os.getpid()
@@ -76,10 +76,10 @@ class Engine(ABC):
     def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
         """As `call`, but also returns what the gradients need, and numbers of rows.
 
-        What the gradients need is a tensor of PyTorch. On the CPU engine it is two int64, whose memory owns the rest;
-        on the CUDA engine it is all of it, bytes on the device. The third result is a tensor of int64 on the host.
-        Among several ranks on the CUDA engine, it has the numbers of rows, because these do not follow from the call's
-        tensors. In all other cases it is empty.
+        What the gradients need is a tensor of PyTorch. On the CUDA engine, the tensor contains all of it, as bytes on
+        the device. On the CPU engine, the tensor is two int64, and owns an object of the library that contains it. The
+        third result is a tensor of int64 on the host. Among several ranks on the CUDA engine, it has the numbers of
+        rows, because these do not follow from the call's tensors. In all other cases it is empty.
         """
 
     @abstractmethod
@@ -88,9 +88,9 @@ class Engine(ABC):
 
     @abstractmethod
     def refuse(self, reason: str) -> None:
-        """Takes the place of a call that this rank cannot begin, if there are several ranks. Tells the other ranks, so
-        that the call is over on all; does nothing if the engine cannot do that. Raises `PeerTimeout` if not all ranks
-        have come in time to an earlier call that was refused."""
+        """Is called instead of a call that this rank cannot begin, if there are several ranks. Tells the other ranks,
+        so that the call is over on all of them; does nothing if the engine cannot do that. Raises `PeerTimeout` if some
+        rank does not leave, in time, an earlier call that this rank has refused."""
 
     @abstractmethod
     def last_call(self) -> CallReport | None:
@@ -114,7 +114,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _read_recorded(self) -> None:
-        """Adds the last call to those recorded, unless it has been added already."""
+        """Adds the trace of the last call to the recorded traces, unless it has been added already."""
 
     @property
     def closed(self) -> bool:
@@ -138,6 +138,7 @@ class Engine(ABC):
 
 
 def _close(close: Callable[[int], None], handle: int, process: int) -> None:
-    """Closes a rank, but not a copy that a fork has made: the copy has no threads, and closing would wait for them."""
+    """Closes a rank, but only in the process that made it: a forked copy has no threads, and `close` would wait for
+    them."""
     if os.getpid() == process:
         close(handle)

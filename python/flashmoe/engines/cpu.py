@@ -1,4 +1,4 @@
-"""The CPU engine: a rank is a process, its heap shared memory, its processors threads."""
+"""The CPU engine: a rank is a process, its heap is shared memory, and its processors are threads."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 _PHASES = PHASES[: PHASES.index("epilogue")]  # the phases whose sums the library has
 machines: tuple[int, ...] = ()
-"""For tests: the machine of each rank, as ranks that meet in shared memory are to see it, by rank. Empty: all ranks are
-on one."""
-_MOST_LAYERS = 1024  # prepared at a time; a few kilobytes each
+"""For tests: by rank, a number for the machine on which ranks that meet in shared memory pretend to be. Empty: all
+ranks are on one machine."""
+_MOST_LAYERS = 1024  # the most prepared layers that are kept; each takes a few kilobytes
 
 
 class Prepared(NamedTuple):
-    """What calls have in common whose tensors have the same shapes and types, and whose options are the same."""
+    """What calls have in common if their tensors have the same shapes (except T) and types, and their options are the
+    same."""
 
     call: Callable[..., Any]
     """The library's function for such calls: it knows the layer, where the experts are, and the order of tasks."""
@@ -42,7 +43,7 @@ class Prepared(NamedTuple):
 
 
 class Crossed(NamedTuple):
-    """What has gone to other machines, without the headers of messages."""
+    """What a rank has sent to other machines. The headers of messages are not counted."""
 
     messages: int
     bytes: int
@@ -69,7 +70,7 @@ class CpuEngine(Engine):
         self.room = Room.of(asked, who.rank)
         self.processors = asked.processors
         self.joined: Joined | None = None
-        """How the group's ranks are spread over machines; None where they have met in shared memory."""
+        """How the group's ranks are spread over machines; None if they have met in shared memory."""
         if who.meet is None:
             owner = library.context_create(self.room.limits, who.rank, who.name, who.timeout_ns, list(machines))
         else:
@@ -80,9 +81,9 @@ class CpuEngine(Engine):
         super().__init__(owner, library.context_close)
         self.heap_bytes, self.workspace_bytes = library.context_bytes(self._handle)
         self._layers: dict[Hashable, Prepared] = {}
-        """Layers of earlier calls, by everything that `check` looks at except T."""
+        """Layers of earlier calls, by `_key`: everything that `check` looks at except T."""
         self._report: CallReport | None = None
-        self._unread: Ended | None = None  # the last call, if its report was not asked for
+        self._unread: Ended | None = None  # the last call, until its report is asked for
         self._perturbation = 0
 
     def call(self, tensors: Tensors, options: Options, trace: bool) -> Any:
@@ -109,7 +110,7 @@ class CpuEngine(Engine):
                 _ffi.library().context_refuse(self._handle, reason)
 
     def _call(self, tensors: Tensors, options: Options, trace: bool, keeps: bool) -> tuple[Any, Any]:
-        """The result, and what is kept; None if nothing is."""
+        """The result, and what is kept, or None if nothing is kept."""
         handle = self.checked_handle()
         self._report = self._unread = None
         for name, each in zip(WRITTEN, tensors.written, strict=True):
@@ -124,7 +125,7 @@ class CpuEngine(Engine):
             weights = host_view(given.topk_weights)
         out = empty_like(tensors.x)
         results = believed("out", out)
-        if tuple(results.shape) != tuple(given.x.shape):  # x's attributes were read, which may differ from its memory
+        if tuple(results.shape) != tuple(given.x.shape):  # `out` is made from x's attributes
             raise InvalidArgument(f"x: expected {list(given.x.shape)}, as its memory is, got {list(results.shape)}")
         chosen, weighted = np.empty((tokens, choices), np.int32), np.empty((tokens, choices), np.float32)
         records = self._recorded is not None
@@ -143,7 +144,7 @@ class CpuEngine(Engine):
             as_view(chosen),
             as_view(weighted),
         )
-        report = {key: raw[key] for key in raw if key != "kept"}  # what is kept belongs to the caller alone
+        report = {key: raw[key] for key in raw if key != "kept"}  # the report must not keep it alive
         self._unread = Ended(prepared, report, chosen, weighted)
         if records:
             self._recorded.append(self._trace_of(raw["events"], False))
@@ -156,10 +157,11 @@ class CpuEngine(Engine):
         return self._report
 
     def _read_recorded(self) -> None:
-        """Nothing is left to read: calls add their traces themselves."""
+        """Does nothing, because each call adds its own trace."""
 
     def _trace_of(self, flat: Sequence[int], backward: bool) -> CallTrace:
-        """The events of processors have no gaps, so the first begins with the call and the last ends with it."""
+        """The call's trace. The call begins with its processors' first event and ends with their last one, because the
+        events of processors have no gaps."""
         events = _events(flat)
         of_processors = [event for event in events if event.actor != "os"]
         start, end = min(event.start_ns for event in of_processors), max(event.end_ns for event in of_processors)
@@ -169,7 +171,7 @@ class CpuEngine(Engine):
         self.checked_handle()
 
     def crossed(self) -> Crossed:
-        """What has gone to ranks on other machines since the context was made."""
+        """What this rank has sent to ranks on other machines since the context was made."""
         if self.joined is None or self.joined.network is None:
             return Crossed(0, 0, ())
         messages, sent, *sizes = map(int, _ffi.library().network_crossed(self.joined.network()))
@@ -190,7 +192,8 @@ class CpuEngine(Engine):
         if known is not None and self._has_room(tensors):
             return known
         args = check(self.room, operand, tensors, options)
-        # Return groups (at most one for each block of columns): the first columns travel while the last are computed.
+        # The most return groups; no group has less than a block of columns. With several groups, the first columns
+        # travel while the last are computed.
         groups = 8 if args.layer.return_mode == "reduced" else 1
         call = _ffi.library().context_layer(
             handle, args.layer.to_map(), placements.flat(args.placement), self._order(), groups
@@ -203,12 +206,12 @@ class CpuEngine(Engine):
         return prepared
 
     def _order(self) -> dict[str, int]:
-        """The order of tasks."""
+        """The settings of the order of tasks (see `profile` of `flashmoe.Context`)."""
         return {
             "gemm1_lag": 0,
             "raster": 4,
-            # The system gives threads cores in time slices: the OS actor may be off its core for milliseconds, and
-            # tasks must last as long.
+            # The operating system shares cores among threads, so the OS actor may stand still for milliseconds. The
+            # tasks that it has published ahead must last for this time.
             "window": 16 * self.processors,
             "gemm1_lists": 2,
             "own_first": 1,
@@ -217,7 +220,7 @@ class CpuEngine(Engine):
         }
 
     def _has_room(self, tensors: Tensors) -> bool:
-        """Whether T is valid, of which `_key` says nothing."""
+        """Whether T, which is not in `_key`, is at most `max_tokens` and the same in all tensors."""
         tokens = tensors.x.shape[0]
         return tokens <= self.room.limits["max_tokens"] and all(
             each is None or each.shape[0] == tokens for each in _of_tokens(tensors)
@@ -258,7 +261,7 @@ class CpuEngine(Engine):
 
 
 def _expert_ids(ids: Any) -> Any:
-    """The given ids as the engine takes them, int32. An id that does not fit becomes the nearest one that does."""
+    """The given ids as the engine takes them, int32. An id outside the range of int32 becomes the nearest int32."""
     view = host_view(ids)
     wide = np.from_dlpack(view)
     if wide.dtype == np.int32:
@@ -280,8 +283,8 @@ def _of_tokens(tensors: Tensors) -> tuple[Any, ...]:
 
 
 def _key(tensors: Tensors, options: Options) -> Hashable:
-    """Equal for calls that `check` treats alike, except for their T. None if something is not a dense tensor of NumPy
-    or PyTorch, or an option has no hash."""
+    """A key that is equal for calls that `check` treats alike, apart from their T. None if an argument is not a dense
+    tensor of NumPy or PyTorch, or an option has no hash."""
     try:
         key = (
             signature(tensors.x, 1),
@@ -291,6 +294,6 @@ def _key(tensors: Tensors, options: Options) -> Hashable:
             type(options.top_k),  # True is equal to 1, and 2.0 to 2
         )
         hash(key)
-    except (AttributeError, TypeError, RuntimeError):  # `check` says what is wrong
+    except (AttributeError, TypeError, RuntimeError):  # `check` finds what is wrong, if anything is
         return None
     return key

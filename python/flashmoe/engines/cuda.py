@@ -1,8 +1,8 @@
-"""The CUDA engine: a rank is a GPU. This module is what its host does between two kernels.
+"""The CUDA engine: a rank is a GPU. This module is what the rank's host does between two kernels.
 
-The host does little, since an inference step of a model is hundreds of kernels. A layer's tensors and options are
-checked and prepared once; later calls find them by address, shape, strides, type and device. Nothing here waits for the
-device, except reports and traces.
+The host must do little, since an inference step of a model has hundreds of kernels. A layer's tensors and options are
+checked and prepared once; later calls find the prepared layer by addresses, shapes, strides, types and devices. The
+host waits for the device only for reports, for traces, and for the counts of rows that calls in a group keep.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .base import Engine, Gradients, Membership
 from .cuda_report import Ended, call_trace, counted, timed
 from .pulse import beating
 
-_MOST_LAYERS = 4096  # prepared at a time; a few kilobytes each
-_ALIGNMENT = 16  # bytes of a row's address: what its copies move at a time
+_MOST_LAYERS = 4096  # the most prepared layers that are kept; each takes a few kilobytes
+_ALIGNMENT = 16  # bytes: rows begin at multiples of it, because copies move 16 bytes at a time
 _VECTORS = ("gate_up_bias", "down_bias", "router_bias", "choice_bias")
 _GRADIENTS = {
     "gate_up": "gate_up_proj",
@@ -52,16 +52,16 @@ _GRADIENTS = {
 """The gradients of a layer's tensors that a backward pass's kernel writes: the kernel's names, and those of
 `flashmoe.moe`."""
 _OF_TOKENS = ("x", "topk_weights")
-"""Tensors whose gradients are never added to what is there."""
+"""Tensors whose gradients always replace the contents of their memory: `Gradients.accumulates` does not apply."""
 _BAD_ROW = -3
-"""The expert ids that the kernel leaves for a bad row (``Choice::kBad``)."""
+"""The expert id that the kernel writes for all choices of a bad row (``Choice::kBad``)."""
 _ABSENT = DeviceOperand(0, (), "", 0, 0)
 _INFERENCE, _FORWARD, _BACKWARD = range(3)  # cuda::Pass
 machines: tuple[int, ...] = ()
-"""For tests: the machine of each rank of a group, as the group is to see it, by rank. Empty: all ranks are on one
-machine, as they really are. With machines given, calls of layers without gradients go as between machines
-(docs/protocol.md), although by mapped memory."""
-_DRIFT_SECONDS = 0.01  # longer than the time between most calls and their reading
+"""For tests: by rank, a number for the machine on which the ranks of a group pretend to be. Empty: all ranks are on one
+machine, as they really are. If machines are given, calls have no gradients, and their rows and signals go as between
+machines (docs/protocol.md), although through mapped memory."""
+_DRIFT_SECONDS = 0.01  # between two readings of the clocks; longer than from most calls' ends to the first reading
 _REACH = 32 << 30  # bytes that x may span: the kernel counts in 16-byte units, in 31 bits
 _MOST_APART = 1 << 40  # bytes: strides of a tensor map are less
 _UNKNOWN: Any = object()
@@ -84,12 +84,13 @@ class Prepared:
 
     @property
     def local(self) -> int:
-        """El."""
+        """El, the number of experts that this rank holds; slices count as experts."""
         return len(self.experts)
 
     @property
     def choices(self) -> int:
-        """Choices of a token, with the shared expert's: as many experts and weights are kept for it."""
+        """The number of a token's choices, including the shared expert. For each, a call that keeps stores the expert
+        and the weight."""
         return self.layer.choices + self.layer.shared_experts
 
 
@@ -102,14 +103,14 @@ class CudaEngine(Engine):
         _check_quantised(asked.layer, asked.ranks, asked.transport)
         ordinal = -1 if device is None else bounded("device", device, 0, 2**15)
         self.profile, mode = _chosen_profile(asked, profile, ordinal)
-        """The settings in which the order of tasks differs from the built-in order."""
+        """The settings of the order of tasks that are not left to the built-in order."""
         made_for = asked
         free = asked.layer.return_mode == "auto" and asked.layer.slices == 1 and asked.transport != "rdma"
         if free and mode is not None:
             made_for = replace(asked, layer=replace(asked.layer, return_mode=mode))
         self.machines = machines if asked.ranks > 1 else ()
         self.spread = len(set(self.machines)) > 1
-        """Whether ranks are taken to be on several machines."""
+        """Whether the group's ranks pretend to be on several machines; see `machines`."""
         if self.spread and asked.transport == "rdma":
             raise InvalidArgument(f"machines: expected one with transport 'rdma', got {machines}")
         library = _ffi.library()
@@ -130,7 +131,7 @@ class CudaEngine(Engine):
             raise GroupError(
                 f"machines: expected mapped memory among all ranks with {machines}, got some that is not mapped"
             )
-        if owner is None:  # the same on every rank: some memory is not mapped
+        if owner is None:  # on every rank, because some rank has not mapped some peer's memory
             made_for = replace(asked, transport="rdma")
             _check_quantised(made_for.layer, made_for.ranks, made_for.transport)
             owner = create(made_for, f"{who.name}-rdma")
@@ -138,13 +139,13 @@ class CudaEngine(Engine):
         self.room = Room.of(made_for, who.rank)
         self._timeout_ns = who.timeout_ns
         self.rdma = made_for.transport == "rdma"
-        """Whether rows leave by NVSHMEM's puts."""
+        """Whether rows go to other ranks by NVSHMEM's puts."""
         described = library.cuda_describe(self._handle)
         self.device, self.processors, self.heap_bytes, self.workspace_bytes, self._tile_rows, self._features = described
         self.layers: dict[Any, Prepared | None] = {}
-        """Layers of earlier calls, by everything that calls of a layer have in common. None stands for a layer whose
-        shared expert's gate and up are two matrices that do not lie as the kernel reads them: it is called with both in
-        one matrix."""
+        """Layers of earlier calls, by `_key`. None stands for a layer whose shared expert's gate and up are two
+        matrices at addresses from which the kernel cannot read both (`_in_one_map`). Each call of such a layer copies
+        both into one matrix."""
         self._report: CallReport | None = None
         self._unread: tuple[Prepared, int] | None = None  # layer and T of the last call, if its report is unread
         self._unread_trace: tuple[Prepared, bool] | None = (
@@ -156,7 +157,7 @@ class CudaEngine(Engine):
         return self._call(tensors, layer, trace)
 
     def call_and_keep(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
-        """What is kept is empty if there are no gradients."""
+        """If the layer has no gradients on a GPU, the tensor of what is kept is empty."""
         import torch
 
         x, asked = tensors.x, tensors.router_logits
@@ -187,10 +188,11 @@ class CudaEngine(Engine):
     def _call_and_keep_in_group(self, tensors: Tensors, options: Options) -> tuple[Any, Any, Any]:
         """As `call_and_keep`, among several ranks.
 
-        The call leaves its rows in memory that has room for as many rows as there may be. What is kept gets room for as
-        many rows as earlier calls of the layer had, and a few more. So the rows can be moved there before the host
-        knows their number. While they move, the host waits for the device and reads the number. If the rows do not fit,
-        as at a layer's first call, or would fit into much less, they are then moved to memory of the right size.
+        The call writes its rows to `memory`, which has room for the most rows that there may be. `kept` gets room for
+        as many rows as earlier calls of the layer had, and a few more, so that the rows can be moved to `kept` before
+        the host knows their number. While they move, the host waits for the device and reads the number. If the rows do
+        not fit, as at a layer's first call, or if much less room would do, they are moved to a new `kept` of the right
+        size.
         """
         import torch
 
@@ -219,7 +221,7 @@ class CudaEngine(Engine):
                         f"{rows.rows} rows of its experts, which need {at.bytes} bytes"
                     )
                 routing = routing.clone()
-                del kept, logits  # the new memory may be the same
+                del kept, logits  # so that the new `kept` may get their memory
                 kept = x.new_empty(at.bytes, dtype=torch.uint8)
                 library.cuda_move_rows(*of_call, kept.data_ptr(), rows.room)
                 at.own(kept).copy_(routing)
@@ -246,14 +248,15 @@ class CudaEngine(Engine):
         at = self._kept_routing(layer, tokens, rows.room)
         ids, weights = at.choices(kept, tokens, layer.choices)
         address, row_bytes = self._rows(tensors.x, layer)
-        dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes there if possible
+        dx, of_weights = wanted.get("x"), wanted.get("topk_weights")  # the kernel writes to these tensors if it can
         if dx is None or not dx.is_contiguous():
             dx = dy.new_empty(dy.shape)
-        # Among several ranks, biases are those of this rank's experts, and each rank's kernel adds its own part.
+        # A rank alone adds here what `down_bias` contributes to the gradients of combine weights. Among several ranks,
+        # a rank has only its own experts' biases, so each rank's kernel adds the part of its own experts.
         alone_on_output = alone and not options.weights_on_input
         by_bias, logit_gradients = cuda_training.weights_by_bias(tensors, given, ids) if alone_on_output else None, None
         if tensors.router is not None:
-            # Without tokens there is some memory, too: it tells the kernel that there is a router.
+            # Even without tokens this memory is not empty: its address tells the kernel that there is a router.
             logit_gradients = dy.new_empty(max(tokens, 1), library.cuda_logit_pitch(layer.layer.experts))
         elif of_weights is not None and (of_weights.dtype != weights.dtype or not of_weights.is_contiguous()):
             of_weights = weights.new_empty(of_weights.shape)
@@ -301,8 +304,8 @@ class CudaEngine(Engine):
                 cuda_training.bias_gradient(logit_gradients[:tokens, :experts], wanted["router_bias"], accumulates)
 
     def _layer(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> tuple[Tensors, Prepared]:
-        """The layer of such calls, known from an earlier call or prepared now, and the tensors to call it with: the
-        given ones, or these with a shared expert's gate and up put together."""
+        """The tensors with which to make the call, and its layer, known from an earlier call or prepared now. The
+        tensors are the given ones, but a shared expert's gate and up may have been copied into one matrix."""
         self.checked_handle()
         key = _key(tensors, options, trace, pass_)
         try:
@@ -321,8 +324,8 @@ class CudaEngine(Engine):
         return self._layer(tensors._replace(shared_gate_up=both, shared_up=None), options, trace, pass_)
 
     def _call(self, tensors: Tensors, layer: Prepared, trace: bool, kept: Any = None, routing: Any = None) -> Any:
-        """The result. `kept`: memory for what gradients need, or None. `routing`: memory for the routing, among several
-        ranks."""
+        """Makes a call, and returns its result. `kept`: memory for what gradients need; None: the call keeps nothing.
+        `routing`: among several ranks, memory for the routing that the call keeps."""
         import torch
 
         handle = self.checked_handle()
@@ -366,8 +369,8 @@ class CudaEngine(Engine):
         return out
 
     def refuse(self, reason: str) -> None:
-        """Also does nothing while a graph is captured, and for ranks that reach one another by puts alone: there the
-        other ranks wait for the next call that this rank makes."""
+        """Does nothing while a graph is captured, and if ranks reach one another by puts alone: then the other ranks
+        wait for the next call that this rank makes."""
         if not self.closed and os.getpid() == self._process:
             _ffi.library().cuda_refuse(self._handle, reason, current_stream(self.device))
 
@@ -382,8 +385,8 @@ class CudaEngine(Engine):
         return super().record(call)
 
     def _read_recorded(self) -> None:
-        """Waits for the last call, and reads its trace before another call overwrites it. Then reads the device's clock
-        twice, some time apart."""
+        """Waits for the last call, and reads its trace before another call overwrites it. Then reads the host's and the
+        device's clocks twice, `_DRIFT_SECONDS` apart, to convert the trace's times."""
         if self._recorded is None or self._unread_trace is None:
             return
         (layer, backward), self._unread_trace = self._unread_trace, None
@@ -408,7 +411,7 @@ class CudaEngine(Engine):
         self.layers[key] = layer
 
     def _prepare(self, tensors: Tensors, options: Options, trace: bool, pass_: int) -> Prepared | None:
-        """Checks everything that `_key` looks at, and adds the layer to the library. Returns None as `layers` says."""
+        """Checks everything that `_key` looks at, and adds the layer to the library. Returns what `layers` gets."""
         args = check(self.room, partial(device_operand, device=self.device), tensors, options)
         layer = args.layer
         _check_quantised(layer, self.room.ranks, "auto")
@@ -469,23 +472,23 @@ class CudaEngine(Engine):
         return Prepared(number, layer, owners, experts, ELEMENT_BYTES[layer.x_type], getattr(torch, layer.y_type))
 
     def _kernels(self, variants: list[jit.Variant]) -> list[Path]:
-        """The cubins of these kernels, compiled if necessary. The other ranks wait for this, as long as a compiler may
-        take."""
-        if self.room.ranks == 1 or self.rdma:  # with puts, others do not see this rank's progress
+        """The cubins of these kernels, compiled if necessary. While they are compiled, this rank's progress word keeps
+        changing, so that the waits of other ranks do not expire."""
+        if self.room.ranks == 1 or self.rdma:  # with puts, other ranks cannot see this rank's progress
             return jit.kernels(variants)
         with beating(partial(_ffi.library().cuda_beat, self.checked_handle()), self._timeout_ns):
             return jit.kernels(variants)
 
     def _rows(self, x: Any, layer: Prepared) -> tuple[int, int]:
-        """The address of x's first row, and the bytes from one row to the next. Type, width and device of x are already
-        checked."""
+        """The address of x's first row, and the bytes from one row to the next. Type, width and device of x have been
+        checked before."""
         address = x.data_ptr()
         stride, step = x.stride()
         row_bytes = stride * layer.x_bytes
         end = (x.storage_offset() + layer.layer.hidden) * layer.x_bytes + (x.shape[0] - 1) * row_bytes
         if x.untyped_storage().nbytes() < end:
-            refuse_unstored("x", x)  # this also handles an x without rows
-        if step != 1 or (address | row_bytes) % _ALIGNMENT:  # a single row, or a layout that is refused
+            refuse_unstored("x", x)  # an x without rows needs no bytes
+        if step != 1 or (address | row_bytes) % _ALIGNMENT:  # raises, unless x has one row or none
             operand = _aligned("x", device_operand("x", x, "", ELEMENT_TYPES, self.device))
             address, row_bytes = operand.address, operand.row_bytes
         if row_bytes * x.shape[0] >= _REACH:
@@ -495,8 +498,8 @@ class CudaEngine(Engine):
         return address, row_bytes
 
     def _counted(self, prepared: Prepared, tokens: int) -> CallReport:
-        """Waits for the call, reads its routing and what other ranks have sent here, and counts what follows from
-        these."""
+        """The report of the last call, without times. Waits for the call, reads its routing and how many rows other
+        ranks have sent here, and computes the report from these."""
         self.synchronize()
         layer, room = prepared.layer, self.room
         shared = layer.shared_experts
@@ -531,7 +534,7 @@ class CudaEngine(Engine):
         return counted(ended)
 
     def _traced(self, untimed: CallReport, layer: Prepared) -> CallReport:
-        """`untimed` with what the thread blocks recorded in that call. The call is over."""
+        """`untimed`, with times from the trace of that call, which is over."""
         if untimed.tokens == 0 and self.room.ranks == 1:
             return untimed
         return timed(untimed, self._read_trace(layer, False))
@@ -553,8 +556,9 @@ def current_stream(device: int) -> int:
 
 
 def _check_quantised(layer: LayerSpec, ranks: int, transport: str) -> None:
-    """Raises `InvalidArgument` for combinations with quantised weights that have no kernel: other types of y, with FP8
-    puts, and with MXFP4 several ranks. (The library checks that calls with MXFP4 have few tokens.)"""
+    """Raises `InvalidArgument` for combinations with quantised weights for which there is no kernel: y of a type that
+    `jit.BESIDE_QUANTISED` does not have, FP8 with puts, and MXFP4 with several ranks. (The library checks that calls
+    with MXFP4 have few tokens.)"""
     if layer.weight_type == MXFP4 and ranks > 1:
         raise InvalidArgument(f"CUDA engine: ranks: expected 1 with weights of {MXFP4}, got {ranks}")
     if layer.weight_type == MXFP4 and layer.y_type not in jit.BESIDE_QUANTISED:
@@ -578,7 +582,8 @@ def _place(tensor: Any) -> int:
 def _chosen_profile(
     asked: ContextSpec, given: Mapping[str, int] | None, ordinal: int
 ) -> tuple[dict[str, int], str | None]:
-    """The given profile, else the profile and the return mode that are stored for contexts like this one."""
+    """The given profile, without a return mode; else the profile and the return mode that are stored for contexts like
+    this one."""
     if given is not None:
         return checked_profile(given), None
     layer = asked.layer
@@ -598,8 +603,9 @@ def _chosen_profile(
 
 
 def _key(tensors: Tensors, options: Options, trace: bool, pass_: int) -> Any:
-    """Equal for calls that differ only in their tokens. None if something in the call has no place in memory, which the
-    checks will refuse. The key includes where a weight's storage ends, because the checks have looked at that."""
+    """A key that is equal for calls that differ only in their tokens: in T, and in the values and addresses of tensors
+    that come with tokens. None if an argument is no tensor with an address; the checks refuse it. The key includes
+    where a weight's storage ends, because the checks depend on it."""
     x, ids, weights = tensors.x, tensors.topk_ids, tensors.topk_weights
     try:
         parts = [
@@ -630,7 +636,8 @@ def _key(tensors: Tensors, options: Options, trace: bool, pass_: int) -> Any:
 
 
 def _addresses(operands: dict[str, DeviceOperand]) -> dict[str, int]:
-    """Where the layer's tensors are, as the library takes it; 0 for a missing tensor."""
+    """The addresses and strides of the layer's tensors, by the library's names; 0 for a missing tensor. Also the types
+    of a given routing."""
     numbers = {
         "topk_ids_64": int("topk_ids" in operands and operands["topk_ids"].dtype == "int64"),
         "topk_weights_as_x": int("topk_weights" in operands and operands["topk_weights"].dtype != "float32"),
@@ -645,7 +652,7 @@ def _addresses(operands: dict[str, DeviceOperand]) -> dict[str, int]:
 
 
 def _aligned(name: str, each: DeviceOperand) -> DeviceOperand:
-    """`each`, a matrix, checked to have rows that begin where the kernel can copy them from."""
+    """`each`, a matrix, checked to have rows that begin at multiples of `_ALIGNMENT` bytes, as copies need."""
     for what, count in (
         ("row stride", each.row_bytes),
         ("matrix stride", each.matrix_bytes),
@@ -660,8 +667,9 @@ def _aligned(name: str, each: DeviceOperand) -> DeviceOperand:
 
 
 def _written(wanted: Mapping[str, Any], apart: bool) -> dict[str, Any]:
-    """Where the kernel writes the wanted gradients of a layer's tensors, by name: into the wanted tensors, if possible.
-    Of a shared expert's gate and up the kernel writes both or none, also where they are two matrices (`apart`)."""
+    """The tensors to which the kernel writes the wanted gradients of a layer's tensors, by name: the tensors of
+    `wanted`, or if the kernel cannot write to them, copies. If a shared expert's gate and up are two matrices
+    (`apart`), the kernel writes both gradients or none, so an unwanted one gets memory of its own."""
     import torch
 
     written = {

@@ -1,4 +1,4 @@
-"""What a call of the CUDA engine did: counted from its routing, and read from the trace of its thread blocks."""
+"""The report of a call of the CUDA engine: counts that follow from its routing, and times from its trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EVENT = np.dtype(
 
 @dataclass(frozen=True)
 class Ended:
-    """A call that is over, as far as its rank knows it."""
+    """What a rank knows about a call that is over."""
 
     layer: LayerSpec
     owners: tuple[int, ...]
@@ -32,28 +32,29 @@ class Ended:
     processors: int
     """Thread blocks."""
     topk_ids: np.ndarray
-    """Slices of experts, int32 [T, K slices]; -1 where dropped, below -1 where there is none."""
+    """Slices of experts, int32 [T, K slices]; -1 for a dropped choice, below -1 for a choice without an expert."""
     topk_weights: np.ndarray
     """float32 [T, K slices]."""
     bad_rows: int
     """Tokens for which no choice could be made."""
     load: np.ndarray
-    """Rows that each expert computed: [E], or [El] for this rank's experts, and after these the shared expert."""
+    """How many rows each expert computed on this rank: [E] for a rank alone, else [El]; and, as a last entry, the
+    shared expert if there is one."""
     returned: int
     """Rows that went to other ranks as results."""
     passed_on: int
-    """Rows of other machines' tokens that this rank has sent on to ranks of its own machine."""
+    """Rows of other machines' tokens that this rank, as a relay, has passed on to ranks of its own machine."""
     machines: tuple[int, ...]
     """The machine of each rank."""
     block_tokens: int
     """Tokens of a token block."""
     tile_rows: int
     task_features: int
-    """Weight rows of a task."""
+    """How many rows of a weight matrix one task multiplies."""
 
 
 def counted(call: Ended) -> CallReport:
-    """The report of a call without times, which only a trace has."""
+    """The report of a call, without times. Only a trace has times; see `timed`."""
     layer, ids = call.layer, np.maximum(call.topk_ids, -1)
     # All tiles of an expert but the last are full.
     tiles = int((-(-call.load // call.tile_rows)).sum())
@@ -64,7 +65,7 @@ def counted(call: Ended) -> CallReport:
     columns0 = -(-layer.intermediate // (features // 2 if layer.gated else features))
     columns1 = -(-layer.hidden // features)
     counts = {"gate": blocks, "gemm0": sliced * columns0, "gemm1": tiles * columns1, "reduce": 0, "combine": blocks}
-    owners = np.array([*call.owners, call.rank])[ids]  # a pair without an expert, -1, goes to this rank
+    owners = np.array([*call.owners, call.rank])[ids]  # -1, a pair without an expert, selects the last entry
     others = [q for q in range(call.ranks) if q != call.rank]
     here = call.machines[call.rank]
     # A row goes to each rank of this machine that needs it, and once to each other machine that needs it.
@@ -96,7 +97,7 @@ def counted(call: Ended) -> CallReport:
 
 
 def timed(untimed: CallReport, trace: CallTrace) -> CallReport:
-    """`untimed` with what the thread blocks recorded in that call."""
+    """`untimed`, with the times and events of the call's trace."""
     found = account(trace)
     spent = dict.fromkeys(("gate", "dispatch", *TASK_KINDS[1:]), 0)
     for part, ns in found.ns.items():
@@ -108,10 +109,10 @@ def timed(untimed: CallReport, trace: CallTrace) -> CallReport:
 
 
 def call_trace(raw: np.ndarray, blocks: int, rank: int, backward: bool, experts: Sequence[int]) -> CallTrace:
-    """The trace in the memory of `blocks` thread blocks, given as uint8. Each block has a header, as long as an event,
-    and then as many events as fit. The header says how many events there were, in 64 bits, and when the block began and
-    ended. `experts`: the layer's numbers of the experts that the rank holds, and then E, which stands for the shared
-    expert and for all greater numbers."""
+    """The trace that `blocks` thread blocks have written to `raw`, uint8. Each block has a header, as long as an event,
+    and then as many events as fit. The header has three numbers of 64 bits: how many events there were, when the block
+    began, and when it ended. `experts` translates an event's number of an expert: it has the ids of the experts that
+    the rank holds, and last E, which stands for the shared expert. All greater numbers mean the shared expert too."""
     per_block = raw.reshape(blocks, -1)
     headers = per_block[:, : _EVENT.itemsize].copy().view("<u8")
     per_block = per_block.view(_EVENT)

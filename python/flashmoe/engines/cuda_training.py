@@ -13,12 +13,12 @@ from ..spec import Options
 from ..spec.tensors import Tensors
 
 MOST_KEPT = 1 << 36
-"""The most bytes that a call keeps: the backward pass counts them in units of 16 bytes, in 32 bits."""
+"""The most bytes that a call can keep, because the backward pass counts them in units of 16 bytes, in 32 bits."""
 
 
 def missing(tensors: Tensors, rdma: bool, spread: bool = False) -> str | None:
-    """What it is, in words, that has no gradients on a GPU; None: the call has gradients. `rdma`: ranks reach one
-    another by puts alone. `spread`: ranks are taken to be on several machines."""
+    """Why a call has no gradients on a GPU: words for a part of it that gradients do not support. None: the call has
+    gradients. `rdma`: ranks reach one another by puts alone. `spread`: ranks pretend to be on several machines."""
     if rdma:
         return "ranks whose memory is not mapped"
     if spread:
@@ -29,8 +29,8 @@ def missing(tensors: Tensors, rdma: bool, spread: bool = False) -> str | None:
 
 
 def kept_token_bytes(tensors: Tensors, options: Options) -> int:
-    """Bytes that a call of a rank that is alone keeps for each token. Only shapes and types of the tensors are looked
-    at."""
+    """Bytes that a call of a rank that is alone keeps for each token. They depend only on the tensors' shapes and
+    types, and on the options."""
     given = {
         name: Operand(each.shape, dtype_name(each)) for name, each in tensors._asdict().items() if each is not None
     }
@@ -40,7 +40,8 @@ def kept_token_bytes(tensors: Tensors, options: Options) -> int:
 
 
 class KeptRouting(NamedTuple):
-    """Where a call's routing lies in what the call keeps. It lies at the end (``cuda::RoutingLayout``)."""
+    """Where a call's routing lies in what the call keeps: at its end, in three fields (``cuda::RoutingLayout``). Each
+    number is an offset in bytes."""
 
     ids: int
     weights: int
@@ -49,11 +50,11 @@ class KeptRouting(NamedTuple):
     """Bytes of everything that is kept."""
 
     def own(self, kept: Any) -> Any:
-        """The whole routing."""
+        """The part of `kept` that has the routing."""
         return kept[self.ids :]
 
     def choices(self, kept: Any, tokens: int, choices: int) -> tuple[Any, Any]:
-        """Experts and weights, [T, K] int32 and float32."""
+        """The expert and the weight of each choice, [T, choices] int32 and float32."""
         import torch
 
         ids, weights = kept[self.ids : self.weights], kept[self.weights : self.logits]
@@ -69,21 +70,23 @@ class KeptRouting(NamedTuple):
 
 
 class KeptRoom(NamedTuple):
-    """Room for the rows that a call among several ranks keeps. It decides how they are laid out (``gpu::KeptRoom``)."""
+    """Room for the rows that a call among several ranks keeps. The layout of what is kept follows from it
+    (``gpu::KeptRoom``)."""
 
     rows: int
     """Rows of this rank's experts; for a shared expert, the rows of each slice."""
     received: int
-    """Rows of other ranks' tokens, each once; 0 if they are dispatched again."""
+    """Rows of x of other ranks' tokens, each once; 0 if the backward pass dispatches them again."""
     pitch: int
-    """The most tokens of a rank."""
+    """The most tokens that any rank has."""
 
 
 NO_ROOM = KeptRoom(0, 0, 0)
 
 
 class KeptRows(NamedTuple):
-    """How many rows such a call has kept (``cuda::KeptRows``), and the room for them."""
+    """How many rows a call among several ranks has kept (``cuda::KeptRows``), and the room for them. `rows` and
+    `received` count what `KeptRoom` has by these names."""
 
     rows: int
     received: int
@@ -99,13 +102,13 @@ class KeptRows(NamedTuple):
 
 
 ALONE = KeptRows(0, 0, 0, *NO_ROOM)
-"""For a rank that is alone, whose numbers of rows need not be read."""
+"""Stands for the numbers of a rank that is alone, which follow from the call's tensors."""
 
 
 def weights_by_bias(tensors: Tensors, given: Mapping[str, Any], ids: Any) -> Any:
-    """The part of combine weights' gradients that comes from `down_bias`. Such a gradient is ``dY . (down a + bias)``.
-    [T, K] float64, None without the bias. `given` as in `Engine.backward`; `ids` [T, K], negative where there is no
-    row."""
+    """What `down_bias` contributes to the gradients of combine weights, each of which is ``dY . (down a + bias)``:
+    [T, K] float64; None without `down_bias`. `given` is `Gradients.given`; `ids` [T, K] is negative for a choice
+    without a row."""
     if tensors.down_bias is None:
         return None
     of_bias = given["y"].double() @ tensors.down_bias.double().T
@@ -116,8 +119,8 @@ _ROWS_AT_ONCE = 1024  # rows of x that are converted to float64 at a time
 
 
 def gate_gradient(logit_gradients: Any, x: Any, to: Any, accumulates: bool) -> None:
-    """Writes the gradient of the shared expert's gate, [1, H], or adds it to what is there. It is the sum of x [T, H]
-    times the gradients [T], float32, of the gate's products with x."""
+    """Writes the gradient of the shared expert's gate to `to`, [1, H], or adds it to the contents. It is the sum over
+    tokens of x [T, H], times `logit_gradients` [T], float32: the gradients of the products of the gate with x."""
     import torch
 
     found = x.new_zeros(x.shape[1], dtype=torch.float64)
@@ -127,8 +130,8 @@ def gate_gradient(logit_gradients: Any, x: Any, to: Any, accumulates: bool) -> N
 
 
 def bias_gradient(logit_gradients: Any, to: Any, accumulates: bool) -> None:
-    """Writes the gradient of a router's bias, [E], or adds it to what is there. It is the sum of the gradients of
-    logits, [T, E]."""
+    """Writes the gradient of a router's bias to `to`, [E], or adds it to the contents. It is the sum over tokens of the
+    gradients of the logits, [T, E]."""
     import torch
 
     found = logit_gradients.sum(0, dtype=torch.float64)

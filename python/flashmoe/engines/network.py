@@ -1,5 +1,5 @@
-"""How the ranks of a group on the CPU engine meet if they may be on several machines: ranks that can share memory do
-so, and reach the others through the network."""
+"""How the ranks of a group on the CPU engine meet if they may be on several machines. Ranks of one machine share
+memory, and reach the ranks of other machines through the network."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..system.foreign import clipped, is_count, shown
 from .base import Membership
 
 INTERFACE = "FLASHMOE_INTERFACE"
-"""The environment variable that names the network interfaces, or addresses of this host, at which others reach a rank,
-separated by commas. Default: the address by which a rank met rank 0; all of the host's addresses if the ranks met in a
-store."""
+"""The environment variable that names the network interfaces, or addresses of this host, at which other ranks reach
+this rank, separated by commas. Default: this host's address at which the rank met rank 0; all of the host's addresses
+if the ranks met in a store."""
 
 
 class Joined(NamedTuple):
@@ -29,8 +29,8 @@ class Joined(NamedTuple):
     owner: Callable[[], int]
     """Gives the library's number of the context, and owns the context."""
     network: Callable[[], int] | None
-    """Gives the library's number of what carries messages to other machines, and owns that; None if all ranks are on
-    one."""
+    """Gives the library's number of the object that carries messages to other machines, and owns this object; None if
+    all ranks are on one machine."""
     hosts: tuple[str, ...]
     """The host of each rank."""
     here: tuple[int, ...]
@@ -64,13 +64,14 @@ def _join(library: Any, limits: dict[str, Any], who: Membership, meeting: Meetin
     machines = [names.index(each) for each in names]
     here = tuple(rank for rank, each in enumerate(names) if each == mine["machine"])
     of_all = "".join(["couriers ", *(each["nonce"] for each in said)]).encode()
-    # A name that only these ranks have, since other processes of the machine may have a group of the same name.
+    # Only the ranks of this group know this name. Other processes of the machine may have a group called `who.name`.
     name = f"{who.name[:100]}-{hashlib.sha256(of_all).hexdigest()[:16]}-{here[0]}"
     network = None
     if len(here) == len(said):
         owner = library.context_create(limits, who.rank, name, who.timeout_ns, [])
     else:
-        # Raises if this rank was given no secret: nothing that other ranks say may open anything to a network.
+        # Raises an error if this rank has no secret: without a secret it must not listen at a network, whatever the
+        # other ranks say.
         key = meeting.key(of_all).hex()
         where = openssl.library(), _reached_at(meeting)
         network = library.network_open(who.rank, len(said), key, who.timeout_ns, *where)
@@ -84,16 +85,16 @@ def _join(library: Any, limits: dict[str, Any], who: Membership, meeting: Meetin
         meeting.exchange("joined", True)
         return Joined(owner, network, hosts, here)
     except BaseException:
-        owner = network = None  # the error keeps this frame alive: nothing may go on listening meanwhile
+        owner = network = None  # the error keeps this frame's variables alive, but they must stop listening now
         raise
 
 
 def _reached_at(meeting: Meeting) -> str:
-    """Interfaces or addresses at which the other ranks reach this rank; empty: all of the host's."""
+    """Interfaces or addresses at which the other ranks reach this rank; empty: all addresses of the host."""
     if named := os.environ.get(INTERFACE):
         return named
     met = (meeting.address or "").removeprefix("::ffff:")  # an IPv4 address in IPv6's form
-    return "" if "%" in met else met  # an address of one link alone means nothing to other hosts
+    return "" if "%" in met else met  # a link-local address with its zone means nothing to other hosts
 
 
 def _check_agreement(

@@ -1,4 +1,4 @@
-"""A sign of life from a rank of a group whose host is at work inside a call, so that the other ranks wait for it."""
+"""Signs of life from a rank whose host works within a call, so that other ranks' waits for the rank do not expire."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from ..errors import FlashMoEError
 
 _PER_TIMEOUT = 8
-"""A wait compares two looks at its peers, half a timeout apart. There must be some beats between them, even from a busy
-host."""
+"""How often `beat` is called in a timeout. A wait reads the peers' progress twice, half a timeout apart. Between the
+two readings there must be some calls of `beat`, even if the host is busy."""
 
 
 @contextlib.contextmanager

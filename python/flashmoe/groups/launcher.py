@@ -19,19 +19,20 @@ Meet = Callable[[str, int, int, float], Meeting]
 """(the group's name, rank, ranks, timeout in seconds or 0 for none) -> the meeting."""
 
 _joined: dict[str, itertools.count[int]] = {}
-"""How often this process has met others under each name. A store keeps what an earlier meeting has left there."""
+"""Numbers the meetings of this process under each name. A store still has the values of earlier meetings, so each
+meeting uses keys of its own there."""
 
 
 class Launched(NamedTuple):
-    """A process among those that a launcher has started."""
+    """The place of this process among those that a launcher has started."""
 
     rank: int
     ranks: int
 
 
 def launched() -> Launched | None:
-    """This process's place, as ``torchrun`` and other launchers give it (``RANK``, ``WORLD_SIZE``); None if they are
-    not set. Raises `InvalidArgument`."""
+    """This process's place, as ``torchrun`` and other launchers give it in ``RANK`` and ``WORLD_SIZE``; None if one of
+    these is not set. Raises `InvalidArgument` for other values than they can have."""
     rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or ranks is None:
         return None
@@ -43,7 +44,7 @@ def launched() -> Launched | None:
 
 
 def meet_of(address: str) -> Meet:
-    """A meeting at that address. Raises `InvalidArgument` if it is no address, or if the environment has no secret."""
+    """Begins a meeting at `address`. Raises `InvalidArgument` if it is no address or the environment has no secret."""
     where = parsed(address, "rendezvous")
     secret = secret_of_launcher()
     if secret is None:
@@ -55,9 +56,9 @@ def meet_of(address: str) -> Meet:
 
 
 def meet_in(store: Any, prefix: str | None = None) -> Meet:
-    """A meeting in a store of torch.distributed, under `prefix`, or under a prefix made of the group's name. If the
-    environment has no secret, the meeting has none. Its ranks must then be on one machine, unless the environment says
-    that the store is trusted (`flashmoe.groups.meeting.TRUST_STORE`)."""
+    """Begins a meeting in a store of torch.distributed, under `prefix`, or if this is None, under a prefix made of the
+    group's name. If the environment has no secret, the meeting has none. Its ranks must then be on one machine, unless
+    the environment says that the store is trusted (`flashmoe.groups.meeting.TRUST_STORE`)."""
 
     def meet(name: str, rank: int, ranks: int, timeout: float) -> Meeting:
         number = next(_joined.setdefault(name, itertools.count()))
@@ -70,9 +71,9 @@ def meet_in(store: Any, prefix: str | None = None) -> Meet:
 
 
 def meet_of_environment() -> Meet | None:
-    """The meeting that the environment names: at ``FLASHMOE_RENDEZVOUS``; else in the store that ``torchrun`` keeps for
-    its processes; else at ``MASTER_ADDR:MASTER_PORT``, where rank 0 then listens itself. None if the environment names
-    none."""
+    """Begins the meeting that the environment names: at ``FLASHMOE_RENDEZVOUS``; else in the store that ``torchrun``
+    keeps for its processes; else at ``MASTER_ADDR:MASTER_PORT``, where rank 0 itself listens then. None if the
+    environment names no place to meet."""
     if address := os.environ.get(ADDRESS):
         return meet_of(address)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

@@ -1,11 +1,11 @@
 """A message to a process of this machine, and its answer, over a socket. The asking end never blocks.
 
-A rank may stop, hang or die at any byte, and a process that it has forked may hold its end of the socket for ever. So
-the asking end only does what can be done at once, and says how far the exchange is. Its caller decides how long the
-exchange may take.
+A rank may stop, hang or die after any byte, and a process that the rank has forked may hold the rank's end of the
+socket for ever. So the asking end only does what can be done at once, and says how far the exchange is. Its caller
+decides how long the exchange may take.
 
-A message consists of its length in 8 bytes and its content. The rank answers with the length 0 once it has the whole
-message, and later with the message that is its answer.
+A message consists of its length in 8 bytes and its content. Once the rank has the whole message, it sends the length 0,
+and later the message that is its answer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Exchange:
         self._receive()
 
     def drain(self) -> None:
-        """Receive everything that was sent. The caller knows that nothing more will be."""
+        """Receive everything that was sent. The caller knows that the other end will send nothing more."""
         while self._receive():
             pass
 
@@ -64,7 +64,7 @@ class Exchange:
         return f"while it started or took its arguments ({self._bytes - unsent:,} of {self._bytes:,} bytes sent)"
 
     def _expected(self) -> int | None:
-        """Bytes of the answer; None until they are known."""
+        """The length of the answer in bytes; None until it has been received."""
         if not self._taken or len(self._received) < _LENGTH.size:
             return None
         return _LENGTH.unpack_from(self._received)[0]
@@ -82,7 +82,7 @@ class Exchange:
             self._unsent.clear()
 
     def _receive(self) -> bool:
-        """Receive once. Whether there was something to receive."""
+        """Receive once. Return whether anything was received."""
         try:
             chunk = self._link.recv(_CHUNK)
         except BlockingIOError:
@@ -105,13 +105,13 @@ class Exchange:
         """Wait until one of the exchanges can advance, at most `seconds`."""
         poll = select.poll()
         for exchange in exchanges:
-            if not exchange._closed:  # a closed one would wake it up again and again
+            if not exchange._closed:  # a closed connection would end every poll at once
                 poll.register(exchange._link, exchange._events())
         poll.poll(math.ceil(seconds * 1000))
 
 
 def receive(link: socket.socket) -> bytes | None:
-    """The answering end: wait for a message and acknowledge it; None if there will be none."""
+    """The answering end: wait for a message and acknowledge it; None if the connection ends before a whole message."""
     with suppress(OSError):
         header = _exactly(link, _LENGTH.size)
         message = header and _exactly(link, _LENGTH.unpack(header)[0])
@@ -122,7 +122,7 @@ def receive(link: socket.socket) -> bytes | None:
 
 
 def answer(link: socket.socket, payload: bytes) -> None:
-    """The answering end: send an answer. The asking process may be gone."""
+    """The answering end: send an answer. If the asking process is gone, do nothing."""
     with suppress(OSError):
         link.sendall(_LENGTH.pack(len(payload)))
         link.sendall(payload)

@@ -62,7 +62,7 @@ def trusts_store() -> bool:
 
 
 def proof(secret: bytes, what: bytes) -> bytes:
-    """32 bytes by which a rank that knows the secret proves this, and that it wrote `what`."""
+    """32 bytes by which a rank proves that it knows the secret and has written `what`."""
     return hmac.digest(secret, what, "sha256")
 
 
@@ -75,7 +75,7 @@ def telling(error: BaseException) -> dict[str, str]:
 
 
 def as_told(told: Any) -> FlashMoEError:
-    """The error that another rank tells of. `told` may be anything."""
+    """The error of which another rank tells, as `telling` made it. `told` comes from elsewhere and may be anything."""
     kind, text = (told.get("kind"), told.get("text")) if isinstance(told, dict) else (None, told)
     found = vars(errors).get(kind) if isinstance(kind, str) else None
     if not (isinstance(found, type) and issubclass(found, FlashMoEError)):
@@ -109,8 +109,9 @@ class Meeting(ABC):
 
     @property
     def secret(self) -> bytes:
-        """The secret that the group's ranks know and strangers do not. Raises `InvalidArgument` if this rank was given
-        none: its caller is about to open something to a network. Nothing that other ranks say can change this."""
+        """The secret that the group's ranks know and strangers do not. Raises `InvalidArgument` if this rank has none:
+        whoever asks for the secret is about to listen at a network, and must not do so without one. Only the rank's own
+        environment decides whether it has one, not what other ranks say."""
         if self._secret is None:
             raise InvalidArgument(
                 f"{SECRET}: expected the secret of group '{self.group}', whose ranks are of several machines, the same "
@@ -182,8 +183,8 @@ class StoreMeeting(Meeting):
 
     def exchange(self, what: str, mine: Any) -> list[Any]:
         self._write(f"{what}/{self.rank}", mine)
-        # A rank does not read its own value back. Otherwise someone could put all values of an earlier meeting back,
-        # and the ranks would take this meeting for that one.
+        # A rank does not read its own value from the store. Otherwise someone who can write to the store could put the
+        # signed values of an earlier meeting there, and every rank would believe them.
         own = parsed(json.dumps(mine).encode())
         return [own if rank == self.rank else self._read(what, rank) for rank in range(self.ranks)]
 

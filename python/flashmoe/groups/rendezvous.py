@@ -1,8 +1,8 @@
 """Ranks that meet at an address: rank 0 listens there, and whoever knows the group's secret joins.
 
-Both sides of a connection prove that they know the secret, and neither shows it (HMAC-SHA256 of both sides' random
-numbers). Every message is signed with a key of its connection. Nothing is encrypted. A stranger who connects is refused
-or ignored. The listener does not wait for any single connection, so strangers do not stop it.
+Both sides of a connection prove that they know the secret, and neither sends it (they send an HMAC-SHA256 of both
+sides' random numbers). Every message is signed with a key of its connection. Nothing is encrypted. A stranger who
+connects is refused or ignored. The listener never waits for one connection alone, so strangers cannot stop it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ GREETING = b"flashmoe rendezvous 1\n"
 _NONCE, _PROOF = 32, 32
 _REFUSED = bytes(_PROOF)
 _MOST_STRANGERS = 64
-"""The most connections that have not proved anything. If there are more, one is closed."""
+"""The most connections that have not proved that they know the secret. If there are more, one of them is closed."""
 _PROOF_SECONDS = 10.0
 """Seconds within which a connection must prove that it knows the secret, and then again to say which rank it is."""
 _MOST_AT_ONCE = 1 << 20
 """The most bytes that are read at once."""
 _ANSWER_SECONDS = 0.25
-"""Seconds that each stranger has for its proof before another from its address may take its place."""
+"""Seconds that a stranger has for its proof before it may be closed for a newer one from the same address."""
 _MOST_WAITING = 4096
 """The most connections that the system keeps until the listener accepts them, unless its own limit (net.core.somaxconn)
 is lower. A connection that finds no room tries again a second later, and again."""
 _AT_ONCE = 16
-"""The most connections that are let in before those that are already here are served again."""
+"""The most connections that become guests in a turn, before the guests that are already here are served again."""
 _MOST_LOOKED_AT = 256
-"""The most connections that are accepted in a turn: some of them are let in, and the others are closed."""
+"""The most connections that are accepted in a turn: some of them become guests, and the others are closed."""
 _MOST_NOTES = 8
 _MOST_OF_A_ROUND = 100
 """The most characters of a round's name."""
@@ -63,7 +63,7 @@ def parsed(address: str, name: str) -> tuple[str, int]:
 
 
 def _may_be_a_host(host: str) -> bool:
-    """Whether the host's address may be looked up: Python refuses other names with errors of its own."""
+    """Whether the host's address may be looked up. For other names, Python would raise errors of other types."""
     try:
         return bool(host) and host.isprintable() and len(host.encode("idna")) > 0
     except UnicodeError:
@@ -196,7 +196,8 @@ class _Frames:
 
     @staticmethod
     def needed(buffer: bytes | bytearray) -> int:
-        """Bytes of the message at the beginning of the buffer, as far as they are known."""
+        """The length in bytes of the message at the beginning of the buffer. Until the buffer has the 4 bytes that say
+        it, the length is taken to be 4."""
         if len(buffer) < 4:
             return 4
         size = struct.unpack("!I", buffer[:4])[0]
@@ -276,7 +277,7 @@ class _Link:
 
 
 def _in(seconds: float) -> float:
-    """The time `seconds` from now, or at least late enough to take what has already arrived."""
+    """The time `seconds` from now, or if this is too soon, a time late enough to read what has already arrived."""
     return time.monotonic() + max(0.01, seconds)
 
 
@@ -286,14 +287,14 @@ class _Guest:
     def __init__(self, connection: socket.socket, where: str) -> None:
         self.socket, self.where, self.source = connection, where, _source_of(where)
         self.since = time.monotonic()
-        """When it connected; later, when it proved that it is no stranger."""
+        """When it connected; later, when it proved that it knows the secret."""
         self.nonce = secrets.token_bytes(_NONCE)
         self.frames: _Frames | None = None
         self.rank: int | None = None
         self.host = where
         self.in_round = False  # it has given its value in a round that is not over
         self.incoming, self.outgoing = bytearray(), bytearray(GREETING + self.nonce)
-        self.ends = False  # it ends once what is outgoing is sent
+        self.ends = False  # the connection is closed once `outgoing` is sent
 
 
 def _source_of(address: str) -> str:
@@ -306,7 +307,7 @@ def _source_of(address: str) -> str:
 
 
 class _Listener:
-    """Rank 0's listener: lets ranks in, hands round what they say, and says who is missing."""
+    """Rank 0's listener: lets ranks in, passes each rank's values on to all ranks, and says who is missing."""
 
     def __init__(self, address: tuple[str, int], meeting: Meeting) -> None:
         self._meeting = meeting
@@ -319,7 +320,7 @@ class _Listener:
         self._rounds: dict[str, dict[int, Any]] = {}  # rounds that are not over
         self._notes: dict[str, None] = {}  # about connections that were refused
         self._notes_left_out = 0
-        self._failed: dict[str, Any] | None = None  # what first ended the meeting
+        self._failed: dict[str, Any] | None = None  # the message about the first error that ended the meeting
         self._over = threading.Event()
         self.local: str | None = None
         """The address of this host to which another rank has connected, if possible from another host."""
@@ -327,7 +328,7 @@ class _Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the listener when the ranks have taken what they were sent, or soon after."""
+        """Ends the listener once all ranks have read what was sent to them and have gone, or after a few seconds."""
         self._over.set()
         self._thread.join(_LAST_SECONDS + 1)
 
@@ -336,7 +337,8 @@ class _Listener:
         try:
             while True:
                 ready = [key.data for key, _ in self._selector.select(0.02)]
-                # Guests that are already here come first: a rank that has sent its proof is not closed for a newcomer.
+                # Guests that are already here come first, so that a rank that has sent its proof is not closed to make
+                # room for a newcomer.
                 for guest in ready:
                     if guest is not None:
                         self._serve(guest, self._receive)
@@ -359,8 +361,8 @@ class _Listener:
             self._socket.close()
 
     def _accept(self) -> None:
-        """Accepts a limited number of the connections that wait: strangers who come and go faster than that would keep
-        ranks waiting."""
+        """Accepts some of the connections that wait, and not all of them, because strangers might connect so fast that
+        this would never end, while ranks wait to be served."""
         let_in = 0
         for _ in range(_MOST_LOOKED_AT):
             try:
@@ -370,7 +372,7 @@ class _Listener:
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._close_a_stranger()
-                    time.sleep(0.01)  # if there is none, until somebody else closes a file
+                    time.sleep(0.01)  # if there was no stranger, this process may close another file by then
                 return
             connection.setblocking(False)
             if _has_spoken(connection):
@@ -415,9 +417,9 @@ class _Listener:
             self._drop(guest)
 
     def _receive(self, guest: _Guest) -> None:
-        if guest.ends:  # nothing more that this guest says is heard
+        if guest.ends:  # whatever else this guest sends is ignored
             return
-        # A stranger sends few bytes. Of a rank's bytes no more are read at a time than the others' turns allow.
+        # A stranger should send few bytes. Of a rank, a limited number is read at a time, so that others get a turn.
         part = guest.socket.recv(_NONCE + _PROOF if guest.frames is None else _MOST_AT_ONCE)
         guest.incoming += part
         if guest.frames is None and len(guest.incoming) >= _NONCE + _PROOF:
@@ -469,7 +471,7 @@ class _Listener:
             self._say(guest, {"other": self._meeting.group})
             guest.ends = True
             return
-        if self._failed is not None:  # rank 0, too, may come after one that ends the meeting
+        if self._failed is not None:  # the meeting has ended before this rank (it may be rank 0) came
             self._say(guest, self._failed)
             guest.ends = True
             return
@@ -490,8 +492,8 @@ class _Listener:
         self._say(guest, {"welcome": rank})
 
     def _fail(self, error: FlashMoEError, guest: _Guest | None = None) -> None:
-        """Ends the meeting for all ranks, also for those that are still to come. `guest`: a connection that is no rank
-        of it."""
+        """Ends the meeting for all ranks, also for those that are still to come. `guest`: a connection that is told,
+        too, although it is none of the ranks."""
         said = {"failed": telling(error)}
         self._failed = self._failed or said
         for each in [*self._ranks.values(), *([guest] if guest else [])]:
@@ -531,8 +533,8 @@ class _Listener:
 
 
 def _has_spoken(connection: socket.socket) -> bool:
-    """Whether the connection has said something, or has gone, before it was greeted. No rank does that. A stranger who
-    connects, talks and goes costs no more than this check."""
+    """Whether the other side has sent something, or has closed the connection, before it was greeted. No rank does
+    that. A stranger who connects, talks and goes costs no more than this check."""
     try:
         connection.recv(1)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Converts what frameworks have to what the operator takes."""
+"""Converts tensors of frameworks to what the operator takes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def shape_of(
     beside: torch.dtype | None = None,
 ) -> Shape:
     """What a context is made for, if its calls have `weights` as the `down_proj` of all experts. `beside`: the type of
-    biases, which is x's type; the default, where weights are quantised, is bfloat16."""
+    the experts' biases, used only if weights are quantised: x then has this type, or bfloat16 if there are no
+    biases."""
     device = weights.device.index if weights.device.type == "cuda" else None
     dtype = str(weights.dtype).removeprefix("torch.")
     sizes = hidden, intermediate, weights.shape[0], top_k, shared_intermediate

@@ -19,10 +19,10 @@ class GroupRoom:
         self._context: Context | None = None
 
     def context(self, tokens: int) -> Context:
-        """A context with room for T tokens of a rank. If there is none yet, making it is collective, with the same T on
-        all ranks."""
+        """A context with room for `tokens` tokens of a rank. If the present context has no room for so many, or if
+        there is none, a new one is made: then all ranks must make the same call, with the same `tokens`."""
         if self._context is None or tokens > self._context.limits["max_tokens"]:
-            self._context = None  # before the new one is made: memory may not hold both
+            self._context = None  # freed before the new one is made, because memory may not hold both
             self._context = Context.from_torch(
                 self._group, max_tokens=tokens, return_mode="direct", **self.shape._asdict()
             )

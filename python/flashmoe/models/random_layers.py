@@ -20,7 +20,7 @@ DTYPES = {
 """The dtypes of the operator, by name."""
 
 MAX_SKEW = 16.0
-"""With a skew far below this, all tokens already have the same experts."""
+"""The largest skew. Even with a much smaller one, all tokens have the same experts."""
 
 
 def random_layer(
@@ -43,7 +43,7 @@ def random_layer(
     rows = shape.intermediate * (2 if shape.activation in GATED else 1)
     gate_up_proj = np.empty((shape.experts, rows, shape.hidden), DTYPES[dtype])
     down_proj = np.empty((shape.experts, shape.hidden, shape.intermediate), DTYPES[dtype])
-    for expert in range(shape.experts):  # one at a time: float32 copies of all would double the memory
+    for expert in range(shape.experts):  # one at a time, because float32 copies of all weights would take much memory
         gate_up_proj[expert] = _normal(rng, gate_up_proj.shape[1:])
         down_proj[expert] = _normal(rng, down_proj.shape[1:])
     layer = MoELayer(
@@ -93,15 +93,16 @@ def router_and_tokens(
     target = rng.permutation(target_shares(shape.experts, shape.top_k, skew))
     sample = hidden_states[:2048].astype(np.float32)
     bias = _fit_bias(sample @ router.T, target, shape.top_k)
-    router += bias[:, None] * direction * (2 / shape.hidden)  # times 0.5 * direction . direction = the bias
+    router += bias[:, None] * direction * (2 / shape.hidden)  # so each token's 0.5 * direction adds the bias
     return router.astype(dtype), hidden_states
 
 
 def _fit_bias(logits: np.ndarray, target: np.ndarray, top_k: int) -> np.ndarray:
     """float32 [E]: what to add to `logits` [T, E] so that a share target[e] of the tokens chooses expert e.
 
-    The logits are about normal, so a share translates to a bias through the normal quantile (probit). This neglects
-    something; a few corrections by the difference of the quantiles, wanted minus seen, make up for it.
+    The logits are about normal, so a share corresponds to a bias through the normal quantile (probit). This is only
+    approximate, so the bias is corrected several times, by the difference of the quantiles of the wanted shares and of
+    the shares seen so far.
     """
     tokens, experts = logits.shape
     wanted = _probit(target, tokens)
@@ -117,7 +118,7 @@ def _fit_bias(logits: np.ndarray, target: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def _probit(shares: np.ndarray, tokens: int) -> np.ndarray:
-    """The normal quantile of shares, which are kept half a token away from none and from all."""
+    """The normal quantiles of `shares`. Shares of 0 and 1 have none, so shares are kept half a token away from both."""
     margin = 0.5 / max(tokens, 1)
     quantile = NormalDist().inv_cdf
     return np.array([quantile(share) for share in np.clip(shares, margin, 1 - margin)])

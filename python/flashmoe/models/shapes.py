@@ -15,13 +15,13 @@ class ModelShape:
     name: str
     """The name that `find` takes, in lower case."""
     hidden: int
-    """H."""
+    """H, the hidden size."""
     intermediate: int
     """I, of one routed expert."""
     experts: int
     """E, the number of routed experts."""
     top_k: int
-    """K."""
+    """K, the number of experts that a token chooses."""
     activation: str = "swiglu"
     """``swiglu`` has a gate; ``gelu`` has none."""
     renormalize: bool = True
@@ -68,8 +68,8 @@ MODELS = (
     ModelShape("llama-4-scout", 5120, 8192, 16, 1, shared="1, I=8192", differs=_LLAMA4),
     ModelShape("llama-4-maverick", 5120, 8192, 128, 1, shared="1, I=8192", differs=_LLAMA4),
 )
-"""Published shapes. All are those of a model that one can download, except ``flashmoe-paper`` (the source paper's
-benchmark) and ``qwen2-moe`` (a common benchmark with Qwen1.5-MoE's sizes and 64 experts)."""
+"""Published shapes. Each is the shape of a model that one can download, except ``flashmoe-paper`` (the benchmark of the
+paper on FlashDMoE) and ``qwen2-moe`` (a common benchmark with Qwen1.5-MoE's sizes and 64 experts)."""
 
 
 def find(name: str) -> ModelShape:

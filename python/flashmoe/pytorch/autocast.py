@@ -1,4 +1,4 @@
-"""Calls within ``torch.autocast``: as `torch.nn.Linear` computes there."""
+"""Calls within ``torch.autocast``, which compute in autocast's type, as `torch.nn.Linear` does."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def type_of_products(x: Tensor) -> torch.dtype:
 
 
 def as_autocast(tensors: Tensors, options: Options, main_grad: bool = False) -> tuple[Tensors, Options]:
-    """The call as the innermost ``torch.autocast`` has it; outside of one, the call as it is.
+    """The call, changed as the innermost ``torch.autocast`` requires; outside of one, the call as it is.
 
-    x, weights and biases are cast to autocast's type, in which the result then is. Gradients have the types of what was
-    cast. A router's logits are rounded, as those of a linear layer, and its scores are float32. `choice_bias`, float32
-    weights of given routing, float64, and calls with quantised weights stay as they are. Casts are not kept from call
-    to call; autograd keeps them until the backward pass, as it keeps those of `torch.nn.Linear`.
+    x, weights and biases are cast to autocast's type, so the result has this type too. Gradients have the types that
+    the tensors had before they were cast. A router's logits are rounded to autocast's type, as those of a linear layer,
+    and its scores are float32. `choice_bias`, float32 weights of given routing, tensors in float64, and calls with
+    quantised weights stay as they are. Casts are not kept from call to call; autograd keeps them until the backward
+    pass, as it keeps those of `torch.nn.Linear`.
 
     Raises `InvalidArgument` with `main_grad` and a parameter of another type: a cast parameter has no `main_grad`.
     """

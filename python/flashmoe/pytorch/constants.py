@@ -1,4 +1,4 @@
-"""What ``torch.compile`` takes for a constant of the code that it makes."""
+"""Functions whose results ``torch.compile`` takes for constants of the code that it makes."""
 
 from __future__ import annotations
 

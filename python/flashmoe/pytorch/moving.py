@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import GroupError, InvalidArgument
 
 _AT_ONCE = 64
-"""The most rows of a tensor that are on their way at a time, between all ranks."""
+"""The most rows of a tensor that are sent at a time, between all ranks together."""
 
 Moves = Sequence[tuple[int, int, int]]
 """Rows to move: for each its id, the rank that has it, and the rank that it goes to."""
@@ -87,7 +87,8 @@ def rows_of(tensors: Any, local: int, rank: int) -> dict[str, tuple[tuple[int, .
 def moved(
     tensors: Mapping[str, Tensor], mine: Sequence[int], wanted: Sequence[int], todo: Moves, rank: int, group: Any
 ) -> dict[str, Tensor]:
-    """The tensors with the rows `wanted`, made of this rank's rows `mine` and of the rows that other ranks send."""
+    """The tensors with the rows whose ids are `wanted`, made of this rank's rows, whose ids are `mine`, and of the rows
+    that other ranks send by `todo`."""
     at, to = ({id: row for row, id in enumerate(ids)} for ids in (mine, wanted))
     made = {}
     for name, tensor in sorted(tensors.items()):

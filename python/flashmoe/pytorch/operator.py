@@ -4,13 +4,13 @@ Importing this module registers the operator. Its arguments are those of `flashm
 differences. An operator takes tensors and plain values, so the context is the integer that `context_id` gives, and the
 placement is what `flashmoe.placement.flat` makes of it (ranks, where no expert has copies). There is no ``trace``.
 Instead of ``load`` and ``router_logits`` there is a second operator, ``moe_observed``, which returns what would be
-written to them. (PyTorch has neither effects nor gradients for operators that write to an argument.) Where gradients
-are recorded, a third operator, ``moe_kept``, also returns what they need (docs/training.md). If PyTorch looks at calls
-only for gradients, a `torch.autograd.Function` takes the place of the operator.
+written to them. (PyTorch supports neither effects nor gradients for operators that write to an argument.) Where
+gradients are recorded, a third operator, ``moe_kept``, also returns what they need (docs/training.md). If recording
+gradients is the only reason why PyTorch must see a call, a `torch.autograd.Function` takes the place of ``moe_kept``.
 
-The operator neither changes an input nor returns a view of one. Still it is declared to have an effect: the ranks must
-make the same calls in the same order. So a compiler may neither drop a call whose result this rank does not use, nor
-merge two equal calls, nor swap two independent ones.
+The operators neither change an input nor return a view of one. Still they are declared to have an effect, because the
+ranks must make the same calls in the same order. So a compiler may neither drop a call whose result this rank does not
+use, nor merge two equal calls, nor swap two independent ones.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def _in_context(number: int, tokens: int, call: Callable[[Context], Result]) -> Result:
-    """What `call` returns for the context of that number, which gets room for T tokens."""
+    """What `call` returns for the context with that `number`. A growing context first gets room for T = `tokens`."""
     ctx = contexts.get(number)
     if ctx is None:
         raise FlashMoEError(
@@ -105,7 +105,7 @@ def _run(
 
 
 def _tokens_of(x: Tensor) -> int:
-    """T. A tensor without dimensions has none: the call's own checks refuse it, and tell the other ranks."""
+    """T; 0 for a tensor without dimensions, which the call's own checks then refuse, and tell the other ranks so."""
     return x.shape[0] if x.ndim else 0
 
 
@@ -241,8 +241,8 @@ def _check_written(tensors: Tensors) -> None:
 
 
 def _moe_kept(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`_moe_observed`, and what the gradients need (`flashmoe.engines.base.Engine.call_and_keep`): two int64 that own
-    it, or all of it; and the number of its rows. `main_grad` is for the gradients."""
+    """As `_moe_observed`, but also returns the tensor of what the gradients need, and the numbers of rows (see
+    `flashmoe.engines.base.Engine.call_and_keep`). `main_grad` matters only for the backward pass, which gets it."""
     return _kept(_bound(_KEPT, args, kwargs))
 
 
@@ -296,8 +296,8 @@ def _gradients_of_named(of_call: _OfCall, options: Mapping[str, Any], wanted: Se
 def _write_gradients(
     of_call: _OfCall, options: Mapping[str, Any], results: Mapping[str, Tensor], accumulates: bool = False
 ) -> None:
-    """Writes the gradients to `results`, by name. `accumulates`: those of weights and biases are added to what is
-    there."""
+    """Writes the gradients to `results`, by name. With `accumulates`, those of weights and biases are added to the
+    contents of `results`."""
     read = of_call.named() | {"y": of_call.grad.contiguous()}
     if of_call.logits_grad is not None:
         read["router_logits"] = of_call.logits_grad.contiguous()
@@ -306,8 +306,9 @@ def _write_gradients(
 
 
 class _Kept(torch.autograd.Function):
-    """`moe_kept` without PyTorch's way to an operator, which takes the host a millisecond. In a group of GPUs the
-    device would wait for this, since the host reads how many rows there are (docs/measured.md)."""
+    """Does what `moe_kept` does, but not as an operator, because PyTorch's way to an operator takes the host a
+    millisecond. In a group of GPUs the device would wait for this, since the host reads from it in each call how many
+    rows there are (docs/measured.md)."""
 
     @staticmethod
     def forward(ctx: Any, number: int, options: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -368,15 +369,16 @@ moe_backward = torch.library.custom_op(
     f"str[] given, str[] wanted, {_OPTION_SCHEMA}) -> Tensor[]",
 )
 
-# The missing backward pass is an operator too: PyTorch traces it for its shapes, and it raises where it is executed. If
-# the formula itself raised, torch.compile would fail while it prepares a forward pass that asks for gradients.
+# The backward pass of operators that have none is an operator, too, which raises an error when it is executed: PyTorch
+# can trace it for its shapes. If `_refused` itself raised the error, torch.compile would fail while it prepares a
+# forward pass that asks for gradients.
 no_backward = torch.library.custom_op("flashmoe::no_backward", _no_backward, mutates_args=())
 
 
 def call(number: int | None, tensors: Tensors, options: Options, main_grad: bool = False) -> Tensor:
-    """A call of the operator, within autocast as autocast has it. `number` is its context's; None: the context is the
-    one that is kept for calls of these shapes. Bypasses PyTorch where PyTorch has no part in the call, because
-    PyTorch's way to an operator takes the host as long as the call itself (docs/measured.md)."""
+    """A call of the operator, changed as autocast requires within autocast. `number` is that of its context; None: the
+    context that is kept for calls of these shapes. If PyTorch need not see the call, it is made without the operator,
+    because PyTorch's way to an operator takes the host as long as the call itself (docs/measured.md)."""
     try:
         tensors, options = as_autocast(tensors, options, main_grad)
         if number is None:
@@ -396,10 +398,10 @@ def _is_on_meta(tensors: Tensors) -> bool:
 
 def saving_contexts() -> tuple[Any, Any]:
     """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=saving_contexts)``: what calls of
-    the layer keep is saved, and only what is around them is computed again.
+    the layer keep is saved, and only the operations around these calls are computed again.
 
-    Without it a backward pass makes each call once more, on all ranks alike. Under ``torch.compile`` it is needed,
-    because PyTorch cannot compile that an operator with effects is computed again.
+    Without `saving_contexts`, a backward pass makes each call once more, on all ranks alike. Under ``torch.compile`` it
+    is needed, because PyTorch cannot compile code that computes an operator with effects again.
     """
     return create_selective_checkpoint_contexts([torch.ops.flashmoe.moe_kept.default])
 
@@ -408,8 +410,8 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
     """Raises `InvalidArgument` for a tensor, which it names, that is no tensor of PyTorch, or is sparse or nested.
     Raises `NotImplementedError` if a tensor carries a forward-mode derivative, as under ``torch.func.jvp``.
 
-    To be called before the operator. For the former, PyTorch has errors of its own. Of a tensor with a derivative,
-    PyTorch passes only the values, and takes the result for a constant.
+    To be called before the operator, because PyTorch itself would raise errors of other types for the wrong tensors,
+    and would ignore a tensor's derivative and take the result for a constant.
     """
     for name, tensor in tensors.items():
         if tensor is None and name not in REQUIRED:
@@ -428,9 +430,9 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
 
 @moe.register_fake
 def _(*args: Any, **kwargs: Any) -> Tensor:
-    """y, [T, H], contiguous, of x's dtype, or bfloat16 for x in FP8. The arguments are checked by the call, not here.
-    One check is needed: if a tensor is on the device ``meta``, all must be, or y would be memory that nobody has
-    written to."""
+    """y, [T, H], contiguous, of x's dtype, or bfloat16 for x in FP8. The call checks the arguments, this function does
+    not, with one exception: if a tensor is on the device ``meta``, all must be there. PyTorch then makes no call, and a
+    y on another device would be memory that nobody has written to."""
     return _fake(_bound(_SIGNATURE, args, kwargs))
 
 
@@ -468,7 +470,7 @@ def _fake_kept(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         return torch.empty(2, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
     if cuda_training.missing(tensors, False):
         size, counts = 0, 0
-    elif getattr(contexts.get(given["context"]), "ranks", 1) != 1:  # the size depends on how many rows it receives
+    elif getattr(contexts.get(given["context"]), "ranks", 1) != 1:  # the size depends on how many rows arrive
         size, counts = torch.library.get_ctx().new_dynamic_size(), len(cuda_training.ALONE)
     else:
         size, counts = tensors.x.shape[0] * cuda_training.kept_token_bytes(tensors, options), 0
@@ -518,8 +520,8 @@ def _save(
     arguments: Sequence[str | None],
 ) -> None:
     """Saves what `_gradients` needs: the call's `tensors` by name, and the names of its `arguments` in their order.
-    With `main_grad` the parameters are kept as they are, too: saved tensors may be other objects later (checkpointing
-    detaches them), without that attribute."""
+    With `main_grad`, `ctx` also holds the parameters themselves, because saved tensors may come back as other objects
+    (checkpointing detaches them) that lack the attribute `main_grad`."""
     given = {name: each for name, each in tensors.items() if each is not None}
     ctx.set_materialize_grads(False)
     ctx.context, ctx.options = context, {name: options[name] for name in OPTIONS}
@@ -531,7 +533,7 @@ def _save(
 def _gradients(ctx: Any, grad: Tensor | None, load: None, logits: Tensor | None, *_: None) -> tuple[Any, ...]:
     """One gradient per argument of the call. None for arguments that need none, or whose gradient is added to a
     `main_grad`."""
-    saved = ctx.saved_tensors  # checkpointing makes calls here, which report their own errors
+    saved = ctx.saved_tensors  # checkpointing makes calls here; they tell their own errors
     try:
         return _gradients_of(ctx, saved, grad, logits)
     except Exception as error:
@@ -564,7 +566,7 @@ def _accumulate(
 ) -> list[Any]:
     """As `_gradients_of_named`, but adds the gradients of `parameters` to their `main_grad`, and returns None for
     them."""
-    if torch.is_grad_enabled():  # create_graph: nobody would notice what is missing
+    if torch.is_grad_enabled():  # create_graph: second derivatives would be wrong without an error
         raise _no_second_derivatives()
     sums = {name: _main_grad_of(name, parameters[name]) for name in wanted if name in parameters}
     others = of_call.empty({"x", *wanted} - sums.keys())

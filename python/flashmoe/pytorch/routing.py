@@ -1,5 +1,5 @@
-"""The router's rule in PyTorch, for a router of another type than x: the operator multiplies tensors of one type
-only."""
+"""The router's rule in PyTorch, for a router whose type differs from that of x, because the operator only multiplies
+tensors of one type."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Routed(NamedTuple):
 
 
 def route(x: Tensor, router: Tensor, bias: Tensor | None, choice_bias: Tensor | None, options: Options) -> Routed:
-    """The routing of x [T, H] by router [E, H], in float32, as `options` say. Of experts that are equally good the
-    lower ids are chosen, as the operator does."""
+    """The routing of x [T, H] by router [E, H], in float32, as `options` say. Among experts with equal values, those
+    with the lower ids are chosen, as by the operator."""
     logits = torch.nn.functional.linear(x.float(), router.float(), None if bias is None else bias.float())
     if options.round_logits:
         logits = logits.to(x.dtype).float()
@@ -32,7 +32,7 @@ def route(x: Tensor, router: Tensor, bias: Tensor | None, choice_bias: Tensor | 
     weights = scores.gather(1, ids)
     if options.renormalize and options.score == "sigmoid":
         weights = weights / (weights.sum(dim=1, keepdim=True) + LEAST_SUM)
-    elif options.renormalize:  # from the chosen logits alone: other scores may make up all of the sum
+    elif options.renormalize:  # from logits, because the chosen scores may all round to 0 beside others
         weights = logits.gather(1, ids).softmax(dim=1)
     return Routed(logits, ids, (weights * options.routed_scale).contiguous())
 
@@ -51,5 +51,5 @@ def _choice_values(logits: Tensor, scores: Tensor, choice_bias: Tensor | None, o
 
 
 def _chosen(values: Tensor, count: int) -> Tensor:
-    """The places of the largest values of each row; of equal ones the first."""
+    """The columns of the `count` largest values of each row; among equal values, the first columns."""
     return values.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()

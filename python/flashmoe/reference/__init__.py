@@ -1,9 +1,9 @@
 """The definition of the operator, in float64: what every engine must compute, and nothing about how.
 
-The reference shares no code with the engines: numpy, one plain loop over the experts, all experts' weights in one
-place. It takes the names and the defaults of its arguments from the tables that `flashmoe.moe` has them from. `forward`
-has the layer, `backward` its gradients. `routing`, `activations` and `quantised` are the parts of both.
-`flashmoe.tolerance` says how far an engine may be off.
+The reference shares no code with the engines. It uses NumPy, has one plain loop over the experts, and takes the weights
+of all experts in one place. The names and the defaults of its arguments come from the same tables as those of
+`flashmoe.moe`. `forward` has the layer, `backward` its gradients. `routing`, `activations` and `quantised` have what
+both need. `flashmoe.tolerance` says how far an engine may be off.
 """
 
 from .activations import activate, activate_backward

@@ -27,8 +27,8 @@ def moe_gradients(
     of router_logits.
 
     The arguments are those of `moe_reference`, without scales. Each of R ranks has its own part of the weights'
-    gradients; the parts add up. Which experts a token has is taken as fixed: neither choice nor drop has a derivative.
-    With `round_logits`, rounding is taken for the identity, which it nearly is.
+    gradients; the parts add up. A token's experts are taken as fixed, because neither the choice of experts nor what a
+    capacity drops has a derivative. With `round_logits`, the derivative of rounding is taken to be 1.
     """
     t, o = given_tensors(x, gate_up_proj, down_proj, given)
     how, logits, topk_ids, topk_weights = o.of_layer(), None, t.topk_ids, t.topk_weights
@@ -116,8 +116,8 @@ def _experts(
 def of_logits(
     logits: np.ndarray, ids: np.ndarray, of_weights: np.ndarray, **options: Unpack[LayerOptions]
 ) -> np.ndarray:
-    """[T, E]: the gradients of logits, from those of the weights of the chosen experts `ids`, all of which count in the
-    weights' sum."""
+    """[T, E]: the gradients of logits, from `of_weights`, those of the weights of the chosen experts `ids`. All chosen
+    experts, dropped ones too, count in the sum that divides the weights."""
     rule = Options(**options)
     g = scores(logits, rule.score)
     chosen = np.take_along_axis(g, ids, axis=1)

@@ -26,7 +26,7 @@ class ReferenceResult:
     topk_weights: np.ndarray
     """float64 [T, K]: the weights of the pairs, including dropped ones."""
     dropped: int
-    """(token, k) pairs dropped."""
+    """The number of (token, k) pairs that the capacity dropped."""
     scale: float
     """Root of the sum, over all pairs, of the squared norm of the pair's term in y. Terms may cancel in y. An engine's
     error is relative to the terms, and so to this scale (see `flashmoe.tolerance`)."""
@@ -113,7 +113,8 @@ def given_tensors(x: Any, gate_up_proj: Any, down_proj: Any, given: Given) -> tu
 
 
 def _numbers(t: Tensors, o: Options) -> list[Any]:
-    """What the experts see of x, and the four matrices, not transposed, in float64; None for what is not given."""
+    """The rows of x as the experts multiply them, and the four matrices, not transposed: all in float64, None for a
+    matrix that is not given."""
     given = t.gate_up_proj, t.down_proj, t.shared_gate_up, t.shared_down
     rows, *matrices = (None if each is None else np.asarray(each, np.float64) for each in (t.x, *given))
     if t.gate_up_scale is not None:
@@ -145,7 +146,7 @@ def computed_choices(ids: np.ndarray, capacity_factor: float | None, experts: in
     """`ids` with -1 for choices that a capacity drops."""
     if capacity_factor is None:
         return ids
-    capacity = max(1, math.ceil(capacity_factor * ids.size / experts))  # the product may be too small for a float
+    capacity = max(1, math.ceil(capacity_factor * ids.size / experts))  # 1 also if the product underflows to 0
     for expert in range(experts):
         tokens, choices = np.nonzero(ids == expert)
         ids[tokens[capacity:], choices[capacity:]] = -1

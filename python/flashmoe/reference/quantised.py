@@ -57,7 +57,7 @@ def scaled_rows(elements: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def rows_are_quantised(matrices: np.ndarray) -> bool:
-    """Whether rows are quantised, too, beside matrices of this type: not beside e2m1."""
+    """Whether the rows that multiply matrices of this type are quantised, too: for e4m3 they are, for e2m1 not."""
     return matrices.dtype != np.uint8
 
 

@@ -59,8 +59,8 @@ def choose(values: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def weigh(logits: np.ndarray, ids: np.ndarray, **options: Unpack[LayerOptions]) -> np.ndarray:
-    """Scores of logits [T, E] at ids [T, K], divided by their sum over these ids if `renormalize`, times
-    `routed_scale`."""
+    """The weights [T, K] of the experts `ids` [T, K]: their scores by `logits` [T, E], divided by the sum of these K
+    scores if `renormalize`, times `routed_scale`."""
     rule = Options(**options)
     if rule.score == "sigmoid":
         chosen = np.take_along_axis(scores(logits, rule.score), ids, axis=1)
@@ -80,8 +80,8 @@ def route(
     choice_bias: np.ndarray | None = None,
     **options: Unpack[LayerOptions],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits [T, E], and ids and weights [T, K], for tokens x [T, H] as the layer is given them. A token without a
-    choice (`no_choice`) has ids of -1 and weights of NaN."""
+    """Logits [T, E], and ids and weights [T, K], for tokens x [T, H] as the layer is given them. A token for which no
+    choice can be made (`no_choice`) has ids of -1 and weights of NaN."""
     logits = router_logits(x, router, router_bias)
     if Options(**options).round_logits:
         logits = logits.astype(x.dtype).astype(np.float64)
@@ -97,10 +97,10 @@ def route(
 def check_topk(logits: np.ndarray, ids: np.ndarray, slack: float | np.ndarray = 0.0) -> np.ndarray:
     """bool [T]: which tokens' `ids` [T, K] are a valid top-k of the float64 `logits` [T, E].
 
-    Valid: distinct, in order of descending logit, and no expert left out has a larger logit than one chosen.
+    Valid: distinct, in order of descending logit, and no expert that is not chosen has a larger logit than one that is.
     An engine that computes logits in float32 may misjudge two that are nearly equal: `slack` (one number, or
     one per token) is the difference up to which either order is accepted. With slack 0, equal logits must
-    come lower id first. A -1 (a pair that the capacity dropped) may stand for any expert left out.
+    come lower id first. A -1 (a pair that the capacity dropped) may stand for any expert that is not in `ids`.
     """
     slack = np.broadcast_to(slack, len(logits))
     valid = [_is_topk(*row) for row in zip(logits, np.asarray(ids), slack, strict=True)]
@@ -112,7 +112,7 @@ def _is_topk(logits: np.ndarray, ids: np.ndarray, slack: float) -> bool:
     if len(np.unique(kept)) < len(kept) or not ((kept >= 0) & (kept < len(logits))).all():
         return False
     left_out = np.setdiff1d(np.argsort(-logits, kind="stable"), kept, assume_unique=True)  # by descending logit
-    order = np.concatenate([kept, left_out[len(ids) - len(kept) :][:1]])  # a -1 may stand for the largest of these
+    order = np.concatenate([kept, left_out[len(ids) - len(kept) :][:1]])  # n times -1 stand for the n largest left out
     values = logits[order]
     largest_after = np.maximum.accumulate(values[::-1])[::-1][1:]
     if slack == 0.0:

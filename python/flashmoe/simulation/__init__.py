@@ -32,7 +32,7 @@ class Simulated:
     """How much sooner the call would be over if links took no time: the communication that nothing hides."""
     first_task_us: float
     last_task_us: float
-    """From the call's begin to the begin of the first task, and to the end of the last one."""
+    """The times from the beginning of the call to the beginning of the first task, and to the end of the last one."""
     busy_us: float
     """How long a GPU's thread blocks have tasks, on average."""
     nvlink_bytes: int
@@ -54,10 +54,10 @@ def simulate(
 ) -> Simulated:
     """Simulate one call of a layer of this shape, bfloat16, of `tokens` tokens on each of `machines` x `gpus` GPUs.
 
-    `nic_gb_s` is what a GPU's network interface carries each way, in GB/s. Tokens choose experts evenly, drawn by
-    `seed`. Several machines choose alike; of these only the first machine's ranks are simulated, unless `folded` is
-    False. `return_mode` and `profile` are as in `flashmoe.Context`, by default as built in; several machines have
-    ``"reduced"`` alone.
+    `nic_gb_s` is what a GPU's network interface carries each way, in GB/s. Tokens choose experts at random, by `seed`,
+    each expert with the same probability. If there are several machines, the tokens of all choose alike, seen from
+    their own machine. So only the first machine's ranks are simulated, unless `folded` is False. `return_mode` and
+    `profile` are as in `flashmoe.Context`, by default as built in; several machines have only ``"reduced"``.
     Raises `InvalidArgument` for what cannot be simulated: see docs/simulation.md.
     """
     call = _call(shape, tokens, machines, gpus, nic_gb_s, seed)
@@ -86,8 +86,8 @@ def simulate(
 
 
 def timeline(shape: ModelShape, *, tokens: int, gpus: int) -> list[list[Event]]:
-    """What the clusters (of two thread blocks each) of each GPU do when in the simulated call, as
-    `flashmoe.trace.write_timeline` takes it. The arguments are those of `simulate`, for one machine."""
+    """What the clusters (of two thread blocks each) of each GPU do in the simulated call, and when, in the form that
+    `flashmoe.trace.write_timeline` takes. The arguments are those of `simulate`, for one machine."""
     call = _call(shape, tokens, 1, gpus, _NIC_GB_S, 1) | {"spans": 1}
     machine, times = _machine(shape, tokens, _NIC_GB_S), inputs.task_times(shape)
     result = _ffi.library().simulate(call, order_of({}), machine, times)
@@ -100,7 +100,7 @@ def timeline(shape: ModelShape, *, tokens: int, gpus: int) -> list[list[Event]]:
 def _call(
     shape: ModelShape, tokens: int, machines: int, gpus: int, nic_gb_s: float, seed: int
 ) -> dict[str, int | float | str]:
-    """What the library takes of a call, with the engine's own choices. Raises `InvalidArgument`."""
+    """The description of a call that the library takes. Raises `InvalidArgument`."""
     for name, value, most in (
         ("tokens", tokens, MOST_TOKENS),
         ("machines", machines, MOST_RANKS),
@@ -128,7 +128,7 @@ def _call(
 
 
 def _machine(shape: ModelShape, tokens: int, nic_gb_s: float) -> dict[str, float]:
-    """What the library takes of the GPUs and their links."""
+    """The description of GPUs and links that the library takes."""
     return inputs.GPU | {
         "nic_gb_s": nic_gb_s,
         "network_us": inputs.NETWORK_US,

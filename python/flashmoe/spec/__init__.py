@@ -1,7 +1,7 @@
 """What a layer is: its sizes and options, element types, and how its weights are stored.
 
-- `options`: every option of a layer and of a call, said once
-- `tensors`: every tensor of a call, said once
+- `options`: the table of all options of a layer and of a call
+- `tensors`: the table of all tensors of a call
 - `values`: the values that options may have, and their checks
 - `encodings`: element types, quantised matrices, and the bytes of rows
 - `layer`: `LayerSpec`, which puts them together

@@ -9,7 +9,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Element types of a layer's x and y, and of weights that are not quantised."""
 
 FP8 = "float8_e4m3fn"
-"""Element type of quantised weights and rows."""
+"""One of the two types of quantised weights, and the type of quantised rows."""
 
 MXFP4 = "mxfp4"
 """The other type of quantised weights: e2m1 in blocks of 32, each with a scale in e8m0 (OCP Microscaling Formats)."""
@@ -17,10 +17,10 @@ MXFP4 = "mxfp4"
 ELEMENT_TYPES = (*DTYPES, FP8, MXFP4)
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
-"""Bytes of an element, for the types that rows have."""
+"""Bytes of an element, for the types that rows can have."""
 
 WEIGHT_SCALES = ("none", "tensor", "row", "block")
-"""What shares a scale in a quantised matrix: all numbers, those of a row, or those of a block (`Encoding.block`)."""
+"""Which numbers of a quantised matrix share a scale: all, those of a row, or those of a block (`Encoding.block`)."""
 
 SCALE_BLOCK = 128
 """Elements of a quantised row that share a scale."""
@@ -36,12 +36,13 @@ class Encoding:
     name: str
     """The short name of that type."""
     suffixes: tuple[str, str]
-    """The names of the tensors with elements and with scales end so, after the name of merged experts' matrices."""
+    """What stands behind the name of merged experts' matrices in the names of two tensors: the one with the elements,
+    and the one with the scales."""
     stored: str
     """Element type of the tensor that has the elements."""
     packed: int
-    """Length of that tensor's last axis, which is one block; the axis before it counts blocks. 0: it has the matrix's
-    axes."""
+    """The length of that tensor's last axis if it is packed: this axis has the bytes of one block, and the axis before
+    it counts blocks. 0: the tensor is not packed, and has the axes of the matrices."""
     block: tuple[int, int]
     """Rows and columns of a matrix that share a scale, where scales belong to blocks."""
     scale: str
@@ -51,7 +52,7 @@ class Encoding:
     rows_quantised: bool
     """Whether the rows that the matrix multiplies are quantised, too (docs/fp8.md); otherwise they have y's type."""
     whole_blocks: bool
-    """Whether the columns of a matrix must be a multiple of a block's; otherwise the last block may be smaller."""
+    """Whether a matrix must consist of whole blocks of columns; otherwise the last block may be smaller."""
 
     def numbers(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the matrices whose elements are in a tensor of this shape."""
@@ -68,7 +69,7 @@ class Encoding:
         return (*lead, columns // self.block[1], self.packed)
 
     def scale_columns(self, columns: int) -> int:
-        """The number of scales in a row of blocks."""
+        """The number of scales in a row of blocks, for a matrix with so many columns."""
         return -(-columns // self.block[1])
 
 
@@ -112,15 +113,15 @@ def row_bytes(elements: int, dtype: str) -> int:
 
 
 def scale_blocks(elements: int) -> int:
-    """Scales of a quantised row, or of a row of blocks of weights. The last may cover fewer than `SCALE_BLOCK`
-    elements."""
+    """The number of scales of a quantised row, or of a row of blocks of weights, in FP8. The last scale may cover fewer
+    than `SCALE_BLOCK` elements."""
     return -(-elements // SCALE_BLOCK)
 
 
 def element_types(dtype: str, weights: str = "", x: str = "") -> dict[str, str]:
-    """The element types of a `LayerSpec` whose y is of `dtype`, by the names of its fields. The engines have only these
-    combinations. `weights`: `dtype`, the default, or one of `ENCODINGS`. `x`, as it is given: `dtype`, the default, or
-    `FP8`."""
+    """The element types of a `LayerSpec` whose y is of `dtype`, by the names of its fields. The engines support only
+    the combinations that this function returns. `weights`: `dtype`, the default, or one of `ENCODINGS`. `x`, as the
+    caller gives it: `dtype`, the default, or `FP8`."""
     weights = weights or dtype
     rows = weights if weights == dtype or ENCODINGS[weights].rows_quantised else dtype
     return {

@@ -24,9 +24,10 @@ _OfOptions = make_dataclass(
 class LayerSpec(_OfOptions):
     """A layer of E experts: ``y[t] = sum_k w[t, k] * (down[e] @ act(gate_up[e] @ x[t]))``, see `flashmoe.moe`.
 
-    Besides the fields below it has those options of `flashmoe.spec.options` that are a layer's as they are. C++ has the
-    same struct (include/flashmoe/spec/layer.h) and takes it by the names of the fields. What belongs to a call is not
-    in it: the tokens, the tensors' addresses, the experts' placement, and options such as `strict` and `redispatch`.
+    Besides the fields below it has a field for each option of `flashmoe.spec.options` with `Option.in_layer`. C++ has
+    the same struct (include/flashmoe/spec/layer.h) and reads it by the names of the fields. What belongs to a call is
+    not in it: the tokens, the tensors' addresses, the experts' placement, and options such as `strict` and
+    `redispatch`.
     """
 
     hidden: int
@@ -67,23 +68,23 @@ class LayerSpec(_OfOptions):
     intermediate_type: str = "bfloat16"
     """Element type of the activated rows between the two products."""
     y_type: str = "bfloat16"
-    """One of `DTYPES`: element type of y [T, H], of the router, the shared expert's gate and all biases."""
+    """One of `DTYPES`: element type of y [T, H], of the router, of the shared expert's gate and of all biases."""
     return_type: str = "bfloat16"
     """Element type of the experts' weighted rows, and of a rank's sums of them, on their way home."""
     return_mode: str = "direct"
-    """One of `RETURN_MODES`: each expert's row travels home, or a rank's sum of a token's rows. A layer that a context
-    is made for may also have ``auto``."""
+    """One of `RETURN_MODES`: each expert's row travels home, or a rank's sum of a token's rows does. The layer for
+    which a context is made may also have ``auto``."""
     capacity_factor: float = 0.0
-    """An expert keeps ceil(capacity_factor * (T * K) / E) of each rank's (token, k) pairs; 0: all of them."""
+    """An expert takes at most ceil(capacity_factor * (T * K) / E) of each rank's (token, k) pairs; 0: all of them."""
 
     @property
     def parts(self) -> int:
-        """The slices of all experts. A placement has an entry for each."""
+        """The number of slices of all experts. A placement has an entry for each slice."""
         return self.experts * self.slices
 
     @property
     def choices(self) -> int:
-        """The slices of a token's experts. All are computed for the token."""
+        """The number of slices of a token's K experts. All are computed for the token."""
         return self.top_k * self.slices
 
     @property
@@ -113,12 +114,12 @@ class LayerSpec(_OfOptions):
 
     @property
     def encoding(self) -> Encoding | None:
-        """How the weights are stored, if they are quantised."""
+        """How the weights are stored, if they are quantised; otherwise None."""
         return ENCODINGS.get(self.weight_type)
 
     @property
     def quantised(self) -> bool:
-        """Whether rows are quantised, as they are sent and multiplied: with weights of `FP8`."""
+        """Whether rows are quantised before they are sent and multiplied, as they are with weights of `FP8`."""
         return self.token_type == FP8
 
     @property

@@ -1,9 +1,9 @@
 """The options of a layer and of a call: the one place that says each option's name, type, default, check and text.
 
-What else names options is made from these tables: `Options`, which calls carry; the fields of `LayerSpec`; the
-signatures and the help of `flashmoe.moe` and `flashmoe.nn.MoE`; the schema of PyTorch's operator; what the references
-and their tolerances take; and docs/options.md. An option that the engines compute has one more name, in C++
-(include/flashmoe/spec/layer.h). docs/extending.md says how one is added.
+Everything else that names options is made from these tables: `Options`, which calls carry; the fields of `LayerSpec`;
+the signatures and the help of `flashmoe.moe` and `flashmoe.nn.MoE`; the schema of PyTorch's operator; the arguments of
+the references and their tolerances; and docs/options.md. An option that changes what the engines compute is named once
+more, in C++ (include/flashmoe/spec/layer.h). docs/extending.md says how to add an option.
 """
 
 # No `from __future__ import annotations`: the tables below read their annotations as objects.
@@ -30,17 +30,17 @@ from .values import (
 )
 
 ROUTER = "router"
-"""Belongs to a router; refused with given routing."""
+"""`Option.of` for an option of the router: with given routing it is refused."""
 CLAMPED = "clamped_swiglu"
-"""Belongs to this activation."""
+"""`Option.of` for an option of this activation alone."""
 GATE = "gate"
-"""Belongs to activations with a gate."""
+"""`Option.of` for an option of activations with a gate."""
 
 Placement = Sequence[int | Sequence[int]]
 """Who holds expert 0, 1, ..: a rank, or the ranks that have a copy. See `flashmoe.placement`."""
 
 Check = Callable[[str, Any], Any]
-"""(name, value) -> the value, of its own type. Raises `InvalidArgument`."""
+"""(name, value) -> the value, converted to the option's type. Raises `InvalidArgument`."""
 
 
 class Option(NamedTuple):
@@ -48,11 +48,11 @@ class Option(NamedTuple):
 
     default: Any
     check: Check | None
-    """None: what the value may be depends on the context or on the tensors, and is checked with them."""
+    """Checks a value. None: which values are allowed depends on the context or on the tensors; `arguments` checks."""
     text: str
     of: str = ""
-    """`ROUTER`, `CLAMPED` or `GATE`: without that the option must have its default. Empty: it belongs to every
-    layer."""
+    """`ROUTER`, `CLAMPED` or `GATE`: a layer that lacks this must have the option's default. Empty: every layer may
+    have the option."""
     in_layer: bool = True
     """Whether `LayerSpec` has a field of this name, with this default."""
 
@@ -97,7 +97,7 @@ class LayerOptions(TypedDict, total=False):
             _among(SCORES),
             "With a router: ``'softmax'`` of the logits of all E experts, or ``'sigmoid'`` of each logit.",
             of=ROUTER,
-            in_layer=False,  # with given routing there is none: LayerSpec.routing
+            in_layer=False,  # LayerSpec.routing has the score, or "given"
         ),
     ]
     round_logits: Annotated[
@@ -269,7 +269,7 @@ _NAMES: Mapping[Any, Any] = {Activation: str, Score: str, ReturnChoice | None: s
 TYPES: Mapping[str, Any] = {
     name: _NAMES.get(get_args(each)[0], get_args(each)[0]) for name, each in OperatorOptions.__annotations__.items()
 }
-"""The type of each; str of one that has names, which its text or its check lists."""
+"""The type of each option. If an option's values are names, the type is `str`, and its text or check lists them."""
 
 
 def type_name(kind: Any) -> str:
@@ -282,30 +282,30 @@ def type_name(kind: Any) -> str:
 
 
 OF_ROUTER = tuple(name for name, option in OPTIONS.items() if option.of == ROUTER)
-"""The options that only a router has."""
+"""The names of the options of a router; see `ROUTER`."""
 
 
 class Options(namedtuple("_Options", OPTIONS, defaults=[option.default for option in OPTIONS.values()])):
-    """A value for each of `OPTIONS`; by default its default."""
+    """A value for each of `OPTIONS`. A value that is not given is the option's default."""
 
     __slots__ = ()
 
     def of_given_routing(self) -> "Options":
-        """Without those of a router."""
+        """These options for a call with given routing: the options of a router get their defaults."""
         return self._replace(**{name: OPTIONS[name].default for name in OF_ROUTER})
 
     def of_layer(self) -> LayerOptions:
-        """Those of `LayerOptions`, as keyword arguments."""
+        """The options of `LayerOptions`, as keyword arguments."""
         return {name: getattr(self, name) for name in LayerOptions.__annotations__}
 
     def in_layer(self) -> dict[str, Any]:
-        """Those that are fields of a `LayerSpec` as they are."""
+        """The options that are fields of `LayerSpec`; see `Option.in_layer`."""
         return {name: getattr(self, name) for name, option in OPTIONS.items() if option.in_layer}
 
 
 def checked_values(options: Options) -> Options:
-    """`options`, in which all values that can be checked alone are checked and have their own types. Raises
-    `InvalidArgument`."""
+    """`options` after all checks that need neither context nor tensors; the checked values have their options' types.
+    Raises `InvalidArgument`."""
     checked = Options(
         *(
             value if option.check is None else option.check(name, value)
@@ -324,7 +324,7 @@ def checked_values(options: Options) -> Options:
 
 
 def refuse_of_router(options: Options) -> None:
-    """Raises `InvalidArgument` for an option of a router, given with routing."""
+    """Raises `InvalidArgument` if an option of a router is not its default. Called if the routing is given."""
     for name in OF_ROUTER:
         if getattr(options, name) != OPTIONS[name].default:
             raise InvalidArgument(f"{name}: expected router with it, got topk_ids and topk_weights")

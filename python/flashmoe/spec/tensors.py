@@ -1,7 +1,7 @@
 """The tensors of a call: the one place that says each tensor's name, part in the call, and text.
 
-`Tensors`, which calls carry, the signature and the help of `flashmoe.moe`, the schema of PyTorch's operator and
-docs/options.md are made from this table. What shapes and types the tensors must have is checked in `arguments`.
+From this table are made: `Tensors`, which calls carry; the signature and the help of `flashmoe.moe`; the schema of
+PyTorch's operator; and docs/options.md. `arguments` checks the shapes and types of the tensors.
 """
 
 # No `from __future__ import annotations`: the table's annotations are read as objects.
@@ -28,9 +28,9 @@ class CallTensors(TypedDict, total=False):
     """What `flashmoe.moe` takes besides x, gate_up_proj and down_proj.
 
     Scales belong to quantised tensors: float32 for FP8 (docs/fp8.md), uint8 for MXFP4 (docs/mxfp4.md), contiguous. The
-    tensors that the call writes to are contiguous and lie where x is. On a GPU the launch writes them, also in a
-    replayed graph. Where PyTorch is given an operator, an operation after this operator writes them. Their contents are
-    undefined after a call that fails.
+    tensors that the call writes to are contiguous and on the device of x. On a GPU the kernel writes to them, also in a
+    replayed graph. If PyTorch sees the call as an operator, operations after this operator write to them. Their
+    contents are undefined after a call that fails.
     """
 
     router: Annotated[
@@ -150,7 +150,7 @@ def _of(*parts: str) -> tuple[str, ...]:
 
 
 PARAMETERS = ("gate_up_proj", "down_proj", *(name for name in _of(WEIGHT) if name != "choice_bias"))
-"""Weights and biases, which have gradients. `choice_bias` moves a choice, which has no derivative."""
+"""Weights and biases that have gradients. `choice_bias` has none, because it only changes the choice of experts."""
 SCALES = _of(SCALE, OF_X)
 FLOATS = (*REQUIRED, *_of(WEIGHT, SCALE, OF_X))
 """x, weights and biases, and scales, in the order in which the CPU engine's library takes them."""
@@ -169,26 +169,26 @@ class Tensors(namedtuple("_Tensors", (*REQUIRED, *OPTIONAL), defaults=[None] * l
 
     @property
     def floats(self) -> tuple[Any, ...]:
-        """Those of `FLOATS`."""
+        """The tensors that `FLOATS` names."""
         return _floats(self)
 
     @property
     def read(self) -> tuple[Any, ...]:
-        """Those of `READ`."""
+        """The tensors that `READ` names."""
         return _read(self)
 
     @property
     def of_layer(self) -> tuple[Any, ...]:
-        """Those of `OF_LAYER`."""
+        """The tensors that `OF_LAYER` names."""
         return _of_layer(self)
 
     @property
     def written(self) -> tuple[Any, Any]:
-        """Those of `WRITTEN`."""
+        """The tensors that `WRITTEN` names."""
         return self.load, self.router_logits
 
 
-# Each call asks, and this is the fastest way.
+# These functions serve the properties above. Every call uses them, and attrgetter is the fastest way.
 _floats, _read, _of_layer = attrgetter(*FLOATS), attrgetter(*READ), attrgetter(*OF_LAYER)
 
 
@@ -200,7 +200,7 @@ _NAMES = frozenset(Tensors._fields)
 
 
 def parted(x: Any, gate_up_proj: Any, down_proj: Any, given: Mapping[str, Any]) -> tuple[Tensors, Options]:
-    """The tensors, and the options, of the arguments of a call, whose names are known to be right."""
+    """The arguments of a call, parted into its tensors and its options. All names must have been checked before."""
     tensors = {name: each for name, each in given.items() if name in _NAMES}
     options = {name: each for name, each in given.items() if name not in _NAMES}
     return Tensors(x, gate_up_proj, down_proj, **tensors), Options(**options)

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import InvalidArgument
 
 Activation = Literal["relu", "gelu", "silu", "swiglu", "geglu", "relu2", "clamped_swiglu", "gelu_tanh", "geglu_tanh"]
-"""The activations, as type checkers know them; the other values of options that are names are below."""
+"""The names of the activations, as type checkers know them. `Score` and `ReturnChoice` below are names like these."""
 
 _ACTIVATIONS: dict[Activation, tuple[Activation, str]] = {
     "relu": ("relu", "ReLU"),
@@ -27,7 +27,7 @@ _ACTIVATIONS: dict[Activation, tuple[Activation, str]] = {
     "gelu_tanh": ("gelu_tanh", "tanh GELU"),
     "geglu_tanh": ("gelu_tanh", "tanh GeGLU"),
 }
-"""For each name, its `PLAIN` and its title."""
+"""For each activation, its entry of `PLAIN` and its entry of `TITLES`."""
 
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
@@ -46,10 +46,10 @@ TITLES = {name: title for name, (_, title) in _ACTIVATIONS.items()}
 
 Score = Literal["softmax", "sigmoid"]
 SCORES: tuple[str, ...] = get_args(Score)
-"""What a router makes of its logits: their softmax over all E, or the sigmoid of each."""
+"""How a router computes scores from its logits: by the softmax over all E experts, or by the sigmoid of each logit."""
 
 ROUTINGS = ("given", *SCORES)
-"""Where a token's experts come from: the caller, or the largest of the router's scores."""
+"""Where a token's experts come from: the caller gives them, or a router chooses them by scores of one of `SCORES`."""
 
 RETURN_MODES = ("direct", "reduced")
 
@@ -57,14 +57,14 @@ ReturnChoice = Literal["direct", "reduced", "auto"]
 RETURN_CHOICES: tuple[str, ...] = get_args(ReturnChoice)
 """The return modes that a caller may ask for; ``auto`` leaves the choice to the context."""
 
-# What the C++ types hold: tokens 20 bits of a signal, tasks' columns 24 bits, an entry's k 16 bits.
+# Limits of the C++ types: tokens have 20 bits of a signal, columns of tasks 24 bits, and k of an entry 16 bits.
 MAX_TOKENS = 2**20 - 1
 MAX_RANKS = 1024
 MAX_EXPERTS = 8192
 MAX_WIDTH = 2**20  # H and I
-MAX_SLICES = 1023  # width of a shared expert, in I (protocol/task.h)
+MAX_SLICES = 1023  # slices of width I of a shared expert (protocol/task.h)
 MAX_GROUPS = 32  # groups of experts: each takes a lane of a warp
-# What the CUDA kernel's shared memory holds.
+# Limits of the CUDA kernel's shared memory.
 MAX_CUDA_TOKENS = 65536
 MAX_CUDA_EXPERTS = 1024
 MAX_CUDA_TOP_K = 32
@@ -72,8 +72,8 @@ MAX_CUDA_RANKS = 32
 
 
 def halves_of(activation: str, interleaved: bool) -> int:
-    """The number of parts, one after the other, of an expert's first matrix: gate rows and up rows, or all rows
-    together."""
+    """The number of parts that lie one after the other in an expert's first matrix: 2 if all gate rows come before all
+    up rows, else 1."""
     return 2 if activation in GATED and not interleaved else 1
 
 
@@ -82,7 +82,7 @@ def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int
     `high`."""
     try:
         number = operator.index(value)
-    except Exception:  # whatever a foreign type's __index__ raises
+    except Exception:  # another type's __index__ may raise anything
         number = low - 1
     if not low <= number <= high or isinstance(value, bool):
         raise InvalidArgument(f"{name}: expected an integer in [{low}, {symbol}{high}], got {value!r}")
@@ -91,7 +91,7 @@ def bounded(name: str, value: Any, low: int, high: int, symbol: str = "") -> int
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
     """`value`, checked to be one of `known`. Raises `InvalidArgument`."""
-    if not isinstance(value, str) or value not in known:  # a NumPy dtype is equal to its name, an array to nothing
+    if not isinstance(value, str) or value not in known:  # the type is checked because a NumPy dtype equals its name
         raise InvalidArgument(f"{name}: expected one of {', '.join(known)}, got {value!r}")
     return value
 
@@ -103,7 +103,7 @@ def dtype_named(name: str, value: Any, known: tuple[str, ...]) -> str:
         of_torch = type(value).__module__ == "torch" and str(value).startswith("torch.")
         try:
             value = str(value).removeprefix("torch.") if of_torch else np.dtype(value).name
-        except Exception:  # whatever NumPy, or a foreign type, raises; the message has the value as it was given
+        except Exception:  # NumPy or another type may raise anything; the message shows the given value
             pass
     return one_of(name, value, known)
 
@@ -112,20 +112,20 @@ def truth(name: str, value: Any) -> bool:
     """`value` as a bool; raises `InvalidArgument` for what is neither true nor false, such as an array."""
     try:
         return bool(value)
-    except Exception:  # whatever a foreign type's __bool__ raises
+    except Exception:  # another type's __bool__ may raise anything
         raise InvalidArgument(f"{name}: expected True or False, got {value!r}") from None
 
 
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 MIN_FLOAT32 = 2.0**-149
-"""The smallest number above 0."""
+"""The smallest number of float32 above 0."""
 
 
 def finite(name: str, value: Any) -> float:
     """`value` as a float that is a number in float32, in which the engines compute; raises `InvalidArgument`."""
     try:
         number = float(value)
-    except Exception:  # too large, or whatever a foreign type's __float__ raises
+    except Exception:  # an integer too large for a float, or any error of another type's __float__
         number = math.nan
     # Compared, because torch.compile cannot trace math.isfinite of a number that it takes for a variable.
     if not -MAX_FLOAT32 <= number <= MAX_FLOAT32 or isinstance(value, (str, bytes)):

@@ -1,4 +1,4 @@
-"""Hides a package from another package that imports it where it can, although nobody needs it yet."""
+"""Hides a package from another package that would import it if it is installed, although nothing needs it yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class _Hidden:
-    """A finder of modules that knows of one package that it is not there, in one thread."""
+    """A finder of modules that reports one package as missing, in one thread."""
 
     def __init__(self, package: str) -> None:
         self._package, self._thread = package, threading.get_ident()

@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, which the package runs without."""
+"""Pictures by matplotlib, which the rest of the package does not need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver of this machine says without use of a GPU."""
+"""Queries to this machine's NVIDIA driver that use no GPU."""
 
 from __future__ import annotations
 

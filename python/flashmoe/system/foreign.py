@@ -68,8 +68,8 @@ def read(path: str | Path, most: int) -> bytes:
 
 
 def parsed(content: bytes) -> Any:
-    """The value of JSON text in UTF-8. JSON does not say what an object with a repeated name means: such an object is
-    refused.
+    """The value of JSON text in UTF-8. An object that has a name twice is refused, because JSON does not say what it
+    means.
 
     Parsing takes up to 50 times as many bytes as `content` has, if it consists of lists in lists.
     """

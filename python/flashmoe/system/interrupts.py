@@ -1,5 +1,5 @@
-"""Holds Ctrl-C back while modules are imported. An import that Ctrl-C interrupts stays half done: NumPy cannot then be
-imported again in that process."""
+"""Holds Ctrl-C back while modules are imported, because an import that Ctrl-C interrupts stays half done: NumPy, for
+example, cannot be imported again in that process."""
 
 from __future__ import annotations
 

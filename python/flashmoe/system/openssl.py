@@ -9,5 +9,5 @@ _LIBRARY = "libssl.so.3"
 
 
 def library() -> str:
-    """The library: what ``FLASHMOE_OPENSSL`` names, else the name that the loader looks for."""
+    """The library's path that ``FLASHMOE_OPENSSL`` gives, else the name under which the loader finds libssl."""
     return os.environ.get("FLASHMOE_OPENSSL") or _LIBRARY

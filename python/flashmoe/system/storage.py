@@ -1,9 +1,9 @@
-"""A folder whose files nobody else has written: compiled kernels and measured profiles are kept in it.
+"""A folder whose files nobody else has written: compiled kernels and measured profiles are kept in such folders.
 
-What is read from it runs on the GPU, or decides what runs there. So a folder is used only if it belongs to this
-process's user or to root, and nobody else can write to it. The same holds for each of its files, which must be regular
-files. Files are opened relative to the folder that was checked, never through a link. A file gets its name only when it
-is whole.
+The files' content runs on the GPU, or decides what runs there. So a folder is used only if it belongs to this process's
+user or to root, and nobody else can write to it. The same holds for each of its files, which must be regular files.
+Files are opened relative to the folder that was checked, never through a link. A file gets its name only when it is
+complete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .foreign import KINDS, length
 
 _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LOOK_SECONDS = 0.05
-"""How often the process tries a lock that others hold: flock has no time limit of its own."""
+"""Seconds between two tries of a lock that another process holds. The lock is tried because flock has no time limit."""
 
 
 class Folder:
@@ -97,8 +97,8 @@ class Folder:
             return file.read()
 
     def replace(self, name: str, content: bytes) -> None:
-        """Put a file with this content in place of `name`. At any time there is a whole file of that name. Raises
-        `FlashMoEError` if the file cannot be written."""
+        """Put a file with this content in place of the file `name`. At any time, a file of that name is complete.
+        Raises `FlashMoEError` if the file cannot be written."""
         temporary = f"{name}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -123,8 +123,8 @@ class Folder:
             pass
 
     def sweep(self, prefix: str) -> None:
-        """Remove what killed processes have left half made under names that begin with `prefix`. The caller holds the
-        lock under which these are made."""
+        """Remove unfinished files and folders that killed processes have left, if their names begin with `prefix`. The
+        caller holds the lock under which such files are made, so that no process is still making one."""
         for name in self.names():
             if name.startswith(prefix) and name.endswith(".tmp"):
                 self.remove(name)
@@ -149,8 +149,8 @@ class Folder:
         """Hold the lock file `name`. The kernel releases it when this process ends, however it ends. Yields whether the
         lock is held: some file systems have no locks.
 
-        Nobody else can open the file, so only processes of this user can hold it. If one does, calls `when_held` once,
-        waits at most `seconds`, and then raises `FlashMoEError`.
+        Other users cannot open the file, so only processes of this user can hold the lock. If one does, this calls
+        `when_held` once, waits at most `seconds`, and then raises `FlashMoEError`.
         """
         try:
             descriptor = self.open(name, os.O_RDWR | os.O_CREAT)
@@ -201,8 +201,8 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 def _is_trusted(found: os.stat_result) -> bool:
-    """Whether a file or folder belongs to this process's user or to root, and others cannot write to it. Where a list
-    of permissions (ACL) lets anybody else write, the group's bit is set."""
+    """Whether a file or folder belongs to this process's user or to root, and others cannot write to it. If an access
+    control list (ACL) lets anybody else write, the bit for the group is set, too."""
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

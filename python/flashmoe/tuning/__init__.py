@@ -1,2 +1,2 @@
-"""The order of tasks on a GPU: the numbers that may be set (`knobs`), what measurements have found (`profiles`), and
-the search by which `flashmoe tune` measures (`search`)."""
+"""The order of tasks on a GPU: the numbers that a profile may set (`knobs`), profiles that were measured (`profiles`),
+and the search of `flashmoe tune` for the fastest one (`search`)."""

@@ -21,7 +21,7 @@ class Knob:
     tried: tuple[int, ...]
     """Values that `flashmoe tune` tries besides the built-in one."""
     alone: bool = True
-    """Whether the number has a meaning for a rank without peers."""
+    """Whether the number has an effect on a rank that is alone."""
     least: int = 1
 
 
@@ -36,7 +36,7 @@ PROFILE = {
 }
 """The numbers that a profile may set, by name; see `flashmoe.Context`."""
 BUILT_IN = 2**32 - 1
-"""To the library, a number that no profile sets: OrderPolicy::kBuiltIn of order.h."""
+"""What the library takes in place of a number that no profile sets: OrderPolicy::kBuiltIn of order.h."""
 
 
 def checked_profile(profile: Mapping[str, int]) -> dict[str, int]:
@@ -57,8 +57,8 @@ def order_of(profile: Mapping[str, int]) -> dict[str, int]:
 
 
 def stored_profile(setting: profiles.Setting) -> tuple[dict[str, int], str | None]:
-    """The profile that `flashmoe tune` has stored for contexts like this one, and the return mode. If the profile
-    cannot be used, warns and returns nothing: only speed depends on it."""
+    """The profile that `flashmoe tune` has stored for a context with this setting, and its return mode. If the profile
+    cannot be used, warns and returns an empty one, because only speed depends on it."""
     try:
         stored = profiles.lookup(setting)
         mode = stored.pop("return_mode", None)

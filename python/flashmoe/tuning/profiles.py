@@ -2,8 +2,8 @@
 
 The file is ``$FLASHMOE_PROFILES``, else ``profiles.json`` in the folder of compiled kernels. It is replaced as a whole,
 so a reader sees it before a change or after it. It is changed under a lock, so no writer undoes another's change.
-`storage` makes sure that no other user has written it. The package has a file of its own, ``measured.json``, of known
-models on several GPUs, which counts where the user's file says nothing of a layer.
+`storage` makes sure that no other user has written it. The package brings another file, ``measured.json``, with
+profiles of known models on several GPUs. It is used if the user's file has no profile for a layer.
 
 Ranks may differ in the order of their tasks, but not in the return mode. `lookup` depends only on the file and on what
 the ranks have in common, so ranks that read one file agree. If they do not (each has a file of its own, or the file
@@ -127,9 +127,10 @@ def shipped() -> tuple[Record, ...]:
 
 def lookup(setting: Setting) -> dict[str, int | str]:
     """The profile that is stored for `setting`, with its tokens rounded up to a power of two. If there is none, the
-    profile for the nearest number of tokens, of two the larger, with a notice in the log. If there is none at all, the
-    one that comes with the package for just these tokens, else an empty one. A context does not know its activation: if
-    profiles for several are stored, the last one stored is taken. Raises `FlashMoEError` as `read` does."""
+    profile that is stored for the nearest number of tokens (of two equally near ones the larger), with a notice in the
+    log. If none is stored for any number of tokens, the package's own profile for exactly this number, else an empty
+    one. A context does not know its activation: if profiles for several activations are stored, the last one stored is
+    taken. Raises `FlashMoEError` as `read` does."""
     setting = setting.in_bucket()
     alike = [record for record in read() if replace(record.setting, tokens=setting.tokens) == setting]
     if not alike:
@@ -172,9 +173,9 @@ _MOST = {
     "intermediate": MAX_WIDTH,
     "experts": MAX_EXPERTS,
     "top_k": MAX_EXPERTS,
-    "tokens": MAX_TOKENS + 1,  # as bucket rounds them up
+    "tokens": MAX_TOKENS + 1,  # a power of two, to which `bucket` rounds up
 }
-"""What no context has more of; the least is 1."""
+"""The largest sizes that a context can have; the least is 1."""
 
 
 def _distance(tokens: int, wanted: int) -> tuple[int, int]:
@@ -189,8 +190,8 @@ def _flat(record: Record) -> dict[str, Any]:
 
 
 def _record(flat: dict[str, Any]) -> Record:
-    """The inverse of `_flat`, once names, types and sizes are known to be right; raises `ValueError`, `TypeError` or
-    `KeyError`."""
+    """The inverse of `_flat`, with checks of names, types and sizes. Raises `ValueError`, `TypeError` or `KeyError` if
+    one is wrong."""
     flat = dict(flat)
     setting = _typed(Setting, {field.name: flat.pop(field.name) for field in fields(Setting)})
     record = _typed(Record, {"setting": setting, **flat})
@@ -199,7 +200,7 @@ def _record(flat: dict[str, Any]) -> Record:
     if setting.tokens != bucket(setting.tokens):
         raise ValueError(f"tokens: expected a power of two, got {setting.tokens}")
     for name in ("milliseconds", "built_in_milliseconds"):
-        if not 0 <= (spent := getattr(record, name)) < math.inf:  # JSON as Python has it knows NaN and Infinity
+        if not 0 <= (spent := getattr(record, name)) < math.inf:  # Python's JSON parser accepts NaN and Infinity
             raise ValueError(f"{name}: expected a time, got {spent}")
     if odd := [name for name, value in record.profile.items() if type(value) not in (int, str)]:
         raise ValueError(f"profile: expected numbers and names, got {shown(record.profile[odd[0]])} of {shown(odd[0])}")

@@ -1,5 +1,5 @@
-"""The search of `flashmoe tune`: which candidates are timed, and which of them is chosen. It measures nothing
-itself."""
+"""The search of `flashmoe tune`: which candidates are timed, and which of them is chosen. The caller does the
+timing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SWEEPS = 2
 """The most rounds over all knobs: the best value of one knob may depend on another."""
 
 Candidate = dict[str, int | str]
-"""Values of knobs; a knob that is not named has its built-in value. So the empty candidate is the built-in one."""
+"""Values of knobs. A knob that is not named has its built-in value, so the empty candidate is the built-in order."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Timing:
         return cls(median, upper - lower)
 
     def beats(self, other: Timing) -> bool:
-        """Whether this time is shorter by more than either spread."""
+        """Whether this median is shorter than the other's by more than the larger of both spreads."""
         return other.median - self.median > max(self.spread, other.spread)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Candidates that were timed in turn, and so at the same clocks. The first is the built-in one."""
+    """Candidates that were timed in turn, so that all ran at the same clocks. The first is the built-in one."""
 
     title: str
     candidates: tuple[Candidate, ...]
@@ -63,11 +63,11 @@ Measure = Callable[[Sequence[Candidate]], Sequence[Timing]]
 def search(knobs: Mapping[str, Sequence[int | str]], measure: Measure) -> Outcome:
     """Tries one knob after the other. The best of its values (the built-in one included) is taken if it beats the best
     candidate so far. This ends when no knob changes, or after `SWEEPS` rounds. At the end the best candidate is timed
-    against the built-in one once more, because the times that have chosen it flatter it. Asks for at most
-    `most_timings` timings."""
+    against the built-in one once more, because it may have been chosen only for times that were short by chance. Asks
+    for at most `most_timings` timings."""
     best: Candidate = {}
     steps: list[Step] = []
-    settled = 0  # knobs in a row for which nothing better than the best was found
+    settled = 0  # knobs tried since `best` last changed, with the one that changed it
     for name, values in itertools.chain(*itertools.repeat(knobs.items(), SWEEPS)):
         if settled == len(knobs):
             break

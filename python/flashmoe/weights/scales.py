@@ -1,10 +1,10 @@
-"""The scales of quantised weights: which shapes they have, and what the shapes say.
+"""The scales of quantised weights: which shapes they have, and what a shape says about which numbers share a scale.
 
 A number of a matrix is its element times a scale. A scale is shared by all numbers of the matrix (``tensor``), by those
 of a row (``row``), or by those of a block (``block``), whose rows and columns `flashmoe.spec.Encoding.block` gives.
-Blocks are counted from the first row and column, so the last blocks may be smaller. Where a matrix has its gate rows
-before its up rows, each half has blocks of its own, since checkpoints store the halves apart. If a block's rows divide
-I, these are the blocks of the whole matrix.
+Blocks are counted from the first row and column, so the last blocks may be smaller. If a matrix has its gate rows
+before its up rows, each half has blocks of its own, because checkpoints store the halves apart. If the number of a
+block's rows divides I, these are the same blocks as those of the whole matrix.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SCALE_OF = {
 
 
 def parts_of(matrix: str, halves: int) -> int:
-    """The number of parts, one after the other, of which the matrix of that name consists; for first matrices
-    `halves`."""
+    """The number of parts, one after the other, of which the matrix of that name consists: `halves` for the first
+    matrix of an expert, 1 for the second."""
     return halves if matrix in ("gate_up_proj", "shared_gate_up") else 1
 
 
@@ -38,9 +38,9 @@ def scale_shape(encoding: Encoding, kind: str, shape: Sequence[int], parts: int)
 
 
 def common_kind(encoding: Encoding, shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]], halves: int) -> str:
-    """What shares a scale in all of a layer's matrices: ``tensor``, ``row`` or ``block``; if several mean the same, the
-    first of them. `shapes`: by a matrix's name, its shape and the shape of its scale. Raises `InvalidArgument`, which
-    names the scale."""
+    """What shares a scale in all of a layer's matrices: ``tensor``, ``row`` or ``block``. If the shapes fit several of
+    these, the first in the order of `encoding.kinds`. `shapes`: by a matrix's name, its shape and the shape of its
+    scale. Raises `InvalidArgument`, which names the scale."""
     found, first = set(encoding.kinds), ""
     for matrix, (shape, given) in shapes.items():
         name = SCALE_OF[matrix]
@@ -54,7 +54,8 @@ def common_kind(encoding: Encoding, shapes: Mapping[str, tuple[Sequence[int], Se
 
 
 def _kinds(encoding: Encoding, name: str, given: tuple[int, ...], shape: tuple[int, ...], parts: int) -> set[str]:
-    """Which kinds scales of shape `given` may be, for matrices of this shape. Small matrices may have several."""
+    """Of which kinds (``tensor``, ``row``, ``block``) scales of shape `given` may be, for matrices of shape `shape`.
+    For small matrices there may be several."""
     found, words = set(), []
     by_rows, by_columns = encoding.block
     what = {"block": f"{by_rows} x {by_columns}", "row": "row", "tensor": "matrix"}
@@ -71,9 +72,9 @@ def _kinds(encoding: Encoding, name: str, given: tuple[int, ...], shape: tuple[i
 
 
 def check_slices(dtype: str, name: str, slices: int, width: int) -> None:
-    """Raises `InvalidArgument`, which names the argument, if experts with weights of `dtype` are cut into slices of so
-    many columns that a slice ends within a block. A block is one of a matrix, or one of a row between the two products:
-    the task that has the row quantises its blocks."""
+    """Raises `InvalidArgument`, which names the argument, if experts with weights of `dtype` are cut into slices of
+    `width` columns, and these slices end within a block. Neither blocks of matrices may be cut nor blocks of
+    intermediate rows, because the task that computes such a row quantises whole blocks of it."""
     columns = ENCODINGS[dtype].block[1]
     if slices > 1 and width % columns:
         raise InvalidArgument(

@@ -1,7 +1,7 @@
 """Which parts of the tensors of all experts belong to some experts, or to some slices, for code that reads only these
 parts.
 
-`flashmoe.slices.cut` makes the same of tensors that are in memory as a whole.
+`flashmoe.slices.cut` cuts tensors that are completely in memory in the same way.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Cut(NamedTuple):
     transposed: bool = False
 
     def share(self, name: str, shape: tuple[int, ...], ids: Sequence[int]) -> Share:
-        """The share that these experts, or slices, have of the tensor `name` (as `flashmoe.moe` calls it) of all
-        experts.
+        """The share of the experts, or slices, `ids` in a tensor of all experts. `name`: what `flashmoe.moe` calls the
+        tensor.
 
         Raises `InvalidArgument` unless the number of slices divides I.
         """
@@ -59,8 +59,8 @@ class Cut(NamedTuple):
         return Share(size, parts)
 
     def _columns(self, name: str) -> tuple[int | None, int]:
-        """The axis of the intermediate columns, and the number of parts, one after the other, of which that axis
-        consists."""
+        """The tensor's axis of length I (or 2I), and of how many parts that axis consists: two if gate and up lie one
+        after the other. None: there is no such axis."""
         if name == "down_bias":
             return None, 1
         if name == "down_proj":
@@ -70,7 +70,7 @@ class Cut(NamedTuple):
 
 
 def checked_ids(ids: Sequence[int] | None, experts: int, slices: int) -> tuple[int, ...]:
-    """`ids` of slices of E experts, which must ascend; None: all slices. Raises `InvalidArgument`."""
+    """`ids` of slices of all experts, as a tuple; None: all slices. Raises `InvalidArgument` unless they ascend."""
     slices = bounded("slices", slices, 1, MAX_EXPERTS)
     if ids is None:
         return tuple(range(experts * slices))

@@ -1,9 +1,9 @@
 """Tensors in a safetensors file: a JSON header that says what each tensor is and where it lies, then the tensors'
 bytes.
 
-This module reads the file, and not the library of that name. The library panics where memory is missing, instead of
-raising an exception of Python. It maps the file, so the process ends if another process shortens the file. And it takes
-the last of several tensors that have one name.
+This module reads the file itself, without the library safetensors, for three reasons. If memory is missing, the library
+panics instead of raising an exception of Python. It maps the file, so the process ends if another process shortens the
+file. And of several tensors that have the same name, it takes the last.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     path: Path
     offset: int
-    """Bytes, from the file's beginning."""
+    """Where the tensor begins, in bytes from the file's beginning."""
     bytes: int
 
     def read_into(self, array: np.ndarray) -> None:
@@ -66,10 +66,10 @@ class Stored(NamedTuple):
         part's shape. Raises `foreign.REFUSALS`."""
         size = READ[self.dtype].itemsize
         shape = [each.stop - each.start for each in box]
-        whole = len(box)  # from this axis on all elements are read: they follow one another
+        whole = len(box)  # from this axis on, the box has all of the tensor's elements, which follow one another
         while whole > 0 and shape[whole - 1] == self.shape[whole - 1]:
             whole -= 1
-        apart = max(whole - 1, 0)  # axes before it: each combination of their indices is a run of its own
+        apart = max(whole - 1, 0)  # each combination of the indices of the axes before this one is a run of its own
         strides = [size * math.prod(self.shape[axis + 1 :]) for axis in range(len(box))]
         inner = sum(each.start * stride for each, stride in zip(box[apart:], strides[apart:], strict=True))
         part = array if array.flags.c_contiguous else np.empty(shape, array.dtype)
@@ -149,8 +149,8 @@ def _stored(path: Path, begin: int, name: str, said: Any) -> Stored:
 
 
 def _count(shape: list[int], most: int) -> int:
-    """Elements of a shape. For a shape with more than `most` elements, some number above `most`: the product of all
-    sizes might have millions of digits."""
+    """The number of elements of a shape. For a shape with more than `most` elements, some number above `most`, because
+    the product of all sizes might have millions of digits."""
     if 0 in shape:
         return 0
     count = 1

@@ -6,30 +6,33 @@
 // and words of Control. In the heap it writes only a fault. It reads and writes no other rank's memory. Its shared
 // memory is FewShared (decode/block.cuh).
 //
-// Such a call takes the time to read its experts' weights once, plus the round trips to memory before and between. The
-// actors of sm90/roles/kernel.cuh would make a chain of some twenty round trips, for tiles of a few rows that one
-// scheduler hands out. Here each block finds out for itself which experts have which rows, and takes tasks by itself.
-// From the moment the experts are known until the end, 112 KiB of weights a multiprocessor are on their way, even while
-// their rows are not there yet.
+// Such a call takes as long as reading its experts' weights once, plus the round trips to memory for which its steps
+// wait. The actors of sm90/roles/kernel.cuh would make a chain of some twenty round trips, for tiles of a few rows that
+// one scheduler hands out. Here each block finds out for itself which experts have which rows, and takes tasks by
+// itself. From the moment the experts are known until the end, each multiprocessor has 112 KiB of weights on their way
+// (mxfp4: 64 KiB), even while the rows that they are multiplied by are not there yet.
 //
-//   gate    a job of a block is eight experts and some tokens; each of its warps has a part of H (sm90/decode/routing.cuh)
-//   choose  every block chooses for itself; if tokens are many, each block chooses for some and passes the choices on
+//   gate    a block computes the logits of eight experts and some tokens at a time. In calls of up to kFewExactTokens
+//           tokens each warp has a part of H; in other calls some warps multiply, 16 tokens each (decode/routing.cuh)
+//   choose  every block chooses the experts of all tokens; if tokens are many, each block chooses those of some tokens,
+//           and passes its choices on to the other blocks
 //   then, by a block's warps (sm90/decode/tasks.cuh, sm90/decode/gemms.cuh):
 //   0-7     consumers: GEMM0's tasks, then GEMM1's; they store intermediate and weighted rows to device memory
 //   8       takes tasks, and loads their weights (one thread)
-//   9       loads their rows: those of GEMM1 when the unit's intermediate rows are stored. In FP8 warps 9 to 11 do this, and
-//           quantise the rows (decode/rows_quantised.cuh)
-//   10, 11  in mxfp4: load the scales of the weights (decode/scales_mxfp4.cuh); consumers meet in named barrier 1, once
-//   10      (12 if weights have scales) tells all blocks which rows the consumers have stored (one thread)
-//   When all blocks have met, all warps sum the rows of each token. There is no return and no Combine.
+//   9       loads their rows: those of GEMM1 when the unit's intermediate rows are stored. In FP8, warps 9 to 11 do
+//           this, and quantise the rows (decode/rows_quantised.cuh)
+//   10, 11  in mxfp4: load the scales of the weights (decode/scales_mxfp4.cuh). There the consumers meet once, in named
+//           barrier 1, before their first task
+//   10      (12 if weights have scales) counts each task of GEMM0 that is stored, where all blocks look (one thread)
+//   When all blocks have stored their rows, all warps sum the rows of each token. There is no return and no Combine.
 //
 // Bits: in calls of up to kFewExactTokens tokens, a token's row has the same bits in every call, whatever the other
-// tokens are. There, products are summed in several sums side by side, and if rows are few, parts of long rows are
-// tasks of their own. In calls of more tokens, products are summed along K in steps of 16 as in the general kernel, and
-// have its bits. (For quantised weights see docs/fp8.md and docs/mxfp4.md.)
+// tokens are. There, products are summed in several sums side by side, and GEMM1 may cut the intermediate columns into
+// parts, with a task for each part. In calls of more tokens, products are summed along K in steps of 16 as in the
+// general kernel, so they have the general kernel's bits. (For quantised weights see docs/fp8.md and docs/mxfp4.md.)
 //
-// Waits: for logits, choices, a unit's rows, and at the meeting. All are bounded (wait_until). This kernel does not use
-// the protocol's queues and signals.
+// Waits: blocks wait for logits, for choices, for a unit's rows, and at the meeting. All waits are bounded
+// (wait_until). This kernel does not use the protocol's queues and signals.
 #pragma once
 
 #include "flashmoe/gpu/leave.cuh"
@@ -39,15 +42,15 @@
 namespace flashmoe::sm90 {
 namespace few {
 
-// Whether the block has some of what is done when all have met.
+// Whether the block has something to do after all blocks have met: sums, tokens to report, or units' counters to clear.
 template <class Dtype>
 __device__ __forceinline__ bool is_among_last(const Block& b) {
   const uint32_t tokens = b.c.shape.tokens, sums = b.c.shape.hidden * Dtype::kBytes / 16 * tokens;
   return blockIdx.x * P::kLanes < sums || blockIdx.x < tokens || blockIdx.x * kFewThreads < b.routing.units;
 }
 
-// All blocks meet: what they stored before, those that are among the last may load after. The others do not wait. False if
-// the call is over.
+// All blocks meet. A block that `waits` goes on when every block has come, and may then load what they all stored
+// before. The other blocks do not wait. False if the call is over.
 __device__ __forceinline__ bool meet(const Block& b, bool waits) {
   __syncthreads();
   if (b.warp() == 0) {
@@ -86,7 +89,7 @@ __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
   trace.begin();
   sum_rows<Dtype>(b);
   report_routing(b);
-  // Nobody reads them any more.
+  // Clears the units' counters for the next call: nobody reads them any more in this one.
   for (uint32_t u = blockIdx.x * kFewThreads + threadIdx.x; u < b.routing.units; u += gridDim.x * kFewThreads) {
     *b.memory().done(u) = 0;
   }
@@ -112,9 +115,11 @@ struct Alone {
     trace.begin();
     if (args.topk_ids == nullptr) few::compute_logits<typename Scores<Dtype>::Type>(b);
     trace.end(Phase::kGate, blockIdx.x, 0);
-    // An earlier call failed, see leave(). Not before: the answer comes while the logits are computed.
+    // An earlier call failed, see leave(). This is checked only here, so that the epoch is loaded while logits are
+    // computed.
     if (b.epoch == 0) return;
-    // By a thread that has the least to do, while logits come: the next to need it is behind the routing's meetings.
+    // By the last thread, which has the least to do, while the block waits for logits. The barriers are used only after
+    // the block barriers of route().
     if (threadIdx.x == kFewThreads - 1) few::init_pipeline(s.pipeline);
     const bool ok = few::route<Dtype>(b);
     trace.end(Phase::kDispatch, blockIdx.x, 0);

@@ -18,27 +18,31 @@
 namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kFewWarps = few_warps(kBuild.quantised || kBuild.mxfp4), kFewThreads = kFewWarps * 32;
-// Warps that route, the first ones: a 13th has no part in it, so that bits do not depend on whether there is one.
+// Warps that compute logits and choose experts: the first 12. A 13th warp has no part in this, so that the bits do not
+// depend on whether there is one.
 inline constexpr uint32_t kFewRouters = 12;
 
-// The most units of a call, and their experts with the slices of the shared one.
+// The most experts of a call, with the slices of the shared expert, and the most units.
 inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kFewChoices / 16;
 
-// The routing, as every block knows it. Choice p is (token p / n, k = p % n), where n is few_choices. The shared expert's
-// slices are choices here. Each choice that has an expert (ExpertId) and is not dropped has a row. Rows are ordered by
-// expert, and within an expert by token. A unit is some rows of one expert, as many as a warp multiplies at a time.
-// In a group, only the choices that came to this rank count. Choice number p is row p, whose token SentRow names, and
-// experts are numbered locally.
+// The routing, as every block knows it. Choice p is (token p / n, k = p % n), where n is few_choices. The shared
+// expert's slices are choices here. Each choice that has an expert (ExpertId) and is not dropped has a row. Rows are
+// ordered by expert, and within an expert by token. A unit is some rows of one expert, as many as a warp multiplies at
+// a time.
+// In a group, `ids` and `weights` first have the choices of the token blocks whose packets this block builds. Then the
+// struct lists the rows that came to this rank: row p is choice p, ids[p] is a packed SentRow, and experts are numbered
+// locally.
 struct FewRouting {
   int32_t ids[kFewChoices];
   float weights[kFewChoices];
-  uint16_t row[kFewChoices];     // of a choice; kDropped
-  uint16_t choice[kFewChoices];  // of a row
-  uint32_t rows, units;          // their numbers
+  uint16_t row[kFewChoices];     // [choice] its row, or kDropped
+  uint16_t choice[kFewChoices];  // [row] its choice
+  uint32_t rows, units;          // how many there are
   uint16_t unit_expert[kFewUnits], unit_first[kFewUnits], unit_rows[kFewUnits];
 };
 
-// In a group: the home, the token and the k of a row, which FewRouting::ids has for each row as one packed word.
+// In a group: the home (`source`), the token and the k of a row. FewRouting::ids has them as one packed word for each
+// row.
 struct SentRow {
   uint32_t source, token, k;
 
@@ -52,85 +56,90 @@ static_assert(kFewTokens <= 0xfff && kMaxExperts <= 0xfff && kMaxRanks <= 0x7f);
 
 // What only the routing needs.
 struct FewScratch {
-  static constexpr uint32_t kSegments = kFewRouters;  // of choices, for a warp each
+  static constexpr uint32_t kSegments = kFewRouters;  // parts of the choices, one for each warp
   union {
     float partial[kFewRouters][8 * kProductRows];  // [warp][token][expert] sums of the gate's products
     float logits[kFewRouters * kMaxExperts];       // [token][expert]
     struct {
-      uint16_t count[kSegments * kFewExperts];  // [segment][expert], choices; then those of the segments before
-      uint16_t rows[kFewExperts];               // of an expert, and the first of them
-      uint16_t first[kFewExperts];
+      uint16_t count[kSegments * kFewExperts];  // [segment][expert] its choices; later: those in segments before
+      uint16_t rows[kFewExperts];               // [expert] how many rows it has
+      uint16_t first[kFewExperts];              // [expert] its first row
     } groups;
   };
 };
 
-// In a group, packets as they come, before their entries are rows of units.
+// In a group: the packets that have come to this rank, before their entries become rows of units.
 struct FewPackets {
   static constexpr uint32_t kMost = kFewChoices / kMinTokenBlock + kMaxRanks;
-  uint16_t source[kMost];         // of a packet: its rank,
-  uint16_t block[kMost];          // its token block,
-  uint16_t token[kMost];          // and the first token of that
-  uint16_t first[kMost + 1];      // its first entry, among those of all
-  uint32_t count;                 // of packets
+  uint16_t source[kMost];         // [packet] the rank that sent it
+  uint16_t block[kMost];          // [packet] its token block
+  uint16_t token[kMost];          // [packet] the first token of its token block
+  uint16_t first[kMost + 1];      // [packet] its first entry, numbered among the entries of all packets
+  uint32_t count;                 // how many packets there are
   uint16_t offsets[kFewOffsets];  // [packet][El + 1], as they came
-  // [packet][El + 1] Where entry i of the packet has its row if it is one of this expert's: so many behind the i-th, modulo 2^16.
+  // [packet][El + 1] Entry i of a packet, if it is of expert l, has row i + shift[packet][l], modulo 2^16.
   uint16_t shift[kFewOffsets];
-  // Of entries, packet by packet.
-  int32_t sent[kFewChoices];  // SentRow
+  // [entry], where entries are numbered packet by packet.
+  int32_t sent[kFewChoices];  // packed SentRow
   float weights[kFewChoices];
-  uint16_t packet[kFewChoices];
+  uint16_t packet[kFewChoices];  // the packet that has the entry
 };
 
-// In a group, what a token block's packets are built with. A slot is a place in CallPlacement::by_owner: an expert has one, and
-// a rank's are its local experts in their order.
+// In a group: what a block needs to build a token block's packets. A slot is an index of CallPlacement::by_owner. An
+// expert has one slot, and a rank's slots are its local experts in their order.
 struct FewOutbox {
-  uint16_t slot[kMaxExperts];
-  uint16_t base[kMaxRanks + 1];  // where a rank's slots begin
-  uint16_t count[kFewOffsets];   // [slot] choices of the token block; then its first entry, in its packet
-  uint16_t place[kFewChoices];   // of a choice, among those of its expert
+  uint16_t slot[kMaxExperts];    // [expert] its slot
+  uint16_t base[kMaxRanks + 1];  // [rank] its first slot
+  uint16_t count[kFewOffsets];   // [slot] choices of the token block that name it; then the number of its first entry
+  uint16_t place[kFewChoices];   // [choice] its number among the choices of its expert
 };
 
-// The pipeline: a ring of stages, each of weights and of rows, and tasks. More stages under way are slower: 11 took 1 % longer
-// with 64 to 256 tokens of Qwen3-30B-A3B.
-//   weights  a k-block of 128 bytes of 128 features, 128-byte swizzled, by the copy engine; full: one arrival, and the bytes
-//            behind them in mxfp4: their scales, by warps whose lanes arrive, too
-//   rows     the same k-block of a unit's rows, swizzled likewise, 16 bytes at a time; full: the warp's 32 lanes
-//            empty, of both: an arrival of each consumer warp
-//            behind them, where these and the weights are in e4m3: what their products are multiplied by
-//   tasks    handed on by the warp that loads weights; full: one arrival; empty: of each other warp; stored, of GEMM0's tasks: of
-//            each consumer
+// The pipeline: a ring of stages, each of which has weights and rows, and a ring of tasks. More stages are slower: 11
+// in place of 7 took 1 % longer with 64 to 256 tokens of Qwen3-30B-A3B. Below, the number after a barrier's name is how
+// many arrivals a phase of the barrier takes.
+//   weights  the copy engine loads a k-block of 128 bytes of 128 features, 128-byte swizzled; weights_full: 1, and the
+//            copy engine's bytes. In mxfp4 the features' scales lie behind the weights; weights_full then takes 64
+//            more, one from each lane of the two warps that load the scales
+//   rows     the same k-block of a unit's rows, in chunks of 16 bytes as row_swizzle() says; rows_full: 32, from the
+//            lanes of the warp that loads them. In e4m3, scales lie behind the rows (kFewScalesAt)
+//   both     empty: 8, one from each consumer warp
+//   tasks    the warp that loads weights hands tasks on; task_full: 1; task_empty: one from each warp that reads tasks;
+//            stored, for tasks of GEMM0 alone: 8, one from each consumer warp
 inline constexpr uint32_t kFewConsumers = 8;  // warps, of 16 features each
-// Beside mxfp4 rows are four times as wide, and pairs of numbers take 64 KiB: more stages have no room.
+// With weights in mxfp4, a stage's rows are four times as wide, and the table of pairs (FewShared::pairs) takes 64 KiB,
+// so that there is no room for more stages.
 inline constexpr uint32_t kFewStages = kBuild.mxfp4 ? 4 : 7;
-inline constexpr uint32_t kFewTasks = 8;  // handed on, and not yet begun by all
-// Warps that load rows. Those that are quantised as they come take more instructions than one warp has time for.
+inline constexpr uint32_t kFewTasks = 8;  // the most that are handed on and not yet read by all warps
+// Warps that load rows. Rows that are quantised as they are loaded take more instructions than one warp has time for.
 inline constexpr uint32_t kFewRowLoaders = kBuild.quantised ? 3 : 1;
-// Warps that load scales of weights, where these have some of their own.
+// Warps that load scales of weights, in mxfp4. (In e4m3, the warps that load rows read the scales of weights, too.)
 inline constexpr uint32_t kFewScaleLoaders = kBuild.mxfp4 ? 2 : 0;
-// And the one that tells of what the consumers have stored.
+// The warp that tells all blocks what the consumers have stored.
 inline constexpr uint32_t kFewTeller = kFewConsumers + 1 + kFewRowLoaders + kFewScaleLoaders;
 static_assert(kFewTeller < kFewWarps);
-// A k-block of a row in shared memory, which holds e4m3 as fp16 (decode/rows_quantised.cuh), and has 16 bits beside weights
-// of 4.
+// Bytes of a row in a stage, which has one k-block of the row. Rows in e4m3 lie there as fp16
+// (decode/rows_quantised.cuh): two bytes for each byte of weights. Beside weights in mxfp4, rows have 16 bits for each
+// 4 bits of weights.
 inline constexpr uint32_t kFewRowPitch = kBuild.quantised ? 2 * kRowBytes : kBuild.mxfp4 ? 4 * kRowBytes : kRowBytes;
-inline constexpr uint32_t kFewStageRows = kBuild.mxfp4 ? 16 : 32;  // most rows of a unit
-// Where scales are behind a stage's rows, and its bytes with them: each row's scale times that of the warps' first blocks of
-// weights, and then each one's times that of their second.
+inline constexpr uint32_t kFewStageRows = kBuild.mxfp4 ? 16 : 32;  // rows that a stage has room for
+// In e4m3, where scales begin behind a stage's rows, and the bytes of both. First comes, for each row, the row's scale
+// times that of a warp's first block of weights (eight rows of weights); then, for each row, its scale times that of
+// the second block.
 inline constexpr uint32_t kFewScalesAt = kFewStageRows * kFewRowPitch;
 inline constexpr uint32_t kFewRowStageBytes =
     kFewScalesAt + (kBuild.quantised ? 2 * kFewStageRows * uint32_t{sizeof(float)} : 0);
-// Scales of a row of weights in mxfp4, as they lie in memory: eight bytes, of which the first is `shift` bits behind the
-// beginning of the words.
+// The eight scales, of a byte each, that a stage has for a row of weights in mxfp4: three words, copied from memory as
+// they are. The first scale begins `shift` bits after the beginning of these words.
 struct alignas(16) StageScaleRow {
   static constexpr uint32_t kWords = 3;
   uint32_t words[kWords], shift;
 };
-// Where they are behind a stage's weights, and its bytes with them.
+// Where these scales begin behind a stage's weights, and the bytes of both.
 inline constexpr uint32_t kFewWeightScalesAt = kBoxFeatures * kRowBytes;
 inline constexpr uint32_t kFewWeightStageBytes =
     kFewWeightScalesAt + (kBuild.mxfp4 ? kBoxFeatures * uint32_t{sizeof(StageScaleRow)} : 0);
-// Of mxfp4, numbers of all bytes of two codes, for each lane (decode/products_mxfp4.cuh): a byte's are so many words, half of them
-// unused, behind the byte before's.
+// In mxfp4, a table of the pair of numbers that each byte of two codes stands for, with a copy for each lane
+// (decode/products_mxfp4.cuh). It has kPairBytes rows of kPairWords words, of which each second half is unused.
 inline constexpr uint32_t kPairBytes = 256, kPairWords = 64;
 struct FewPipeline {
   uint64_t weights_full[kFewStages], rows_full[kFewStages], empty[kFewStages];
@@ -149,18 +158,18 @@ struct FewShared {
       uint8_t logit_rows[144 * 1024];
       FewScratch scratch;
     };
-    struct {  // in a group, in place of the gate's rows: so FewScratch::groups is there beside it
+    struct {  // in a group, where logit_rows are, so that FewScratch::groups may be used beside it
       FewPackets packets;
       FewOutbox outbox;
-      Status seen[kMaxRanks];  // the peers', also when all tasks are done
+      Status seen[kMaxRanks];  // the peers', for waits before the tasks and after them
     };
   };
   FewRouting routing;
   FewPipeline pipeline;
   uint32_t failed;  // not zero: the call is over
-  uint32_t wrong;   // not zero: given routing is, of some token
-  Fault fault;      // why, if this block is to post that
-  Call call;        // to post it with: the given one, but with the call's epoch
+  uint32_t wrong;   // not zero: the given routing of some token is wrong
+  Fault fault;      // the one that this block is to post; kNone: none
+  Call call;        // the given call with its epoch: in a group for everything, on a rank alone to post the fault
   uint32_t trace_events;
   TraceStarts trace_starts;
 };
@@ -187,13 +196,14 @@ using Sums = SumsOf<Dtype>::Type;
 // Most rows of a unit.
 template <class Dtype>
 inline constexpr uint32_t kUnitRows = min_of(Sums<Dtype>::kMostTokens, kFewStageRows);
-// The type of intermediate rows in device memory. Those that are quantised are so as they are loaded: a scale is that of
-// 128 columns, of which a task of GEMM0 has half.
+// The type of intermediate rows in device memory. For e4m3 it is fp32: such rows are quantised only as they are loaded,
+// because a scale is of 128 columns, and a task of GEMM0 may have no more than 64 of them.
 template <class Dtype>
 using Inner = std::conditional_t<kQuantised<Dtype>, Tf32, Dtype>;
 
-// Chunk c of a stage's row is the c ^ row_swizzle(row)-th: lanes that read together meet in no bank. They read a chunk of
-// eight rows each, by ldmatrix; beside weights in mxfp4 four chunks of two.
+// Chunk c (16 bytes) of a row in a stage lies at place c ^ row_swizzle(row), so that lanes that read at the same time
+// use different banks. Eight such lanes read one chunk of eight rows, by ldmatrix; beside weights in mxfp4, they read
+// four chunks of two rows.
 __device__ __forceinline__ uint32_t row_swizzle(uint32_t row) {
   return kBuild.mxfp4 ? row % 2 * 4 : row % 8;
 }
@@ -206,14 +216,15 @@ struct NoOthers {
 
 struct Block {
   const KernelArgs& args;
-  const Call& c;  // as the host passed it: with another epoch than the call's
+  const Call& c;  // in a group FewShared::call; on a rank alone args.call, whose epoch is not valid (`epoch` is)
   FewShared& s;
   FewRouting& routing;
   uint64_t epoch;
 
   __device__ __forceinline__ FewMemory memory() const { return {args.few_layout, c}; }
-  // Whether products are summed in parts: as many tokens as have the same bits, whatever they are. In a group these are all:
-  // the general kernel's bits (of 16-bit weights), for a row may have come from a rank that runs that.
+  // Whether products are summed in parts: on a rank alone, in calls of up to kFewExactTokens tokens. In a group they
+  // are not, so that (with 16-bit weights) they have the general kernel's bits: other ranks of the group may run that
+  // kernel.
   __device__ __forceinline__ bool in_parts() const { return !kBuild.group && c.shape.tokens <= kFewExactTokens; }
   __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * args.few_choices; }
   // The slices of the shared expert are the last experts.
@@ -222,14 +233,16 @@ struct Block {
   }
   __device__ __forceinline__ bool is_shared(uint32_t expert) const { return expert >= c.shape.routed_experts(); }
   __device__ __forceinline__ static uint32_t warp() { return threadIdx.x / 32; }
-  // An intermediate row. Those in fp32 follow one another: memory for tiles of rows in e4m3 has room for them, for a tile
-  // has 256 rows, and an expert a tile of its own, where this kernel has 16 rows of it on average.
+  // An intermediate row. For e4m3, rows are in fp32, and follow one another in the memory that the general kernel has
+  // for tiles of rows in e4m3. There is room for them, because that memory has a tile of 256 rows for each expert, and
+  // here an expert has at most 16 rows on average.
   template <class Dtype>
   __device__ __forceinline__ uint8_t* inner_row(uint32_t row) const {
     if constexpr (!kQuantised<Dtype>) return c.intermediate_row(0, row);
     return c.intermediate_row(0, 0) + uint64_t{row} * c.shape.intermediate * Inner<Dtype>::kBytes;
   }
-  // The row of x that row `row` is made of, and where its result goes.
+  // The token's row that belongs to row `row`, in x or as another rank has sent it; and where the result of row `row`
+  // goes.
   __device__ __forceinline__ const uint8_t* x_row(uint32_t row) const {
     if constexpr (!kBuild.group) return args.x + routing.choice[row] / args.few_choices * uint64_t{args.x_row_bytes};
     const SentRow sent = SentRow::unpack(routing.ids[row]);
@@ -241,19 +254,20 @@ struct Block {
     const SentRow sent = SentRow::unpack(routing.ids[row]);
     return c.return_row(sent.source, sent.token, sent.k);
   }
-  // Where a token's row begins, in units of 16 bytes behind x.
+  // Where a token's row begins, in units of 16 bytes from the beginning of x.
   __device__ __forceinline__ uint32_t token_at(uint32_t token) const {
     return static_cast<uint32_t>(token * (args.x_row_bytes / 16));
   }
 };
 
-// Where a part of `all` begins, of `parts` that follow one another, and differ by one in length at most. (all: of a row's
-// stages or less, so that 32 bits suffice.)
+// If `all` items are cut into `parts` parts that follow one another and differ in length by at most one: the first item
+// of part number `part`. (Items are pieces of a row, of 64 bytes or more, so that 32 bits suffice for the product.)
 __device__ __forceinline__ uint32_t begin_of_part(uint32_t all, uint32_t part, uint32_t parts) {
   return all * part / parts;
 }
 
-// By one thread: ends the call for this block. The first that fails decides which fault the block posts (kNone: none).
+// By one thread: ends the call for this block. The first thread that calls it decides which fault the block posts
+// (kNone: none).
 __device__ __forceinline__ void fail(const Block& b, Fault fault) {
   if (atomicExch(&b.s.failed, 1u) != 0) return;
   fault.actor = Actor::kProcessor;
@@ -261,10 +275,11 @@ __device__ __forceinline__ void fail(const Block& b, Fault fault) {
   b.s.fault = fault;
 }
 
-// One warp.
+// One warp: waits until step() says kDone. If the wait ends otherwise, ends the call for this block.
 template <class StepFn>
 __device__ __forceinline__ void wait_for_blocks(const Block& b, StepFn&& step) {
-  // What is waited for comes within a few steps: a look at the clock after the first would take as long as these.
+  // What a block waits for comes within a few steps. A look at the clock after the first step would take as long as
+  // these.
   const WaitEnd end = wait_until<P>(b.c, step, NoOthers{}, 1);
   if (end == WaitEnd::kDone || P::lane() != 0) return;
   fail(b, {.kind = end == WaitEnd::kExpired ? FaultKind::kLocal : FaultKind::kNone});
@@ -272,7 +287,8 @@ __device__ __forceinline__ void wait_for_blocks(const Block& b, StepFn&& step) {
 
 // All threads: whether the block is to go on.
 __device__ __forceinline__ bool all_well(const Block& b) {
-  // Barrier and vote in one: read behind a barrier, `failed` may be set by a faster thread's next step, for some alone.
+  // One instruction is barrier and vote. If threads read `failed` after a barrier, a faster thread's next step might
+  // have set it meanwhile, and then only some threads would see it set.
   return __syncthreads_or(static_cast<int>(b.s.failed)) == 0;
 }
 

@@ -16,7 +16,7 @@ namespace flashmoe::sm90::few {
 template <uint32_t kNumber>
 using Count = std::integral_constant<uint32_t, kNumber>;
 
-// Of weights whose rows have no scales: what a lane's sums of a task are multiplied by in the end.
+// For weights that have no scale for each row: a lane's finished sums of a task are stored as they are.
 struct NoRowScales {
   __device__ __forceinline__ NoRowScales(const Block&, const Task&, uint32_t) {}
   template <class Store>
@@ -33,18 +33,18 @@ struct Format {
 
   // The consumers, before their first task.
   static __device__ __forceinline__ void prepare(const Block&) {}
-  // A task's stages, so many at a time as the Count says that all_stages(count, add) is given.
+  // Multiplies all stages of a task. all_stages(count, add) calls add for each stage, `count` stages at a time.
   template <class AllStages>
   static __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, const AllStages& all_stages,
                                                   Sums<Dtype>& sums) {
     all_stages(Count<2>{}, [&](const auto& w, uint32_t from) { w.multiply(from, rows, b.in_parts(), sums); });
   }
-  // The warps that load rows, and scales.
+  // The warps that load rows or scales. Here one warp loads rows.
   template <bool kGated>
   static __device__ __forceinline__ void load(const Block& b) {
     if (b.warp() == kFewConsumers + 1) load_rows<Dtype, kGated>(b);
   }
-  // All threads: the rows of token block n, to other ranks.
+  // All threads: sends the rows of token block n to the other ranks.
   static __device__ __forceinline__ void send_rows(const Block& b, uint32_t n) { copy_rows(b, n); }
 };
 

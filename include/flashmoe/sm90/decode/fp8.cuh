@@ -22,7 +22,7 @@ struct Format<Quantised<D>> {
   static __device__ __forceinline__ void multiply(const Block&, uint32_t rows, const AllStages& all_stages,
                                                   Sums<Dtype>& sums) {
     with_arrangement<Dtype>(rows, false, [&](auto arrangement) {
-      // Of many rows two stages have no registers.
+      // For more than 16 rows, there are no registers to multiply two stages at once.
       using AtOnce = Count<(decltype(arrangement)::kEights <= 2 ? 2 : 1)>;
       all_stages(AtOnce{}, [&](const auto& w, uint32_t from) { w.multiply(from, arrangement, sums); });
     });

@@ -1,11 +1,12 @@
 // The consumer warps of the kernel for a few tokens (sm90/decode/alone.cuh). They compute both GEMMs and the
-// activation. When all rows are there, they sum each token's K rows.
+// activation. On a rank that is alone, all warps then sum each token's rows.
 //
 // consume_tasks(): warps 0 to 7 of every block run it; each warp computes its own columns of every task. They read
 // stages, tasks and routing in shared memory, and biases in device memory. GEMM0 writes intermediate rows to this
 // rank's workspace. GEMM1 writes result rows, each times the weight of its choice. On a rank that is alone, they go to
-// FewMemory (gpu/decode_memory.h). In a group, they go to the return rows in the heap of the token's home, which is
-// this rank or a peer; decode/group.cuh signals return rows.
+// FewMemory (gpu/decode_memory.h); if GEMM1's tasks are cut into parts, the sums of the parts go there instead. In a
+// group, result rows go to the return rows in the heap of the token's home, which is this rank or a peer;
+// decode/group.cuh signals return rows.
 // tell_of_stored(): one thread of each block runs it, of warp kFewTeller. It adds to FewMemory's counter of a unit,
 // with release, so that all blocks may load the unit's rows.
 // sum_rows(): all threads of a rank that is alone run it, after all blocks have met. It reads FewMemory and writes the
@@ -25,8 +26,8 @@ struct alignas(2 * Dtype::kBytes) Pair {
   typename Dtype::Element low, high;
 };
 
-// kStages stages at once: while one's operands are on their way from shared memory, another's are multiplied, by
-// add(weights, rows), of which the second is where the stage's are.
+// Multiplies kStages stages at once: while the operands of one stage are on their way from shared memory, another stage
+// is multiplied. add(weights, rows) multiplies a stage's weights by its rows, which lie at shared address `rows`.
 template <class Dtype, uint32_t kStages, class Add>
 __device__ __forceinline__ void multiply_stages(const Block& b, StageSlot& at, Add&& add) {
   FewPipeline& p = b.s.pipeline;
@@ -50,7 +51,7 @@ __device__ __forceinline__ void multiply_stages(const Block& b, StageSlot& at, A
   }
 }
 
-// A task's stages, so many at a time as Count says.
+// Multiplies all stages of a task, as many at a time as the Format asks for.
 template <class Dtype>
 __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, StageSlot& at,
                                          Sums<Dtype>& sums) {
@@ -65,7 +66,8 @@ __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t
   }
 }
 
-// What is added to a lane's sums of a task: to two neighbouring columns in both blocks.
+// The biases of a lane's sums of a task: of two neighbouring columns in each of the warp's two blocks of eight rows of
+// weights.
 template <class Dtype, bool kGated>
 struct TaskBiases {
   float of[kBlocks][2];
@@ -89,7 +91,8 @@ struct TaskBiases {
 
 // ---- GEMM0: intermediate rows ---------------------------------------------------------------------------------------
 
-// A block's two sums of a row: gates and ups are different blocks, else blocks are of different columns.
+// Stores what a lane has of an intermediate row: two sums in each of its two blocks. With a gate, the first block has
+// gates and the second their ups; without one, the blocks have different columns.
 template <class Dtype, Activation kActivation, class Biases>
 __device__ __forceinline__ void store_intermediate(const Block& b, const Biases& biases, uint32_t column, uint32_t row,
                                                    const float (&sums)[kBlocks][2]) {
@@ -121,14 +124,16 @@ __device__ __forceinline__ void announce_stored(const Block& b, const HandedSlot
   if (P::lane() == 0) arrive(barrier_of(b.s.pipeline.stored, slot));
 }
 
-// One thread: tells all blocks of each task of GEMM0 that is stored. A release waits until the L2 has all that was, 1.5 us where
-// memory is busy; who multiplies would keep its stages for so long.
+// One thread: tells all blocks of each task of GEMM0 that is stored. A warp of its own does this, because a release
+// waits until all earlier stores are in the L2, which takes 1.5 us if memory is busy. A consumer warp would keep its
+// stages for that time.
 __device__ __forceinline__ void tell_of_stored(const Block& b) {
   FewPipeline& p = b.s.pipeline;
   for (HandedSlot slot;; slot.advance()) {
     const Handed handed = handed_task(b, slot);
     if (!handed.exists()) return;
-    // GEMM0's come first: so of all rounds of a slot that have these none is without.
+    // GEMM0's tasks come first. So as long as a slot gets such tasks, it gets one in every round, and the parity of its
+    // round is that of `stored`, too.
     if (const Task task = handed.task(); task.product == 0) {
       wait(barrier_of(p.stored, slot), slot.parity);
       P::add_release(b.memory().done(task.unit), 1u);
@@ -152,7 +157,7 @@ __device__ __forceinline__ void store_weighted(const Block& b, const Biases& bia
   }
 }
 
-// Sums of a part of the intermediate columns, as they are.
+// Stores a row's sums over one part of the intermediate columns, in fp32, without bias and weight.
 __device__ __forceinline__ void store_part(const Block& b, uint32_t part, uint32_t column, uint32_t row,
                                            const float (&sums)[kBlocks][2]) {
   float* const to = b.memory().part(part, b.routing.rows, row);
@@ -162,7 +167,7 @@ __device__ __forceinline__ void store_part(const Block& b, uint32_t part, uint32
   }
 }
 
-// The consumer warps, each its features of every task.
+// The consumer warps: each computes its own features of every task.
 template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
   constexpr bool kGated = is_gated(kActivation);
@@ -184,7 +189,8 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
     const uint32_t features = task.product == 0 ? TheTasks::kFeatures : kBoxFeatures;
     const uint32_t column = task.tile * features + b.warp() * (features / kFewConsumers) + sums.first_row();
     const TaskRowScales scales{b, task, column};
-    // An expert's biases are as far away as its weights, so they come meanwhile. (Beside FP8 there are no registers for them.)
+    // Biases come from device memory, as weights do. So they are loaded while the stages are multiplied. (In FP8 there
+    // are no registers for this, and they are loaded afterwards.)
     TaskBiases<Dtype, kGated> biases;
     if constexpr (!kQuantised<Dtype>) biases.load(b, task, expert, column);
     multiply<Dtype>(b, rows, next.stages().count, at, sums);
@@ -208,7 +214,8 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
 
 // ---- the sums over k ------------------------------------------------------------------------------------------------
 
-// Adds a token's row of this choice to 16 bytes of the output row, from its parts: what store_weighted does, in its order.
+// Adds 16 bytes of a choice's row to a token's sum. The row is made of its parts, and then gets bias, weight and
+// rounding as in store_weighted(), in the same order.
 template <class Dtype>
 __device__ __forceinline__ void add_parts(const Block& b, uint32_t choice, uint32_t chunk,
                                           float (&sum)[16 / Dtype::kBytes]) {
@@ -257,7 +264,8 @@ __device__ __forceinline__ void add_rows(const Block& b, uint32_t token, uint32_
   }
 }
 
-// All warps of all blocks, when all rows are stored: 16 bytes of an output row are a lane's job.
+// All warps of all blocks, when all rows are stored: sum each token's rows. A lane makes 16 bytes of an output row at a
+// time.
 template <class Dtype>
 __device__ __forceinline__ void sum_rows(const Block& b) {
   constexpr uint32_t kElements = 16 / Dtype::kBytes;

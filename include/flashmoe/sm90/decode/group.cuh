@@ -3,22 +3,23 @@
 // threads of all blocks run it.
 //
 // It has the memory of that kernel, and the heaps of all ranks. It reads its own heap, where peers store their calls,
-// packets, rows and returns. It stores its own to the heaps of peers. From these it loads only whether the peers are
-// alive and, for a fault, what they have begun.
+// packets, rows and returns. It stores its own to the heaps of peers. From the peers' heaps it loads only their Status:
+// whether they are alive and, for a fault, which call they have begun.
 //
 // Between ranks, it writes and awaits the same as the general kernel (docs/protocol.md). So other ranks cannot tell
-// which kernel a rank runs. It has no actors. Their work is done by
-//   announcing    a block in the middle, before anything else: the first packets do not need this block
-//   packets       the last blocks, a token block each: rows to all ranks, while logits are computed (decode/send.cuh); then
-//                 the choice of experts, and entries, offsets and the signal (decode/outbox.cuh)
-//   arrival       warp 0 of every block, until all packets of all ranks are here; each block lists its rank's rows for
-//                 itself (decode/packets.cuh)
-//   returning     the consumers, as they compute rows; the block that is counted last signals all groups to all ranks
-//   combining     blocks that have sums to make wait for all returns
+// which kernel a rank runs. It has no actors. Their work is done as follows:
+//   announcing    a block in the middle of the grid announces the call, before anything else
+//   packets       the last blocks send the rows of a token block each to all ranks, while logits are computed
+//                 (decode/send.cuh). Then they choose experts, and send entries, offsets and signal (decode/outbox.cuh)
+//   arrival       warp 0 of every block waits until all packets of all ranks are here. Then each block lists its rank's
+//                 rows for itself (decode/packets.cuh)
+//   returning     consumers store rows to their homes as they compute them. The block that is counted last signals all
+//                 return groups to all ranks
+//   combining     blocks that have sums to make wait for all returns, and make the sums
 // decode/waits.cuh says how it waits, and what block 0 does meanwhile.
 //
-// It supports only results that go home as rows, and sums them in the general kernel's order. So every bit is that of
-// the general kernel, except for experts in e4m3 (docs/fp8.md).
+// It supports only the direct return, and sums returned rows in the general kernel's order. So every bit is that of the
+// general kernel, except for experts in e4m3 (docs/fp8.md).
 #pragma once
 
 #include "flashmoe/protocol/announce.h"
@@ -29,20 +30,22 @@
 namespace flashmoe::sm90 {
 namespace few {
 
-// Fills the routing, from all ranks' packets. False if the call is over.
+// Sends the packets that this block builds, then waits for the packets of all ranks and fills the routing from them.
+// False if the call is over.
 template <class Dtype>
 __device__ __forceinline__ bool exchange(const Block& b) {
   bool ok = true;
   for_own_token_blocks(b, [&](uint32_t n) { ok = ok && send_packets<Dtype>(b, n); });
-  if (!ok) return false;  // for all threads alike
+  if (!ok) return false;  // `ok` is the same in all threads
   if (b.warp() == 0) await_packets(b);
   if (!all_well(b)) return false;
   take_packets<Dtype>(b);
   return true;
 }
 
-// Warp 0, when the block has stored what it has of results. The last block tells all ranks that theirs are there: what the
-// others stored it has acquired with the count, and its signals release. (Its own, too, at system scope: so all lanes' go at once.)
+// Warp 0, when the block has stored its results. The block that is counted last signals to all ranks that their rows
+// are there. By the count it has acquired what the other blocks stored, and its signals release all of it. (The signal
+// to this rank itself has system scope, too, so that all lanes run one and the same store.)
 __device__ __forceinline__ void count_block(const Block& b) {
   const Call& c = b.c;
   bool last = false;
@@ -57,7 +60,7 @@ __device__ __forceinline__ void count_block(const Block& b) {
     *b.memory().done(u) = 0;  // nobody reads them any more
 }
 
-// Warp 0: until all that this rank's tokens get back is here.
+// Warp 0: waits until all ranks have returned all groups of this rank's tokens.
 __device__ __forceinline__ void await_returns(const Block& b) {
   const Call& c = b.c;
   const uint32_t groups = c.policy.groups, all = c.shape.ranks * groups;
@@ -70,7 +73,8 @@ __device__ __forceinline__ void await_returns(const Block& b) {
   }
 }
 
-// All warps of the blocks that have some of it: the sums of tokens' returned rows, 16 bytes of an output row a lane.
+// All warps of the blocks that have sums to make: sum the returned rows of tokens. A lane makes 16 bytes of an output
+// row at a time.
 template <class Dtype>
 __device__ __forceinline__ void sum_returned(const Block& b) {
   constexpr uint32_t kElements = 16 / Dtype::kBytes, kAtOnce = 8;
@@ -102,7 +106,8 @@ __device__ __forceinline__ void leave_well(const Block& b) {
   leave(b.args, b.c, b.epoch);
 }
 
-// Behind exchange(). False if the call is over; else the block has left it.
+// After exchange(): computes this rank's rows, and sums those that came back. False if the call is over; otherwise the
+// block has left the call (leave_well()).
 template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ bool compute(const Block& b, const Trace& trace) {
   run_tasks<Dtype, kActivation>(b, trace);
@@ -114,7 +119,8 @@ __device__ __forceinline__ bool compute(const Block& b, const Trace& trace) {
     if (sums) await_returns(b);  // a rank without tokens awaits nothing
   }
   if (!all_well(b)) return false;
-  // By the warp that has the fewest sums, if any: it takes two round trips, and the kernel ends when all is stored.
+  // The last warp leaves the call for the block, because it has the fewest sums, if any. Leaving takes two round trips,
+  // and the other warps sum meanwhile.
   if (threadIdx.x == kFewThreads - P::kLanes) leave_well(b);
   if (!sums) return true;
   trace.begin();
@@ -124,11 +130,12 @@ __device__ __forceinline__ bool compute(const Block& b, const Trace& trace) {
   return true;
 }
 
-// All threads, first of all: this block's copy of the call, with its epoch, and what else all need. (0: an earlier call failed.)
+// All threads, first of all: makes this block's copy of the call, with its epoch (0: an earlier call failed), and
+// prepares the rest of shared memory.
 __device__ __forceinline__ void begin_call(const KernelArgs& args, FewShared& s) {
   constexpr uint32_t kEpochWords = sizeof(Epoch) / 4;
   static_assert(offsetof(Call, epoch) == 0);
-  uint64_t calls = 0;  // on its way meanwhile
+  uint64_t calls = 0;  // loaded while the call is copied
   if (threadIdx.x == 0) calls = P::load_relaxed(&args.call.control()->calls.value);
   const auto* from = reinterpret_cast<const uint32_t*>(&args.call);
   auto* to = reinterpret_cast<uint32_t*>(&s.call);
@@ -146,14 +153,14 @@ __device__ __forceinline__ void begin_call(const KernelArgs& args, FewShared& s)
   __syncthreads();
 }
 
-// Warps 0 and 1 of a block that computes no logits and builds no packets, where there are enough blocks: a release to peers
-// takes some microseconds.
+// Warps 0 and 1 of the block in the middle of the grid. With enough blocks, it computes no logits and builds no
+// packets, which a release to peers would delay by some microseconds.
 __device__ __forceinline__ void announce(const Block& b) {
   if (blockIdx.x != gridDim.x / 2) return;
   const Call& c = b.c;
   if (b.warp() == 0) {
     announce_own<P>(c);
-    // The next call may be the general kernel's.
+    // For the next call, which may be the general kernel's.
     clear_tickets<P>(c);
   } else if (b.warp() == 1) {
     announce_to_peers<P>(c);

@@ -21,7 +21,7 @@ struct Format<MxFp4<D>> {
                                                   Sums<Dtype>& sums) {
     const PairTable pairs{b};
     with_arrangement<Dtype>(rows, b.in_parts(), [&](auto arrangement) {
-      // A stage has four times as much K: two at once take 1 to 4 % longer.
+      // A stage has four times as much K as with 16-bit weights, and to multiply two at once takes 1 to 4 % longer.
       all_stages(Count<1>{}, [&](const auto& w, uint32_t from) { w.multiply(from, pairs, arrangement, sums); });
     });
   }

@@ -14,7 +14,7 @@
 
 namespace flashmoe::sm90::few {
 
-// All threads, some meeting before the first packet: where each expert's slot is.
+// All threads, before a block barrier that comes before the first packet: notes each expert's slot.
 __device__ __forceinline__ void list_slots(const Block& b) {
   const CallPlacement& placement = b.c.placement;
   FewOutbox& to = b.s.outbox;
@@ -28,7 +28,8 @@ __device__ __forceinline__ void list_slots(const Block& b) {
   }
 }
 
-// All threads, behind a meeting: given routing is not trusted, since it would write outside its packet (see spoil_given).
+// All threads, after a block barrier: checks the given routing, because a wrong expert would make the block write
+// outside of a packet. (spoil_given() then takes all experts from a token with a wrong choice.)
 __device__ __forceinline__ void check_given(const Block& b, uint32_t n) {
   const Call& c = b.c;
   const uint32_t top_k = c.shape.top_k, first = n << c.policy.log2_block;
@@ -38,7 +39,7 @@ __device__ __forceinline__ void check_given(const Block& b, uint32_t n) {
   }
 }
 
-// One warp: the packet of token block n for rank q, but for its rows. How many entries it has.
+// One warp: sends the packet of token block n to rank q, except its rows. Returns how many entries the packet has.
 __device__ __forceinline__ uint32_t send_entries(const Block& b, uint32_t n, uint32_t q) {
   const Call& c = b.c;
   FewOutbox& s = b.s.outbox;
@@ -49,7 +50,7 @@ __device__ __forceinline__ uint32_t send_entries(const Block& b, uint32_t n, uin
   uint16_t* const count = s.count + begin;
   for (uint32_t l = P::lane(); l < owned; l += P::kLanes) count[l] = 0;
   P::sync();
-  // Of choice i its local expert on rank q; owned or more if it is not one of the rank's.
+  // The local expert on rank q of choice i; `owned` or more if the choice's expert is not one of rank q's.
   auto local = [&](uint32_t i) { return i < choices && ids[i] >= 0 ? s.slot[ids[i]] - begin : ~0u; };
 #pragma unroll 1
   for (uint32_t base = 0; base < choices; base += P::kLanes) {
@@ -83,8 +84,8 @@ __device__ __forceinline__ uint32_t send_entries(const Block& b, uint32_t n, uin
   return entries;
 }
 
-// All threads: what the host reads of the token block's routing; and rows that no rank returns, which all that have sums to
-// make read once all have stored theirs.
+// All threads: stores what the host reads of the token block's routing. Also fills the return rows of choices without
+// an expert, which no rank returns. Blocks that make sums read these rows after all blocks have stored theirs.
 template <class Dtype>
 __device__ __forceinline__ void report_choices(const Block& b, uint32_t n) {
   const Call& c = b.c;
@@ -105,8 +106,8 @@ __device__ __forceinline__ void report_choices(const Block& b, uint32_t n) {
   }
 }
 
-// All warps: chooses for the tokens of token block n, and sends its packets, whose rows are on their way. False if the call is
-// over.
+// All warps: choose the experts of token block n, and send its packets, whose rows are already on their way. False if
+// the call is over.
 template <class Dtype>
 __device__ __forceinline__ bool send_packets(const Block& b, uint32_t n) {
   const Call& c = b.c;
@@ -118,9 +119,9 @@ __device__ __forceinline__ bool send_packets(const Block& b, uint32_t n) {
   } else {
     choose(b, {first, 1, c.tokens_in_block(n)});
   }
-  if (!all_well(b)) return false;  // behind it, all of the block's rows are stored, and its choices made
+  if (!all_well(b)) return false;  // now all threads have stored their rows, and all choices are made
   spoil_given(b, first, c.tokens_in_block(n));
-  // The last warps first: warp 0 goes on to await packets.
+  // The last warps send first, since warp 0 goes on to await packets.
   for (uint32_t i = kFewWarps - 1 - b.warp(); i < c.shape.ranks; i += kFewWarps) {
     const uint32_t q = (c.rank + i) % c.shape.ranks, entries = send_entries(b, n, q);
     P::sync();

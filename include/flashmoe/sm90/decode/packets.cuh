@@ -10,14 +10,15 @@
 
 namespace flashmoe::sm90::few {
 
-// Warp 0: until all ranks have begun the call. Lists the packets that they send. False if the call is over.
+// Warp 0: waits until all ranks have begun the call, and lists the packets that they send. False if the call is over.
 __device__ __forceinline__ bool await_calls(const Block& b) {
   static_assert(kMaxRanks <= P::kLanes);
   const Call& c = b.c;
   FewPackets& s = b.s.packets;
   const uint32_t p = P::lane();
   const bool exists = p < c.shape.ranks;
-  // A rank that computes something else must not be listened to: its packets mean something else.
+  // Whether rank p computes the same call. If not, its call signal is not accepted, because its packets would be
+  // misread.
   auto agrees = [&] {
     if (c.call_config(c.rank, p)->hash == c.config.hash) return true;
     if (blockIdx.x == 0) {
@@ -42,7 +43,7 @@ __device__ __forceinline__ bool await_calls(const Block& b) {
   return true;
 }
 
-// Warp 0: until all packets of all ranks are here. Numbers their entries. False if the call is over.
+// Warp 0: waits until all packets of all ranks are here, and numbers their entries. False if the call is over.
 __device__ __forceinline__ bool await_packets(const Block& b) {
   if (!await_calls(b)) return false;
   const Call& c = b.c;
@@ -67,7 +68,7 @@ __device__ __forceinline__ bool await_packets(const Block& b) {
   return true;
 }
 
-// Which of `count` values that do not fall is the last not above `at`; the first is not.
+// The index of the last of `count` values that is at most `at`. The values never fall, and the first is at most `at`.
 __device__ __forceinline__ uint32_t last_not_above(const uint16_t* values, uint32_t count, uint32_t at) {
   uint32_t found = 0;
   for (uint32_t end = count; end - found > 1;) {
@@ -77,8 +78,9 @@ __device__ __forceinline__ uint32_t last_not_above(const uint16_t* values, uint3
   return found;
 }
 
-// All threads: offsets and entries, to where they are quick to read. In one round trip, of up to 32 packets for 47 experts and
-// 768 entries. Few entries are read by other warps than few offsets.
+// All threads: copy offsets and entries to shared memory. One round trip suffices for up to 32 packets for 47 experts
+// with 768 entries. Threads count offsets from the first thread on and entries from the last thread on, so that few
+// offsets and few entries are read by different warps.
 __device__ __forceinline__ void read_packets(const Block& b) {
   constexpr uint32_t kOffsets = 4, kEntries = 2;  // of a thread, on their way together
   FewPackets& s = b.s.packets;
@@ -117,8 +119,9 @@ __device__ __forceinline__ void read_packets(const Block& b) {
   }
 }
 
-// All threads: how many rows each expert has, and where those of each packet are. The rows of an expert are by source and token,
-// behind those of the experts before it; a packet's offset is how many of its entries are of experts before.
+// All threads: compute how many rows each expert has, and where the rows of each packet are. An expert's rows are
+// ordered by source and token, and follow those of the experts before it. The number of an expert's first row is the
+// sum of all packets' offsets for it, because a packet's offset is how many of its entries are of experts before.
 __device__ __forceinline__ void place_packets(const Block& b) {
   constexpr uint32_t kAtOnce = 4;
   FewPackets& s = b.s.packets;
@@ -145,7 +148,7 @@ __device__ __forceinline__ void place_packets(const Block& b) {
   }
 }
 
-// All threads, behind await_packets() and a meeting: fills the routing.
+// All threads, after await_packets() and a block barrier: fills the routing from the packets.
 template <class Dtype>
 __device__ __forceinline__ void take_packets(const Block& b) {
   const FewPackets& s = b.s.packets;
@@ -155,7 +158,8 @@ __device__ __forceinline__ void take_packets(const Block& b) {
   __syncthreads();
   place_packets(b);
   __syncthreads();
-  // By the last warps, of few entries; the first ones number units.
+  // Entries are counted from the last thread on, so that few entries are handled by the last warps, while the first
+  // ones number units.
   for (uint32_t i = kFewThreads - 1 - threadIdx.x; i < s.first[s.count]; i += kFewThreads) {
     const uint32_t packet = s.packet[i], at = i - s.first[packet];
     const uint32_t expert = last_not_above(s.offsets + packet * pitch, experts, at);
@@ -165,7 +169,7 @@ __device__ __forceinline__ void take_packets(const Block& b) {
     b.routing.choice[row] = row;
   }
   number_units<Dtype>(b);
-  fence_proxy_async_shared();  // the copy engine writes where all this was
+  fence_proxy_async_shared();  // the copy engine will write where the packets were
   __syncthreads();
 }
 

@@ -1,19 +1,22 @@
 // A consumer warp's products of one stage in the kernel for a few tokens (sm90/decode/alone.cuh).
 //
-// Run by each of warps 0 to 7 for itself. It reads the stage in shared memory, keeps sums in registers, and touches no device memory.
+// Each of warps 0 to 7 runs it for itself. It reads the stage in shared memory, keeps sums in registers, and touches no
+// device memory.
 #pragma once
 
 #include "flashmoe/sm90/decode/block.cuh"
 
 namespace flashmoe::sm90::few {
 
-// A chunk of a row of a stage: swizzled so that lanes that read together meet in no bank.
+// Where 16-byte chunk `chunk` of a row of a stage lies. Chunks are swizzled so that lanes that read at the same time
+// use different banks.
 __device__ __forceinline__ uint32_t chunk_address(uint32_t stage, uint32_t row, uint32_t chunk) {
   return stage + row * kRowBytes + (chunk ^ row % 8) * 16;
 }
 
-// How a unit's rows are multiplied: kEights eights of them side by side, with a sum each; or one, whose steps have a sum each,
-// for one alone would make each wait for the one before.
+// How a unit's rows are multiplied: kEights groups of eight rows side by side, with one sum for each group. Or, if
+// kApart, one group of at most eight rows, with a sum for each step, because with one sum each step would wait for the
+// step before.
 template <uint32_t kRowEights, bool kIsApart>
 struct Arrangement {
   static constexpr uint32_t kEights = kRowEights;
@@ -24,7 +27,7 @@ struct Arrangement {
     return kApart ? step : eight;
   }
 };
-// Calls run(arrangement) with the one of so many rows.
+// Calls run(arrangement) with the arrangement for so many rows.
 template <class Dtype, class Run>
 __device__ __forceinline__ void with_arrangement(uint32_t rows, bool apart, Run&& run) {
   if (apart) {
@@ -38,7 +41,7 @@ __device__ __forceinline__ void with_arrangement(uint32_t rows, bool apart, Run&
   }
 }
 
-// What a warp has of a stage's weights; feature: its first.
+// The weights that a warp has of a stage, in registers. feature: the first of the warp's rows of weights.
 template <class Dtype>
 struct StageWeights {
   static constexpr uint32_t kSteps = kRowBytes / 32;  // of 16 elements
@@ -54,8 +57,8 @@ struct StageWeights {
       }
     }
   }
-  // Adds the products with the stage's rows. Apart: there are at most eight of them, and the steps have a sum each, for
-  // one alone would make each wait for the one before.
+  // Adds the products with the stage's rows. If `apart`, there are at most eight rows, and each step has a sum of its
+  // own, because with one sum each step would wait for the step before.
   __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, bool apart, TensorSums<Dtype>& sums) const {
     if (apart) {
       multiply_eights<1>(stage, 0, [&](uint32_t step, uint32_t) { return step; }, sums);
@@ -74,7 +77,7 @@ struct StageWeights {
   }
 
  private:
-  // With kEights eights of rows, side by side.
+  // Multiplies by kEights groups of eight rows side by side.
   template <uint32_t kEights, class SumOf>
   __device__ __forceinline__ void multiply_eights(uint32_t stage, uint32_t first, SumOf&& sum_of,
                                                   TensorSums<Dtype>& sums) const {
@@ -102,7 +105,7 @@ struct StageWeights {
 template <class Dtype>
   requires(Dtype::kBytes == 4)  // multiplied as fp32
 struct StageWeights<Dtype> {
-  static constexpr uint32_t kChunks = kRowBytes / 64;  // of a lane
+  static constexpr uint32_t kChunks = kRowBytes / 64;  // 16-byte chunks of a lane
   uint4 chunks[kBlocks][kChunks];
 
   static __device__ __forceinline__ uint4 load_chunk(uint32_t stage, uint32_t row, uint32_t j) {

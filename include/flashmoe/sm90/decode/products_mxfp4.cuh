@@ -4,8 +4,8 @@
 //
 // A stage has 256 of K, which are eight blocks of 32. For a block of a row, ldmatrix gives each of four lanes four
 // bytes, which are eight neighbouring numbers. These are all numbers that the lane needs in two steps of mma. This
-// works because the order of K within the two steps is free, as long as rows have the same order. So of rows, too, a
-// lane takes eight neighbours: the 16 bytes of a chunk.
+// works because the order of K within the two steps is free, as long as rows have the same order. So a lane takes eight
+// neighbours of a row of tokens, too: the 16 bytes of a chunk.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,9 @@
 
 namespace flashmoe::sm90::few {
 
-// What each byte of two codes is as a pair of numbers, but for the scale (E2M1Bits::pair): a copy for each lane, in a bank of
-// its own. To look a pair up takes two instructions, to decode it four, of the units that are the bound.
+// The pair of numbers that each byte of two codes stands for, before it is multiplied by the scale (E2M1Bits::pair).
+// Each lane has a copy of the table, in a bank of its own. To look a pair up takes two instructions, to decode it four,
+// on the units that limit how fast this code is.
 class PairTable {
  public:
   __device__ __forceinline__ explicit PairTable(const Block& b)
@@ -32,10 +33,10 @@ class PairTable {
     }
     asm volatile("bar.sync 1, %0;" ::"n"(kFewConsumers * P::kLanes) : "memory");
   }
-  // Whether it is where look_up() takes it to be.
+  // Whether the table lies at kAt, where look_up() reads it.
   __device__ __forceinline__ bool usable() const { return usable_; }
-  // Those of all of a word's bytes. A byte is the second one of its address, and the lane the first: one instruction makes
-  // that, and what is added to it is part of the other.
+  // The pairs of all four bytes of a word. In the table, a pair's address has the byte of codes in its second byte, and
+  // the lane in its lowest. One instruction makes this address, and the load adds kAt to it.
   __device__ __forceinline__ void look_up(uint32_t codes, uint32_t (&pairs)[4]) const {
     static_assert(sizeof(FewShared::pairs[0]) == 256);
 #pragma unroll
@@ -46,7 +47,7 @@ class PairTable {
   }
 
  private:
-  // Shared memory that a launch asks for begins behind the 1024 bytes that every block has.
+  // The shared memory that a launch asks for begins after the 1024 bytes that every block has.
   static constexpr uint32_t kAt = 1024 + offsetof(FewShared, pairs);
 
   uint32_t lane_;
@@ -55,10 +56,11 @@ class PairTable {
 
 template <class D>
 struct StageWeights<MxFp4<D>> {
-  static constexpr uint32_t kPairs = kRowBytes / 32;  // of blocks of a row
-  // Of each pair of blocks along K: the first one's of both blocks of eight rows, then the second one's.
+  static constexpr uint32_t kPairs = kRowBytes / 32;  // of blocks along K
+  // [pair of blocks along K] the codes of the first block, for both blocks of eight rows; then those of the second.
   uint32_t codes[kPairs][2 * kBlocks];
-  // Of the lane's row of both blocks of eight: scales of the first four blocks along K, a byte each, and of the others.
+  // [block of eight rows] the scales of the lane's row, of a byte each: of the first four blocks along K, and of the
+  // others.
   uint32_t scales[kBlocks][2];
 
   __device__ __forceinline__ void load(uint32_t stage, uint32_t feature) {
@@ -72,7 +74,7 @@ struct StageWeights<MxFp4<D>> {
     }
 #pragma unroll
     for (uint32_t p = 0; p < kPairs; ++p) {
-      load_matrices(codes[p], from ^ 2 * p * 16);  // two chunks on: of a row's address they are bits of their own
+      load_matrices(codes[p], from ^ 2 * p * 16);  // chunks 2 p and 2 p + 1: a chunk's number is bits 4 to 6
     }
 #pragma unroll
     for (uint32_t i = 0; i < kBlocks; ++i) {
@@ -95,7 +97,8 @@ struct StageWeights<MxFp4<D>> {
       }
       return;
     }
-    // A scale of the warp's is 2 or more, as models have none; so it is compiled to few instructions, and decodes.
+    // One of the warp's scales is 2 or more, or NaN, as in no model; or the table is not where look_up() reads it. Such
+    // stages are decoded by code that has few instructions rather than being fast.
     StageWeights left = *this;
 #pragma unroll 1
     for (uint32_t p = 0; p < kPairs; ++p, left.drop_pair()) {
@@ -104,7 +107,7 @@ struct StageWeights<MxFp4<D>> {
   }
 
  private:
-  // Where the lane's chunks of the first eight rows are, beside each block of the first pair.
+  // Where the lane's chunks of the first eight rows of tokens lie that are multiplied by each block of the first pair.
   struct RowsAt {
     uint32_t of_block[2];
 
@@ -117,7 +120,8 @@ struct StageWeights<MxFp4<D>> {
     }
   };
 
-  // Pair p: each block is decoded once for all rows. Its scales are bytes `byte` and the next of the words.
+  // Multiplies pair p of blocks along K. Each block is decoded once for all rows. The scales of its two blocks are
+  // bytes `byte` and `byte` + 1 of each word of `four`.
   template <bool kLarge, class Arranged>
   static __device__ __forceinline__ void multiply_pair(const uint32_t (&codes)[2 * kBlocks],
                                                        const uint32_t (&four)[kBlocks], uint32_t byte,
@@ -146,7 +150,7 @@ struct StageWeights<MxFp4<D>> {
       }
     }
   }
-  // The second pair becomes the first.
+  // Moves codes and scales on by a pair, so that the second pair becomes the first.
   __device__ __forceinline__ void drop_pair() {
 #pragma unroll
     for (uint32_t p = 0; p + 1 < kPairs; ++p) {

@@ -13,13 +13,14 @@
 
 namespace flashmoe::sm90::few {
 
-// A chunk of a row of a stage, of 128 fp16.
+// Where 16-byte chunk `chunk` of a row lies, from the beginning of a stage's rows. A row has 128 numbers in fp16.
 __device__ __forceinline__ uint32_t wide_chunk_offset(uint32_t row, uint32_t chunk) {
   return row * kFewRowPitch + (chunk ^ row % 8) * 16;
 }
-// Of 16 elements, four neighbours are a lane's in a fragment of e4m3 as ldmatrix loads it. A step of mma takes the lane's
-// first two as its elements k and k + 1, and the others as k + 8 and k + 9: the order within a step is free. The rows' chunks
-// have it, so pairs 0, 2, 4, 6 of the 16, and then the others.
+// 16 elements of a row in fp16, by pairs. In a fragment of weights in e4m3 that ldmatrix loads, a lane has four
+// neighbours of each 16 elements. A step of mma takes the first two as the lane's elements k and k + 1, and the other
+// two as k + 8 and k + 9, since the order within a step is free. The rows' chunks must have the same order: the first
+// has pairs 0, 2, 4 and 6 of the 16 elements, and the second the others.
 struct StepPairs {
   uint32_t pair[8];
 
@@ -40,8 +41,8 @@ struct StageWeights<Quantised<D>> {
       load_matrices(fragments[h], chunk_address(stage, row, 2 * h + matrix / kBlocks));
     }
   }
-  // Adds the products with the stage's rows, in the same order whatever their number. Without a branch, so that two stages'
-  // chains of products run side by side.
+  // Adds the products with the stage's rows, in an order that does not depend on their number. There is no branch, so
+  // that the chains of products of two stages run side by side.
   template <class Arranged>
   __device__ __forceinline__ void multiply(uint32_t stage, Arranged, TensorSums<Quantised<D>>& sums) const {
     constexpr uint32_t kAtOnce = min_of(Arranged::kEights, 2u);
@@ -57,8 +58,8 @@ struct StageWeights<Quantised<D>> {
   }
 
  private:
-  // With kEights eights of rows, side by side. Steps have two sums, of even and of odd ones: one would make each wait for
-  // the one before.
+  // Multiplies by kEights groups of eight rows side by side. Even steps have one sum and odd steps another, because
+  // with one sum each step would wait for the step before.
   template <uint32_t kEights>
   static __device__ __forceinline__ void multiply_eights(const uint32_t (&a)[kSteps][4], uint32_t stage, uint32_t first,
                                                          TensorSums<Quantised<D>>& sums) {

@@ -18,28 +18,31 @@
 
 namespace flashmoe::sm90::few {
 
-// Up to so many tokens, every block chooses for all tokens: cheaper, in two turns of its warps, than to choose once and pass it on.
+// Up to so many tokens, every block chooses for all tokens, in two turns of its warps. This takes less time than to
+// choose once and to pass choices on.
 inline constexpr uint32_t kMostChosenByAll = 2 * kFewRouters;
 
 // ---- gate -----------------------------------------------------------------------------------------------------------
 
-// A logit and its call's epoch are one word, its own signal.
+// A logit and its call's epoch are one word, so that the word is its own signal.
 __device__ __forceinline__ void store_logit(const Block& b, uint32_t token, uint32_t expert, float logit) {
   P::store_relaxed(b.memory().logit(token, expert), b.epoch << 32 | __float_as_uint(logit));
 }
 
-// A warp's sums of eight experts' rows, from `row` on, with at most eight tokens' over chunks [begin, end).
+// A warp's sums of the products of eight experts' rows with at most eight tokens' rows, over chunks [begin, end) of H.
+// `row`: the lane's expert's row.
 template <class Dtype>
   requires(Dtype::kBytes == 2)
 __device__ __forceinline__ BlockSums<Dtype> sum_chunks(const Block& b, const uint8_t* row, uint32_t begin,
                                                        uint32_t end) {
-  constexpr uint32_t kChunks = 7;  // of a lane, at a time: all that it has of H up to 2688, in one round trip
+  constexpr uint32_t kChunks = 7;  // of a lane at a time: if H is at most 2688, all of its chunks take one round trip
   const uint8_t* const x = b.args.x + uint64_t{b.token_at(min_of(P::lane() / 4, b.c.shape.tokens - 1))} * 16;
   BlockSums<Dtype> sums;
 #pragma unroll 1
   for (uint32_t first = begin + P::lane() % 4; P::ballot(first < end) != 0; first += kChunks * 4) {
     const uint8_t *weights = row + first * 16, *tokens = x + first * 16;
-    // Opaque, or the compiler works both out anew for each chunk, from memory, and a load waits for that.
+    // The asm hides both addresses from the compiler. Otherwise it computes them anew for each chunk, from values that
+    // it loads from memory, and each chunk's load waits for that.
     asm("" : "+l"(weights), "+l"(tokens));
     uint4 w[kChunks], v[kChunks];
 #pragma unroll
@@ -69,8 +72,9 @@ __device__ __forceinline__ ExactSums<Dtype, 1> sum_chunks(const Block& b, const 
   return sums;
 }
 
-// Of so few tokens that all bits may be of sums in parts, time is that of a round trip: the warps of a block have parts of H
-// each of eight experts' rows, and add up what they have in a fixed order.
+// For calls whose products are summed in parts (in_parts()): with so few tokens, the gate takes about as long as a
+// round trip to memory. So each warp of a block has a part of H of eight experts' rows, and the warps' sums are added
+// in a fixed order.
 template <class Dtype>
 __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expert) {
   const uint32_t experts = b.c.shape.routed_experts(), tokens = b.c.shape.tokens;
@@ -97,21 +101,23 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
   __syncthreads();
 }
 
-inline constexpr uint32_t kLogitTokens = 16;  // of a warp
-// Sums of a logit, of every so many-th step each. One has the general kernel's bits, and makes each step wait for the one before,
-// some 33 clocks: 8 us of H = 7168. Where the experts' products have bits of their own, in a group's calls of FP8, there are
-// several, whatever the number of tokens, and larger parts come at a time.
+inline constexpr uint32_t kLogitTokens = 16;  // tokens of a warp
+// The sums of a logit: each is of every kLogitSums-th step. One sum has the general kernel's bits, but makes each step
+// wait for the step before, some 33 clocks: 8 us with H = 7168. In a group with FP8, the experts' products do not have
+// the general kernel's bits anyway. There a logit has four sums, whatever the number of tokens, and rows are loaded in
+// larger parts.
 inline constexpr bool kOwnLogits = kBuild.group && kBuild.quantised;
 inline constexpr uint32_t kLogitSums = kOwnLogits ? 4 : 1;
-// What a block computes at a time of more tokens' logits: those of eight experts for some tokens, a warp for each 16. Their
-// rows come to shared memory in parts, swizzled like a stage's, some of which are on their way while one is multiplied.
+// For calls of more tokens: a block computes the logits of eight experts for some tokens at a time, with a warp for
+// each 16 tokens. The rows of experts and tokens come to shared memory in parts along H, swizzled like those of a
+// stage. While one part is multiplied, others are on their way.
 struct LogitJob {
-  static constexpr uint32_t kParts = 4, kMostPartBytes = kOwnLogits ? 2048 : 1024;  // in shared memory, and of a row
+  static constexpr uint32_t kParts = 4, kMostPartBytes = kOwnLogits ? 2048 : 1024;  // at a time; of a row in a part
 
   uint32_t expert, token, tokens;
 
   __device__ __forceinline__ uint32_t rows() const { return kProductRows + tokens; }
-  // Warps that multiply, the first ones; the others load, unless there are none.
+  // How many warps multiply: the first ones. The other warps load; if there are no others, all warps load.
   __device__ __forceinline__ uint32_t multiplying() const { return ceil_div(tokens, kLogitTokens); }
   __device__ __forceinline__ uint32_t part_bytes() const {
     return min_of(kMostPartBytes, uint32_t{sizeof(FewShared::logit_rows)} / kParts / rows() / kRowBytes * kRowBytes);
@@ -120,7 +126,8 @@ struct LogitJob {
 static_assert(sizeof(FewShared::logit_rows) / LogitJob::kParts / (kProductRows + kFewRouters * kLogitTokens) >=
               kRowBytes);
 
-// All threads: part `part` of the rows, as a group of copies. Experts' rows, then tokens'. Who multiplies has no time for it.
+// All threads: load part `part` of the experts' rows and then of the tokens' rows, as one group of copies. Warps that
+// multiply have no time to copy, and their groups are empty.
 template <class Dtype>
 __device__ __forceinline__ void load_logit_rows(const Block& b, const LogitJob& job, uint32_t part) {
   const uint32_t pitch = job.part_bytes(), chunks = pitch / 16, all = b.c.shape.hidden * Dtype::kBytes;
@@ -138,24 +145,25 @@ __device__ __forceinline__ void load_logit_rows(const Block& b, const LogitJob& 
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// All threads. Steps of 16 elements of H in their order.
+// All threads: compute a job's logits. Each sum takes its steps of 16 elements of H in ascending order.
 template <class Dtype>
 __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob& job) {
   const uint32_t pitch = job.part_bytes(), parts = ceil_div(b.c.shape.hidden * Dtype::kBytes, pitch);
   const uint32_t matrix = P::lane() / 8, row = P::lane() % 8, first_token = b.warp() * kLogitTokens;
-  // Where a token does not exist, another one's row: no sum but its own has it.
+  // In place of a token that does not exist, the job's last row is multiplied. It is only in that token's own sums,
+  // which nobody stores.
   const uint32_t x_row = min_of(kProductRows + first_token + matrix % 2 * 8 + row, job.rows() - 1);
   BlockSums<Dtype> sums[kLogitSums];
   for (uint32_t part = 0; part + 1 < LogitJob::kParts; ++part) load_logit_rows<Dtype>(b, job, part);
 #pragma unroll 1
   for (uint32_t part = 0; part < parts; ++part) {
     asm volatile("cp.async.wait_group %0;" ::"n"(LogitJob::kParts - 2) : "memory");
-    __syncthreads();  // all have their copies of this part, and have read the one before
+    __syncthreads();  // all threads' copies of this part are here, and all have read the part before
     load_logit_rows<Dtype>(b, job, part + LogitJob::kParts - 1);
     if (first_token >= job.tokens) continue;
     const uint32_t from = shared_address(b.s.logit_rows) + part % LogitJob::kParts * job.rows() * pitch;
 #pragma unroll 2
-    for (uint32_t block = 0; block < pitch / kRowBytes; ++block) {  // loaded as a whole: a sum waits for the one before
+    for (uint32_t block = 0; block < pitch / kRowBytes; ++block) {  // all loads first: products wait for one another
       uint32_t w[2][4], a[4][4];
 #pragma unroll
       for (uint32_t h = 0; h < 2; ++h) {
@@ -171,7 +179,7 @@ __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob
       }
     }
   }
-  __syncthreads();  // another job's rows may come
+  __syncthreads();  // from here on, another job's rows may be loaded
   if (first_token >= job.tokens) return;
 #pragma unroll
   for (uint32_t apart = kLogitSums / 2; apart != 0; apart /= 2) {
@@ -196,8 +204,9 @@ __device__ __forceinline__ void compute_logits(const Block& b) {
     for (uint32_t i = blockIdx.x; i < eights; i += gridDim.x) compute_few_logits<Dtype>(b, i * kProductRows);
     return;
   }
-  if constexpr (Dtype::kBytes == 2) {  // of fp32 there are no more tokens
-    // Of so many tokens that there is about one job for each block; but for those that send rows meanwhile, the last ones.
+  if constexpr (Dtype::kBytes == 2) {  // in fp32, no call has more tokens
+    // A job has so many tokens that there is about one job for each block. In a group, the last blocks do not count
+    // here: meanwhile, they send rows.
     const uint32_t busy = kBuild.group ? min_of(b.c.blocks(), gridDim.x - 1) : 0;
     const uint32_t each =
         kLogitTokens * min_of(kFewRouters, ceil_div(eights * ceil_div(all, kLogitTokens), gridDim.x - busy));
@@ -210,7 +219,8 @@ __device__ __forceinline__ void compute_logits(const Block& b) {
 
 // ---- choice ---------------------------------------------------------------------------------------------------------
 
-// A block chooses for all tokens where they are at most kMostChosenByAll, else for those that are its own, every gridDim-th.
+// Tokens `first`, `first` + `step`, ..., of which there are `count`. On a rank alone, a block chooses experts for all
+// tokens of the call or, if blocks share the choices, for its own tokens, which are every gridDim-th.
 struct Tokens {
   uint32_t first, step, count;
 
@@ -220,18 +230,18 @@ __device__ __forceinline__ Tokens own_tokens(const Block& b) {
   const uint32_t all = b.c.shape.tokens;
   return {blockIdx.x, gridDim.x, blockIdx.x < all ? ceil_div(all - blockIdx.x, gridDim.x) : 0};
 }
-// Whether the choice of others' tokens is theirs.
+// Whether a block chooses for its own tokens alone, and gets the choices of the others from other blocks.
 __device__ __forceinline__ bool shares_choices(const Block& b) {
-  if constexpr (kBuild.group) return true;  // in packets
+  if constexpr (kBuild.group) return true;  // the others come in packets
   return b.c.shape.tokens > kMostChosenByAll && (b.args.topk_ids == nullptr || b.args.shared_gate != nullptr);
 }
 __device__ __forceinline__ Tokens tokens_to_decide(const Block& b) {
   return shares_choices(b) ? own_tokens(b) : Tokens{0, 1, b.c.shape.tokens};
 }
 
-// A warp: the logits of one token, from all blocks.
+// One warp: waits for the logits of one token, which all blocks have computed, and copies them to `to`.
 __device__ __forceinline__ void collect_logits(const Block& b, uint32_t token, float* to) {
-  constexpr uint32_t kAtOnce = 4;  // of a lane: a round trip each would take longer than all else
+  constexpr uint32_t kAtOnce = 4;  // logits of a lane: with a round trip for each, this would take longer than all else
   const uint32_t experts = b.c.shape.routed_experts();
   const uint64_t* const from = b.memory().logit(token, 0);
   for (uint32_t base = P::lane(); P::ballot(base < experts) != 0; base += kAtOnce * P::kLanes) {
@@ -253,7 +263,7 @@ __device__ __forceinline__ void collect_logits(const Block& b, uint32_t token, f
   P::sync();
 }
 
-// Each warp for some of the tokens.
+// All warps: choose the experts of `tokens`. Each of the first kFewRouters warps does so for some of them.
 __device__ __forceinline__ void choose(const Block& b, const Tokens& tokens) {
   const uint32_t experts = b.c.shape.routed_experts(), top_k = b.c.shape.routed_top_k();
   const RouterRule& rule = b.args.rule;
@@ -274,8 +284,8 @@ __device__ __forceinline__ void choose(const Block& b, const Tokens& tokens) {
   }
 }
 
-// Whether a given choice is wrong: an expert that does not exist, or one that the token has already. id_of(j): that of an
-// earlier choice, of which the token's first is `begin`.
+// Whether given choice i, of expert `id`, is wrong: the expert does not exist, or the token has chosen it already.
+// id_of(j): the expert of choice j. begin: the token's first choice.
 template <class IdOf>
 __device__ __forceinline__ bool is_wrong(const Block& b, uint32_t begin, uint32_t i, int32_t id, IdOf&& id_of) {
   bool twice = false;
@@ -283,7 +293,8 @@ __device__ __forceinline__ bool is_wrong(const Block& b, uint32_t begin, uint32_
   return id != ExpertId::kNone && (twice || id < 0 || static_cast<uint32_t>(id) >= b.c.shape.routed_experts());
 }
 
-// All threads, behind a meeting that was behind the last is_wrong(): tokens with a wrong choice are noted, and get no expert.
+// All threads, after a block barrier that comes after the last is_wrong(): notes the tokens that have a wrong choice,
+// and gives their choices no expert (kBad).
 __device__ __forceinline__ void spoil_given(const Block& b, uint32_t first, uint32_t tokens) {
   if (b.s.wrong == 0) return;
   const uint32_t top_k = b.c.shape.routed_top_k();
@@ -305,27 +316,27 @@ __device__ __forceinline__ void spoil_given(const Block& b, uint32_t first, uint
   __syncthreads();
 }
 
-// What Call::routing has of a choice that has no row.
+// What Call::routing records of a choice that has no row.
 __device__ __forceinline__ int32_t recorded_without_row(int32_t id) {
   const uint32_t why = id >= 0 ? Choice::kDropped : id == ExpertId::kNone ? Choice::kNone : Choice::kBad;
   return static_cast<int32_t>(why);
 }
 
-// Given routing is not trusted: every block finds out whether something is wrong with it.
+// All threads: copy the given routing of all tokens. It is not trusted: every block checks it for itself.
 template <class Dtype>
 __device__ __forceinline__ void take_given(const Block& b) {
   const uint32_t top_k = b.c.shape.routed_top_k();
   auto id_of = [&](uint32_t i) { return given_id(b.args, i); };
   for (uint32_t p = threadIdx.x; p < b.c.shape.tokens * top_k; p += kFewThreads) {
     const int32_t id = id_of(p);
-    const uint32_t choice = p + p / top_k * b.c.shape.shared;  // the token's slices lie between
+    const uint32_t choice = p + p / top_k * b.c.shape.shared;  // after the slices of the tokens before
     b.routing.ids[choice] = id;
     b.routing.weights[choice] = id == ExpertId::kNone ? 0.0f : given_weight<Dtype>(b.args, p);
     if (is_wrong(b, p - p % top_k, p, id, id_of)) b.s.wrong = 1;
   }
 }
 
-// The shared expert's slices among the choices of a token, as experts behind the routed ones. One warp.
+// One warp: adds the shared expert's slices to the choices of a token, as experts that follow the routed ones.
 __device__ __forceinline__ void add_slices(const Block& b, uint32_t token, float weight) {
   for (uint32_t n = P::lane(); n < b.c.shape.shared; n += P::kLanes) {
     const uint32_t choice = token * b.args.few_choices + b.c.shape.routed_top_k() + n;
@@ -341,7 +352,7 @@ __device__ __forceinline__ void add_shared(const Block& b, const Tokens& tokens)
   }
 }
 
-// A word of 16 bytes is stored and loaded as a whole.
+// The 16 bytes of a choice are stored and loaded as one word, so that the epoch in it is the choice's signal.
 __device__ __forceinline__ void store_choice(FewChoice* to, const FewChoice& choice) {
   asm volatile("{ .reg .b128 word; mov.b128 word, {%1, %2}; st.relaxed.gpu.global.b128 [%0], word; }" ::"l"(to),
                "l"(choice.epoch), "l"(uint64_t{choice.expert} << 32 | choice.weight)
@@ -356,10 +367,11 @@ __device__ __forceinline__ FewChoice load_choice(const FewChoice* from) {
   return {epoch, static_cast<uint32_t>(rest), static_cast<uint32_t>(rest >> 32)};
 }
 
-// The block's own tokens' choices, for all blocks; then those of all tokens, here. Slices of the shared expert have one
-// weight. False if the call is over.
+// Stores the choices of the block's own tokens for all blocks. Then waits for those of all tokens, and copies them to
+// this block. A token's slices of the shared expert have one weight, which is exchanged once. False if the call is
+// over.
 __device__ __forceinline__ bool share_choices(const Block& b) {
-  constexpr uint32_t kAtOnce = 3;  // of a lane: 1024 choices in one round trip
+  constexpr uint32_t kAtOnce = 3;  // choices of a lane: 1024 choices take one round trip
   const uint32_t n = b.args.few_choices, top_k = b.c.shape.routed_top_k(), experts = b.c.shape.routed_experts();
   const Tokens own = own_tokens(b);
   for (uint32_t i = b.warp(); i < own.count; i += kFewWarps) {
@@ -395,12 +407,13 @@ __device__ __forceinline__ bool share_choices(const Block& b) {
 
 // ---- units ----------------------------------------------------------------------------------------------------------
 
-// Choices of a segment.
+// How many choices a segment has.
 __device__ __forceinline__ uint32_t segment_length(const Block& b) {
   return align_up(ceil_div(b.choices(), FewScratch::kSegments), P::kLanes);
 }
 
-// One warp: counts the choices of its segment for each expert. A choice's row is, for now, which of them it is.
+// One warp: counts the choices of its segment for each expert. FewRouting::row of a choice is, for now, its number
+// among the segment's choices of the same expert.
 __device__ __forceinline__ void count_segment(const Block& b, uint32_t segment) {
   FewRouting& s = b.routing;
   uint16_t* const count = b.s.scratch.groups.count + segment * b.experts();
@@ -423,7 +436,8 @@ __device__ __forceinline__ uint32_t kept(const Block& b, uint32_t expert, uint32
   return b.c.shape.capacity == 0 || b.is_shared(expert) ? choices : min_of(choices, b.c.shape.capacity);
 }
 
-// All threads: what each segment has before it of each expert's choices, and how many rows the expert has.
+// All threads: compute how many choices of each expert lie in the segments before each segment, and how many rows each
+// expert has.
 __device__ __forceinline__ void add_segments(const Block& b, uint32_t segments) {
   auto& groups = b.s.scratch.groups;
   for (uint32_t e = threadIdx.x; e < b.experts(); e += kFewThreads) {
@@ -441,13 +455,13 @@ __device__ __forceinline__ void add_segments(const Block& b, uint32_t segments) 
   }
 }
 
-// The warps, 32 experts each at a time: where each one's rows begin, and its units.
+// All warps, each for 32 experts at a time: find where each expert's rows begin, and list its units.
 template <class Dtype>
 __device__ __forceinline__ void number_units(const Block& b) {
   constexpr uint32_t kMost = kUnitRows<Dtype>;
   FewRouting& s = b.routing;
   auto& groups = b.s.scratch.groups;
-  // Rows and units in one word.
+  // Packs a number of rows, and how many units they make, into one word, so that one scan adds up both.
   auto both = [](uint32_t rows) { return rows << 16 | ceil_div(rows, kMost); };
   for (uint32_t base = b.warp() * P::kLanes; base < b.experts(); base += kFewThreads) {
     const uint32_t e = base + P::lane();
@@ -472,7 +486,8 @@ __device__ __forceinline__ void number_units(const Block& b) {
   }
 }
 
-// One warp, of at most as many choices as it has lanes: what group_choices does of more, without its meetings.
+// One warp, if there are at most as many choices as it has lanes: does what group_choices() does with more choices,
+// without its block barriers.
 template <class Dtype>
 __device__ __forceinline__ void group_lanes(const Block& b) {
   FewRouting& s = b.routing;
@@ -483,7 +498,7 @@ __device__ __forceinline__ void group_lanes(const Block& b) {
   const uint32_t count = kept(b, expert, P::popcount(equal)), position = P::popcount(equal & before);
   const bool first = exists && position == 0, keeps = exists && position < count;
   const uint32_t all_kept = P::ballot(keeps), all_first = P::ballot(first);
-  uint32_t row = position, unit = 0;  // behind those of experts before this one
+  uint32_t row = position, unit = 0;  // plus the rows and units of experts before this one
   for (uint32_t others = P::ballot(exists); others != 0; others &= others - 1) {
     const uint32_t lane = static_cast<uint32_t>(__ffs(static_cast<int>(others))) - 1;
     const uint32_t other = __shfl_sync(kFullWarp, expert, static_cast<int>(lane));
@@ -502,7 +517,7 @@ __device__ __forceinline__ void group_lanes(const Block& b) {
   s.units = P::popcount(all_first);
 }
 
-// All threads: gives choices their rows, but for those beyond their expert's capacity, the last in token order.
+// All threads: give choices their rows, except those beyond their expert's capacity: the last ones in token order.
 template <class Dtype>
 __device__ __forceinline__ void group_choices(const Block& b) {
   if (b.choices() <= P::kLanes && b.c.shape.tokens <= kUnitRows<Dtype>) {
@@ -534,7 +549,7 @@ __device__ __forceinline__ void group_choices(const Block& b) {
   }
 }
 
-// All threads, when no block still reads others' choices: what the host reads of the block's own tokens.
+// All threads: store what the host reads of the routing of the block's own tokens, and count their choices in `load`.
 __device__ __forceinline__ void report_routing(const Block& b) {
   const uint32_t top_k = b.c.shape.routed_top_k();
   const Tokens own = own_tokens(b);
@@ -547,7 +562,7 @@ __device__ __forceinline__ void report_routing(const Block& b) {
   }
 }
 
-// Fills ids, weights, rows and units. False if the call is over.
+// All threads: fill FewRouting. False if the call is over.
 template <class Dtype>
 __device__ __forceinline__ bool route(const Block& b) {
   const Tokens tokens = tokens_to_decide(b);
@@ -561,7 +576,7 @@ __device__ __forceinline__ bool route(const Block& b) {
   spoil_given(b, 0, b.c.shape.tokens);
   if (shares_choices(b) && !share_choices(b)) return false;
   group_choices<Dtype>(b);
-  fence_proxy_async_shared();  // the copy engine writes where all this was
+  fence_proxy_async_shared();  // the copy engine will write where all this was
   __syncthreads();
   return true;
 }

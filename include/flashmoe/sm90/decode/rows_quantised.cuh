@@ -1,8 +1,8 @@
 // The warps that load rows of x and intermediate rows beside weights in e4m3, in the kernel for a few tokens
 // (sm90/decode/alone.cuh). They quantise rows as they load them. So a row is quantised again for every task that
 // multiplies it, by warps that would otherwise wait. Hence no block waits until others have quantised, and a task of
-// GEMM0 may be half as wide as a block of columns that share a scale. In a group, rows of x arrive quantised, the
-// rank's own rows, too (decode/send.cuh).
+// GEMM0 may be half as wide as a block of columns that share a scale. In a group, rows of x are quantised before
+// they are sent, and the rank's own rows, too (decode/send_quantised.cuh).
 //
 // Warps 9 to 11 run it, each for its own stages. They read x and its scales (in a group, rows in the own heap and
 // behind the own workspace), the workspace's intermediate rows after those of their unit are stored (wait_for_unit),
@@ -14,14 +14,14 @@
 
 namespace flashmoe::sm90::few {
 
-// A lane has 16 of a row's 128 elements, eight lanes a row, a warp four rows.
+// Eight lanes share the 128 elements that a row has in a stage, 16 each. So a warp has four rows at a time.
 inline constexpr uint32_t kPartElements = 16, kParts = kScaleBlock / kPartElements, kRowsAtOnce = 32 / kParts;
 
-// A lane's elements as they lie in memory.
+// A lane's 16 elements of a row, as they lie in memory.
 template <class From>
 struct RowPart {
   static constexpr uint32_t kPieces = kPartElements * From::kBytes / 16;
-  static constexpr bool kGiven = false;  // scales of rows
+  static constexpr bool kGiven = false;  // whether the rows have scales already
   uint4 pieces[kPieces];
 
   __device__ __forceinline__ void load(const uint8_t* from) {
@@ -39,13 +39,13 @@ struct RowPart {
     }
     return most;
   }
-  // What e4m3 has of them, times `inverse`.
+  // The elements times `inverse`, rounded to e4m3 and then widened to fp16.
   __device__ __forceinline__ StepPairs quantised(float inverse) const {
     StepPairs to;
     for_fours(inverse, [&](uint32_t k, uint32_t four) { widen_e4m3(four, to.pair[k / 2], to.pair[k / 2 + 1]); });
     return to;
   }
-  // The same, as it is stored.
+  // The elements times `inverse`, in e4m3.
   __device__ __forceinline__ uint4 packed(float inverse) const {
     uint32_t to[kPartElements / 4];
     for_fours(inverse, [&](uint32_t k, uint32_t four) { to[k / 4] = four; });
@@ -70,7 +70,7 @@ struct RowPart {
   }
 };
 
-// Of rows in e4m3, whose scales are given.
+// The same for rows that are in e4m3 already, and have scales.
 template <>
 struct RowPart<E4M3> {
   static constexpr bool kGiven = true;
@@ -88,7 +88,7 @@ struct RowPart<E4M3> {
   __device__ __forceinline__ uint4 packed(float) const { return piece; }
 };
 
-// The largest magnitudes of the blocks of columns that lanes have parts of: of kParts lanes each.
+// For each part, the largest magnitude of its whole block of columns, of which kParts lanes have a part each.
 template <class From, uint32_t kCount>
 __device__ __forceinline__ void largest_of_blocks(const RowPart<From> (&parts)[kCount], float (&largest)[kCount]) {
 #pragma unroll
@@ -102,13 +102,14 @@ __device__ __forceinline__ void largest_of_blocks(const RowPart<From> (&parts)[k
   }
 }
 
-// Where rows lie: a place of 32 bits says how many times 16 bytes behind an address.
+// Finds rows by their places. A place has 32 bits, and counts units of 16 bytes from an address.
 struct RowsBehind {
   const uint8_t* first;
 
   __device__ __forceinline__ const uint8_t* at(uint32_t place) const { return first + uint64_t{place} * 16; }
 };
-// In a group, as they were sent: this rank's own, and those that it received.
+// The same in a group: rows as they were quantised to be sent. This rank's own rows lie in one memory, and those that
+// it received in another.
 class SentRows {
  public:
   explicit __device__ __forceinline__ SentRows(const Call& c)
@@ -127,7 +128,7 @@ class SentRows {
   const uint8_t *received_, *own_;
 };
 
-// What one warp makes its stages of a task of, every kFewRowLoaders-th.
+// Fills one warp's stages of a task, which are every kFewRowLoaders-th.
 template <class Dtype, bool kGated>
 class StageRowLoader {
  public:
@@ -140,8 +141,8 @@ class StageRowLoader {
         columns(task.product == 0 ? b.c.shape.hidden : b.c.shape.intermediate),
         weights(few::scales_of<kGated>(b, task)) {}
 
-  // The task's stages from number `next` on that are the warp's own, into `slot` and those that follow. `next` becomes the
-  // number of its first stage behind them, counted from the next task's first.
+  // Fills the warp's own stages of the task, from stage number `next` on, into `slot` and those that follow. Afterwards
+  // `next` is the warp's next stage, counted from the next task's first stage.
   __device__ __forceinline__ void load(uint32_t& next, StageSlot& slot) {
     if (next < stages.count) load_own(next, slot);
     next -= stages.count;
@@ -153,7 +154,7 @@ class StageRowLoader {
   const Block& b;
   const Task& task;
   const Stages stages;
-  const uint32_t first, rows, columns;  // of the unit; of a row, those of K
+  const uint32_t first, rows, columns;  // the unit's first row and number of rows; the columns of a row
   const TaskScales weights;
   uint32_t row_at[kGroups];  // places of the lane's rows
 
@@ -175,7 +176,7 @@ class StageRowLoader {
   __device__ __forceinline__ uint32_t token_of(uint32_t row) const {
     return b.routing.choice[row] / b.args.few_choices;
   }
-  // Of those beyond the unit's last, that one: their products are nobody's.
+  // The lane's row in this group. In place of a row beyond the unit's last, it is the last: nobody uses those products.
   __device__ __forceinline__ uint32_t row_of(uint32_t group) const {
     return first + min_of(group * kRowsAtOnce + P::lane() / kParts, rows - 1);
   }
@@ -187,7 +188,7 @@ class StageRowLoader {
     return b.args.x_scale[uint64_t{token_of(row)} * scale_blocks(columns) + k_block];
   }
 
-  // From rows in this type, the i-th of all at place at_of(i).
+  // Loads from rows in type From, of which row i has place at_of(i).
   template <class From, class Rows, class AtOf>
   __device__ __forceinline__ void load_from(uint32_t& next, StageSlot& slot, const Rows& from, AtOf&& at_of) {
 #pragma unroll
@@ -202,7 +203,8 @@ class StageRowLoader {
       load_stages<From, kMostAtOnce>(next, slot, from);
     }
   }
-  // kAtOnce groups of rows at a time. The first of them are loaded to registers before the wait for an empty stage.
+  // Loads kAtOnce groups of rows at a time. A stage's first kAtOnce groups are loaded to registers before the wait for
+  // the stage to be empty.
   template <class From, uint32_t kAtOnce, class Rows>
   __device__ __forceinline__ void load_stages(uint32_t& next, StageSlot& slot, const Rows& from) const {
 #pragma unroll 1
@@ -221,8 +223,8 @@ class StageRowLoader {
       for (uint32_t i = 0; i < kFewRowLoaders; ++i) slot.advance();
     }
   }
-  // Groups of rows from number `group` on (0 or kMostAtOnce), of one k-block; zeros outside. scales: those of weights, times
-  // those of rows that have theirs.
+  // Loads one k-block of kAtOnce groups of rows, from number `group` on (0 or kMostAtOnce), with zeros beyond the last
+  // column. scales: those of the weights, times the rows' own if these are given.
   template <class From, uint32_t kAtOnce, class Rows>
   __device__ __forceinline__ void load_parts(RowPart<From> (&parts)[kAtOnce], float (&scales)[kAtOnce],
                                              const Rows& from, uint32_t group, uint32_t k_block) const {
@@ -264,7 +266,7 @@ class StageRowLoader {
   }
 };
 
-// One of the warps, `own` of their number.
+// One of the warps that load rows: number `own` of them.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_quantised_rows(const Block& b, uint32_t own) {
   const Tasks<Dtype, kGated> tasks{b};

@@ -10,11 +10,12 @@
 
 namespace flashmoe::sm90::few {
 
-// Those of the task's expert, fp32 of e4m3 or e8m0 of mxfp4. A slice of the shared expert is some rows of its gate_up, but
-// some columns of its down: there the matrix is one, and the slice begins some k-blocks further on.
+// The scales of the task's expert: fp32 for e4m3, e8m0 for mxfp4. A slice of the shared expert is some rows of the
+// shared gate_up matrix, but some columns of the shared down matrix. In the down matrix, therefore, the slice's scales
+// begin some blocks along K after those of the matrix.
 template <class Scale>
 struct ExpertScales {
-  static constexpr uint32_t kColumns = std::is_same_v<Scale, float> ? kScaleBlock : kMxFp4Block;  // of a block
+  static constexpr uint32_t kColumns = std::is_same_v<Scale, float> ? kScaleBlock : kMxFp4Block;  // that share a scale
   const ScaleTable& table;
   const Scale* first;
 
@@ -39,15 +40,17 @@ struct ExpertScales {
   }
 };
 
-// Of two blocks of rows: the first one's, of the first k-block. Null: each row of weights has one.
+// Where the scales of a warp's two blocks of eight rows of weights lie. first: the first block's, of the first k-block;
+// null if each row of weights has a scale.
 struct TaskScales {
   const float* first;
-  uint32_t second;  // to the other block's
-  uint32_t step;    // to the next k-block's
+  uint32_t second;  // from there to the second block's
+  uint32_t step;    // from one k-block's to the next one's
 };
 
-// What the products of a task's two blocks of eight rows are multiplied by, k-block by k-block. A task's 128 rows lie in one
-// block of scales, but for gates and ups that lie one behind the other: then the second block is of ups.
+// The scales that the products of a warp's two blocks of eight rows are multiplied by, k-block by k-block. A task's 128
+// rows have one scale for each k-block, unless all gates lie before all ups: then gates, in the first block, have one
+// scale, and ups, in the second block, have another.
 template <bool kGated>
 __device__ __forceinline__ TaskScales scales_of(const Block& b, const Task& task) {
   if (b.args.scales_by_row != 0) return {nullptr, 0, 0};
@@ -58,8 +61,8 @@ __device__ __forceinline__ TaskScales scales_of(const Block& b, const Task& task
   return {of.first + task.tile * of.table.row, 0, of.table.step};
 }
 
-// What a lane's sums of a task are multiplied by in the end, where each row of weights has a scale: of two neighbouring
-// columns in both blocks, of which `column` is the first.
+// If each row of weights has a scale: the scales that a lane's finished sums of a task are multiplied by. They are of
+// two neighbouring columns in each of the two blocks. `column` is the first of these columns.
 template <bool kGated>
 struct RowScales {
   float of[kBlocks][2];

@@ -3,9 +3,9 @@
 // Warps 10 and 11 run it, each for half of a stage's rows. They read the caller's scales in device memory. They store
 // them behind the weights of the stages in shared memory.
 //
-// A row of weights has K / 32 bytes of scales, and the next row's scales follow at once. So a row's scales begin at any
-// byte, which TMA does not accept. A stage needs eight scales of a row, and these lie in three words, wherever they
-// begin. So these words are copied, and behind them the number of the byte at which the scales begin (StageScaleRow).
+// A row of weights has K / 32 bytes of scales, and the next row's scales follow at once. So a row's scales may begin at
+// any byte, which TMA does not accept. A stage needs eight scales of a row, and these lie in three words, wherever they
+// begin. So these words are copied, and behind them is stored at which bit the scales begin (StageScaleRow).
 #pragma once
 
 #include "flashmoe/gpu/mxfp4.cuh"
@@ -13,12 +13,13 @@
 
 namespace flashmoe::sm90::few {
 
-// Four lanes have a row, a warp eight rows at a time: those that lie together in a stage. The warps have as many of these
-// eights each. Those of one parity begin at the same byte of a word: their rows are multiples of eight apart.
+// Four lanes load the scales of a row. So a warp loads those of eight rows at a time, which lie together in a stage: an
+// "eight". Each warp has the same number of eights. In all even eights, the scales of a lane's row begin at the same
+// byte of a word, and so they do in all odd eights, because these rows are multiples of eight apart.
 template <class Dtype, bool kGated>
 class StageScaleLoader {
  public:
-  // Of the loading warps, this is the loader-th.
+  // loader: this warp's number among those that load scales.
   __device__ __forceinline__ StageScaleLoader(const Block& block, const Task& task, const Stages& all, uint32_t loader)
       : b(block), stages(all), to(loader * kEights * kEightBytes + P::lane() * 4) {
     const ExpertScales<uint8_t> expert{b, task};
@@ -33,7 +34,8 @@ class StageScaleLoader {
     for (uint32_t g = 0; g < kEights; ++g) {
       uint32_t eight = loader * kEights + g;
       auto column_of = [&] { return first + (halves ? eight / 2 : eight) * kProductRows + P::lane() / 4; };
-      // Behind the last column, which are eights as a whole: the first ones' once more, since no result has them.
+      // For an eight that lies beyond the last column, loads the scales of one of the first two eights once more,
+      // because no result uses them. (The columns are a multiple of eight.)
       if (column_of() >= columns) eight %= 2;
       const uint32_t column = column_of();
       const uint32_t row = halves ? column * gated.step + eight % 2 * gated.up : column;
@@ -43,7 +45,7 @@ class StageScaleLoader {
     }
   }
 
-  // Stage s of the task, once it is empty.
+  // Loads the scales of the task's stage s, once that stage is empty.
   __device__ __forceinline__ void load(const StageSlot& slot, uint32_t s) const {
     const uint32_t full = barrier_of(b.s.pipeline.weights_full, slot), block = (stages.first + s) * kStageBlocks;
     uint8_t* const stage = b.s.weights[slot.at] + kFewWeightScalesAt + to;
@@ -66,13 +68,13 @@ class StageScaleLoader {
 
  private:
   static constexpr uint32_t kStageBlocks = kRowBytes / 16;
-  // Of a warp. (Of other weights there are no such warps.)
+  // The eights of a warp. (For weights in other types there are no such warps.)
   static constexpr uint32_t kEights = kBoxFeatures / kProductRows / max_of(kFewScaleLoaders, 1u);
   static constexpr uint32_t kEightBytes = kProductRows * sizeof(StageScaleRow);
   static_assert(kEights % 2 == 0);
 
   static __device__ __forceinline__ uint32_t word() { return P::lane() % 4; }
-  // Words that may have bytes behind a row's last, which are to be zeros: it ends within the word, or before.
+  // Loads words of which some lie beyond the row's last scale. Bytes beyond it become zeros.
   __device__ __forceinline__ void load_last(uint32_t to_shared, uint32_t block) const {
     int32_t own_bytes[2];
 #pragma unroll
@@ -89,11 +91,11 @@ class StageScaleLoader {
 
   const Block& b;
   const Stages stages;
-  const uint32_t to;     // behind a stage's weights
-  const uint8_t* words;  // that in which the expert's scales begin, and those that follow
-  uint32_t at[kEights];  // behind it: the lane's words of the row's first stage
-  uint32_t behind[2];    // at which byte of its first word a row begins, of even and odd eights
-  uint32_t own;          // of a row
+  const uint32_t to;     // where the lane stores its words of the first eight, from the beginning of a stage's scales
+  const uint8_t* words;  // the word in which the expert's scales begin
+  uint32_t at[kEights];  // [eight] the lane's word of the row's first scales, in bytes from `words`
+  uint32_t behind[2];    // [0] for even eights, [1] for odd ones: at which byte of its first word a row begins
+  uint32_t own;          // how many scales a row has
 };
 
 template <class Dtype, bool kGated>

@@ -17,22 +17,23 @@ __device__ __forceinline__ bool builds_packets(const Block& b) {
   return gridDim.x - 1 - blockIdx.x < b.c.blocks();
 }
 
-// Calls f(n) for each token block n whose packets this block builds: the last thread blocks do, the first compute logits.
+// Calls f(n) for each token block n whose packets this block builds. The last thread blocks build packets, because the
+// first ones compute logits.
 template <class F>
 __device__ __forceinline__ void for_own_token_blocks(const Block& b, F&& f) {
   for (uint32_t n = gridDim.x - 1 - blockIdx.x; n < b.c.blocks(); n += gridDim.x) f(n);
 }
 
-// From a row to the next where they are sent to, on any rank. (Were an address made for each store, all of that would be read
-// again behind the store before.)
+// Bytes from a row to the next one in the heap of the rank to which rows are sent, which are the same on any rank. (If
+// each store computed its address anew, everything that it is made of would be loaded again after the store before.)
 __device__ __forceinline__ uint32_t sent_row_pitch(const Call& c) {
   return static_cast<uint32_t>(c.memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kRows)][1]);
 }
 
-// All threads: the rows of token block n, to all other ranks. A piece is loaded once for all of them: what is stored first is the
-// sooner there, and packets are built behind it.
+// All threads: copy the rows of token block n to all other ranks. A thread loads 16 bytes once and stores them to all
+// of these ranks, so that the stores begin soon: packets are built only after them.
 __device__ __forceinline__ void copy_rows(const Block& b, uint32_t n) {
-  constexpr uint32_t kAtOnce = 6;  // of a thread: eight rows of 2048 elements in one round trip
+  constexpr uint32_t kAtOnce = 6;  // pieces of 16 bytes of a thread: eight rows of 2048 elements take one round trip
   const Call& c = b.c;
   const uint32_t chunks = c.memory.token_row_bytes / 16, all = c.tokens_in_block(n) * chunks;
   const uint32_t first = n << c.policy.log2_block;
@@ -40,7 +41,7 @@ __device__ __forceinline__ void copy_rows(const Block& b, uint32_t n) {
 #pragma unroll 1
   for (uint32_t base = threadIdx.x; base < all; base += kAtOnce * kFewThreads) {
     uint4 pieces[kAtOnce];
-    uint32_t to[kAtOnce];  // behind the token block's first row
+    uint32_t to[kAtOnce];  // bytes from the token block's first row
 #pragma unroll
     for (uint32_t j = 0; j < kAtOnce; ++j) {
       const uint32_t i = min_of(base + j * kFewThreads, all - 1), row = i / chunks, chunk = i % chunks;

@@ -10,8 +10,10 @@
 
 namespace flashmoe::sm90::few {
 
-// All threads: the rows of token block n, to all ranks; and to this rank's own memory, where all its blocks read them: where an expert is changes no bit, and
-// no loader quantises what another has. From x in this type. A thread has 16 elements at a time, 8 neighbours a scale.
+// All threads: quantise the rows of token block n, from x in type From, and store them to all other ranks, and to this
+// rank's own memory (Call::out_row), where all its blocks read them. So where an expert is changes no bit, and no row
+// is quantised twice. A thread has 16 elements at a time, and 8 neighbouring threads have the elements that share a
+// scale.
 template <class From>
 __device__ __forceinline__ void quantise_rows(const Block& b, uint32_t n) {
   constexpr uint32_t kAtOnce = 4;
@@ -21,7 +23,7 @@ __device__ __forceinline__ void quantise_rows(const Block& b, uint32_t n) {
   const uint32_t pitch = sent_row_pitch(c);
   for (uint32_t base = 0; base < all; base += kAtOnce * kFewThreads) {
     RowPart<From> parts[kAtOnce];
-    uint32_t row[kAtOnce], column[kAtOnce];  // of the token block's
+    uint32_t row[kAtOnce], column[kAtOnce];  // row within the token block
     float scale[kAtOnce], largest[kAtOnce];
 #pragma unroll
     for (uint32_t j = 0; j < kAtOnce; ++j) {

@@ -1,11 +1,15 @@
-// The tasks of the kernel for a few tokens (sm90/decode/alone.cuh), and the two warps of every block that load what tasks multiply.
+// The tasks of the kernel for a few tokens (sm90/decode/alone.cuh), and the two warps of every block that load what
+// tasks multiply.
 //
-// A unit is a few rows, each a token's choice, of one expert. A task is 128 rows of that expert's weights times the unit's rows.
-// Warp 8, one thread: takes tasks from an atomic counter of this rank's device memory (Control::few_tickets), writes each to the
-// block's list of tasks in shared memory, and has TMA load its weights to the stages, a ring of buffers in shared memory.
-// Warp 9, all lanes: has cp.async load the unit's rows to the stages. For GEMM0 these are rows of x, or rows that other ranks have
-// sent to this rank's heap; for GEMM1 intermediate rows of this rank's workspace, once FewMemory's counter of the unit
-// (gpu/decode_memory.h) says that all of the unit's tasks of GEMM0 are stored.
+// A unit is a few rows, each a token's choice, of one expert. A task is 128 rows of that expert's weights times the
+// unit's rows.
+// Warp 8, one thread: takes tasks from an atomic counter of this rank's device memory (Control::few_tickets), writes
+// each to the block's list of tasks in shared memory, and has TMA load its weights to the stages, a ring of buffers in
+// shared memory.
+// Warp 9, all lanes: has cp.async load the unit's rows to the stages. For GEMM0 these are rows of x, or rows that other
+// ranks have sent to this rank's heap; for GEMM1 intermediate rows of this rank's workspace, once FewMemory's counter
+// of the unit (gpu/decode_memory.h) says that all of the unit's tasks of GEMM0 are stored. (In FP8, warps 9 to 11 load
+// rows by decode/rows_quantised.cuh.)
 // Both use the barriers of FewPipeline, in shared memory. No output and no other rank's memory is read or written.
 #pragma once
 
@@ -14,10 +18,11 @@
 
 namespace flashmoe::sm90::few {
 
-// A task is 128 rows of a unit's weights, all along K: of GEMM0 64 gate rows and their up rows if there is a gate, of GEMM1
-// 128 columns of the output. GEMM0's tasks come first, so that a unit's are done, or nearly, when its rows of GEMM1 are
-// loaded. A block has one task from the start, and takes the next ones as it goes: memory serves some multiprocessors up to
-// a third faster than others.
+// A task multiplies 128 rows of an expert's weights by a unit's rows: in GEMM0, if there is a gate, 64 gate rows and
+// their up rows; in GEMM1, 128 columns of the output. It goes along all of K, or in GEMM1 perhaps along a part of it
+// (few_parts). GEMM0's tasks come first, so that those of a unit are done, or nearly, when GEMM1's tasks load its
+// intermediate rows. A block's first task is fixed, and it takes the next ones when it can load them, because memory
+// serves some multiprocessors up to a third faster than others.
 struct Task {
   uint32_t product, unit, tile;
   uint32_t part;  // of K
@@ -28,14 +33,16 @@ struct Task {
   }
 };
 inline constexpr uint32_t kNoTask = ~0u;
-static_assert(kFewUnits < 0x7ff && kMostFewParts <= 0xf);  // tiles: of 2^20 columns at most, 64 or more each
+static_assert(kFewUnits < 0x7ff && kMostFewParts <= 0xf);  // tile: at most 2^20 columns, 64 or more each
 
-// A task's k-blocks. (A row of 2^20 columns has 2^14.)
+// A task's stages, each of which has a k-block: the number of the first one in its row, and how many there are. (A row
+// of 2^20 columns of 16 bits has 2^14, so that both numbers fit in 16 bits.)
 struct Stages {
   uint32_t first, count;
 };
 
-// What the warp that loads weights hands on: it alone divides.
+// A task and its stages, as the warp that loads weights hands them on. So only this warp makes the divisions that they
+// need.
 struct Handed {
   uint32_t word, range;
 
@@ -53,8 +60,8 @@ template <class Dtype, bool kGated>
 struct Tasks {
   static constexpr uint32_t kFeatures = kBoxFeatures / (kGated ? 2 : 1);    // intermediate columns of a task
   static constexpr uint32_t kElementBytes = Factors<Dtype>::Type::kBytes;   // of what is multiplied
-  static constexpr uint32_t kMapBytes = kMxFp4<Dtype> ? 1 : kElementBytes;  // of weights, as the copy engine knows them
-  static constexpr uint32_t kStageChunks = (kMxFp4<Dtype> ? 4 : 1) * kRowBytes / 16;  // of rows: of K a stage
+  static constexpr uint32_t kMapBytes = kMxFp4<Dtype> ? 1 : kElementBytes;  // of weights, as their tensor map has them
+  static constexpr uint32_t kStageChunks = (kMxFp4<Dtype> ? 4 : 1) * kRowBytes / 16;  // of a row in a stage
 
   const Block& b;
 
@@ -70,7 +77,7 @@ struct Tasks {
     const uint32_t at = product == 0 ? i : i - first, n = tiles(product), of_unit = n * parts(product);
     return {product, at / of_unit, at % n, at % of_unit / n};
   }
-  // 16-byte chunks of a row along K, and stages.
+  // How many 16-byte chunks a row has along K; and the stages of a task.
   __device__ __forceinline__ uint32_t chunks(uint32_t product) const {
     return (product == 0 ? b.c.shape.hidden : b.c.shape.intermediate) * kElementBytes / 16;
   }
@@ -80,7 +87,7 @@ struct Tasks {
     const uint32_t first = begin_of_part(all, task.part, n);
     return {first, begin_of_part(all, task.part + 1, n) - first};
   }
-  // Arrivals at a unit's word when all of its intermediate rows are stored.
+  // What a unit's counter (FewMemory::done) has reached when all of the unit's intermediate rows are stored.
   __device__ __forceinline__ uint32_t arrivals() const { return tiles(0); }
 };
 
@@ -101,15 +108,15 @@ __device__ __forceinline__ uint32_t barrier_of(const uint64_t (&barriers)[kCount
   return shared_address(barriers + slot.at);
 }
 
-// Arrivals of a warp that has read what a barrier is to let others overwrite.
+// How often a warp arrives at a barrier to say that others may overwrite what it has read.
 inline constexpr uint32_t kWarpReleases = kBuild.racecheck ? P::kLanes : 1;
 
-// A warp has read what is behind the barrier.
+// Says that the calling warp has read what the barrier guards, so that others may overwrite it.
 __device__ __forceinline__ void release(uint32_t barrier) {
   if (kWarpReleases != 1 || P::lane() == 0) arrive(barrier);
 }
 
-// One thread, some synchronization of the block before its first task.
+// One thread, before a block barrier that comes before the first task.
 __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
   for (uint32_t i = 0; i < kFewStages; ++i) {
     barrier_init(shared_address(&p.weights_full[i]), 1 + kFewScaleLoaders * P::kLanes);
@@ -125,12 +132,13 @@ __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
   fence_barrier_init();
 }
 
-// The task in this slot, once it is handed on.
+// Waits until a task is handed on in this slot, and returns it.
 __device__ __forceinline__ Handed handed_task(const Block& b, const HandedSlot& slot) {
   wait(barrier_of(b.s.pipeline.task_full, slot), slot.parity);
   return Handed(*const_cast<volatile uint64_t*>(&b.s.pipeline.task[slot.at]));
 }
-// The next task that is handed on, none behind the last; leaves its slot. One warp.
+// One warp: waits for the next task that is handed on, and frees its slot. After the last task, it returns one that
+// does not exist (Handed::exists).
 __device__ __forceinline__ Handed next_task(const Block& b, HandedSlot& slot) {
   const Handed handed = handed_task(b, slot);
   P::sync();
@@ -141,7 +149,7 @@ __device__ __forceinline__ Handed next_task(const Block& b, HandedSlot& slot) {
 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
-// Stages [begin, end) of the task's.
+// Loads the weights of the task's stages [begin, end).
 template <class TheTasks>
 __device__ __forceinline__ void load_task_weights(const Block& b, const Task& task, const Stages& stages,
                                                   uint32_t begin, uint32_t end, StageSlot& stage) {
@@ -162,9 +170,9 @@ __device__ __forceinline__ void load_task_weights(const Block& b, const Task& ta
   }
 }
 
-// One thread: takes tasks, hands them on and loads their weights, as far ahead as there are stages. It asks for the next task
-// before it loads the last stages, which the answer takes as long as to load; not before, since a block that has not loaded its
-// task should leave the next to another.
+// One thread: takes tasks, hands them on and loads their weights, as far ahead as there are stages. It asks for the
+// next task before it loads the last kLast stages, because the answer takes as long as to load these. It does not ask
+// earlier, because a block that has not loaded its task should leave the next one to another block.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_weights(const Block& b) {
   using TheTasks = Tasks<Dtype, kGated>;
@@ -190,8 +198,8 @@ __device__ __forceinline__ void load_weights(const Block& b) {
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
-// Until the unit's intermediate rows are stored. If the call is over, goes on: what is loaded then is of no account, and the
-// consumers wait for it.
+// Waits until the unit's intermediate rows are stored. If the call is over, it returns all the same, and the caller
+// must go on loading: what it loads does not matter then, but the consumers wait for it.
 __device__ __forceinline__ void wait_for_unit(const Block& b, uint32_t unit, uint32_t arrivals) {
   if (P::ballot(b.s.failed != 0) != 0) return;
   const uint32_t* const done = b.memory().done(unit);
@@ -199,7 +207,7 @@ __device__ __forceinline__ void wait_for_unit(const Block& b, uint32_t unit, uin
       b, [&] { return P::ballot(P::load_acquire(done, kDevice) != arrivals) == 0 ? Step::kDone : Step::kIdle; });
 }
 
-// One warp: the rows of every task, each as soon as it is there. A lane has every eighth chunk of every fourth row.
+// One warp: loads the rows of every task, as soon as they are there. A lane has every eighth chunk of every fourth row.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_rows(const Block& b) {
   using TheTasks = Tasks<Dtype, kGated>;

@@ -1,7 +1,7 @@
 // How a thread block of the kernel for a few tokens waits for other ranks of its group (sm90/decode/group.cuh).
 //
-// Block 0 does the work of the rank's OS actor while it waits: it keeps the rank's heartbeat, watches the other ranks',
-// and names the rank that does not come.
+// Block 0 does the work of the rank's OS actor while it waits: it counts the rank's heartbeat, watches the other ranks,
+// and if a wait expires, names the rank that holds the call up.
 //
 // Warp 0 runs it. It polls signals in the own heap. In block 0 it also stores to the own Status and reads those of the
 // peers, and posts a fault to all ranks. It keeps in shared memory what it has seen of the peers (FewShared::seen), and
@@ -13,7 +13,8 @@
 
 namespace flashmoe::sm90::few {
 
-// Whose progress counts in a wait: in block 0's the peers', in the others' the OS actor's.
+// Whose progress keeps a wait from expiring: in block 0 that of the peers, in other blocks that of block 0, which works
+// as the OS actor.
 class RanksLiveness {
  public:
   __device__ __forceinline__ explicit RanksLiveness(const Block& b) : os_{b.c}, group_(b.c, b.s.seen) {}
@@ -26,7 +27,8 @@ class RanksLiveness {
   GroupLiveness<P> group_;
 };
 
-// What the OS actor does with each of its steps. One warp of block 0.
+// What the OS actor does at each of its steps: it counts heartbeat and progress, and from time to time looks whether a
+// peer has posted a fault. One warp of block 0.
 class OsSteps {
  public:
   __device__ __forceinline__ explicit OsSteps(const Call& c) : c_(c), own_(c.status(c.rank)) {
@@ -39,7 +41,7 @@ class OsSteps {
       P::store_relaxed(&own_->heartbeat, ++heartbeat_, kSystem);
       if (s != Step::kIdle) P::store_relaxed(&own_->progress, ++progress_, kSystem);
     }
-    // Not each time: it is a round trip, which what the wait is for would wait for.
+    // Not at each step, because a look is a round trip, which would delay the wait.
     if (s == Step::kIdle && ++idle_ % 16 == 0) peer_faulted<P>(c_);
   }
 
@@ -50,16 +52,17 @@ class OsSteps {
   uint32_t idle_ = 0;
 };
 
-// What a lane awaits, null if nothing, and how a fault names it.
+// The signal that a lane awaits, null if none; and how a fault names it.
 struct AwaitedSignal {
   const uint64_t* signal;
   FaultKind kind;
   uint32_t from, index;
 };
 
-// Warp 0: until the signals of all lanes that await one have the call's epoch; leaves each lane the payload of its own. A
-// lane whose signal is here asks believes(); if that says no, the signal counts as not here. False, to all lanes, if the call is
-// over. After the block's next barrier, all its threads may read what was written before these signals.
+// Warp 0: waits until the signals of all lanes that await one have the call's epoch. Each lane gets the payload of its
+// own signal. A lane whose signal is here asks believes(); if that says no, the signal counts as not here. Returns
+// false, to all lanes, if the call is over. After the block's next barrier, all its threads may read what was written
+// before these signals.
 template <class Believes>
 __device__ __forceinline__ bool await_signals(const Block& b, const AwaitedSignal& awaited, uint32_t& payload,
                                               Believes&& believes) {
@@ -72,14 +75,15 @@ __device__ __forceinline__ bool await_signals(const Block& b, const AwaitedSigna
   auto step = [&] {
     bool news = false;
     if (!here) {
-      // The poll acquires: to load once more what has come would be another round trip.
+      // Every poll acquires. Otherwise a signal that has come would be loaded again, with acquire: another round trip.
       const uint64_t word = P::load_acquire(awaited.signal, kSystem);
       payload = Signal::payload(word);
       news = here = Signal::epoch(word) == b.epoch && believes();
     }
     const Step s = P::ballot(!here) == 0 ? Step::kDone : P::ballot(news) != 0 ? Step::kProgress : Step::kIdle;
     if (blockIdx.x == 0) os.count(s);
-    // Progress has wait_until() look at the clock at the next step, which is early enough once it has looked at all.
+    // If a step reports progress, wait_until() looks at the clock at the next idle step. The first kUnwatched steps
+    // report kIdle instead, because a look is not needed so early.
     return ++steps < kUnwatched && s == Step::kProgress ? Step::kIdle : s;
   };
   const WaitEnd end = wait_until<P>(c, step, live, 1);

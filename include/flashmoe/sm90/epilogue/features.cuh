@@ -14,7 +14,7 @@
 
 namespace flashmoe::sm90 {
 
-// Staging: two halves, so that one chunk of tokens is written while the last one is still being read.
+// Staging: two halves, so that one chunk of tokens is written while the one before is still being read.
 inline constexpr uint32_t kStagingHalf = 4 * 1024;
 inline constexpr uint32_t kStagingBytes = 2 * kStagingHalf;  // per consumer warpgroup, 128-byte aligned
 
@@ -29,33 +29,34 @@ namespace detail {
 __device__ __forceinline__ void store_shared(uint32_t to, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
 }
-// In PTX, since some addresses were integers, and the compiler cannot tell that these are global.
+// In PTX, since some addresses were integers, and the compiler cannot tell that they point to global memory.
 __device__ __forceinline__ void store_global16(uint8_t* to, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Four 8x8 matrices, each of a register per thread as an accumulator fragment has them, stored transposed; lane l gives
-// the address of column l % 8 of matrix l / 8.
+// Stores four 8x8 matrices transposed. Each thread has one register of each matrix, as in an accumulator fragment; lane
+// l gives the address of column l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uint32_t (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(m[0]), "r"(m[1]),
                "r"(m[2]), "r"(m[3])
                : "memory");
 }
 
-// Where 16-byte chunk `chunk` of row `token` (of 8) is staged, rows of 64 to 512 bytes: permuted so that both the same
-// chunk of 8 tokens, as written, and 8 consecutive chunks, as read, lie in different banks.
+// Where 16-byte chunk `chunk` of row `token` (of 8) is staged; rows have 64 to 512 bytes. Chunks are permuted so that
+// different banks have what is accessed together: one chunk of 8 tokens as it is written, and 8 consecutive chunks as
+// they are read.
 template <uint32_t kStagedRow>
 __device__ __forceinline__ uint32_t staged(uint32_t token, uint32_t chunk) {
   return token * kStagedRow + (chunk ^ (kStagedRow == 64 ? token / 2 : token)) * 16;
 }
 
 // What a warpgroup stages of a token. A thread's four accumulators d[4j] .. d[4j+3] make four results, or with a gate
-// two: activated gates, d[4j] and d[4j+1], times their ups.
+// two: the activated gates, of d[4j] and d[4j+1], times their ups, d[4j+2] and d[4j+3].
 template <class Dtype, class Stage, bool kGated>
 struct StagedRow {
   static constexpr uint32_t kHalves = kGated ? 1 : 2;  // groups of 8 columns of results that a warp has of each m
   static constexpr uint32_t kColumns = Stage::kMs * kHalves * 32;
   static constexpr uint32_t kBytes = kColumns * Dtype::kBytes;
-  static constexpr uint32_t kTokens = kStagingHalf / kBytes;  // at a time
+  static constexpr uint32_t kTokens = kStagingHalf / kBytes;  // that a half has room for
 };
 
 // Writes tokens [8 * first_j, 8 * first_j + Row::kTokens) of the accumulators to one half of the staging buffer, as
@@ -125,7 +126,8 @@ __device__ __forceinline__ void store_tokens(uint32_t staging, const Lane& at, c
   constexpr uint32_t kChunks = ceil_div(N, kTokens), kPieces = kTokens / kRowsAtOnce;
   stage_tokens<Dtype, Row, kMs, N>(staging, at, acc, 0, finish);
   named_barrier_sync(group_barrier(at.group));
-  // A chunk of tokens is on its way out of shared memory while the next is computed: a chunk is mostly latencies.
+  // While a chunk of tokens is on its way out of shared memory, the next one is computed, because most of the time for
+  // a chunk is latency.
 #pragma unroll
   for (uint32_t c = 0; c < kChunks; ++c) {
     if (c * kTokens >= rows) break;
@@ -150,8 +152,8 @@ __device__ __forceinline__ void store_tokens(uint32_t staging, const Lane& at, c
 
 }  // namespace detail
 
-// Biases where a feature is a column of results (router, returned, activated without a gate): the warpgroup's first is
-// first_feature of `features`. `bias` is the expert's row; null: none.
+// Loads biases where each feature is a column of results (router, GEMM1, activation without a gate). first_feature: the
+// warpgroup's first, of `features` in all. `bias` is the expert's row; null: none.
 template <class Dtype, uint32_t kMs>
 __device__ __forceinline__ void load_bias(FeatureBias (&to)[kMs], const void* bias, const Lane& at,
                                           uint32_t first_feature, uint32_t features) {
@@ -162,8 +164,8 @@ __device__ __forceinline__ void load_bias(FeatureBias (&to)[kMs], const void* bi
   }
 }
 
-// Biases of a task that activates, whose first column of results is `first_column` of I. Gated, bias is [2I], as `gated`
-// says.
+// Loads the biases of a task that activates. Its first column of results is `first_column`, of I. With a gate, `bias`
+// has 2I numbers, in the order that `gated` describes.
 template <class Dtype, class Stage, Activation A>
 __device__ __forceinline__ void load_activation_bias(FeatureBias (&to)[Stage::kMs], const void* bias, const Lane& at,
                                                      uint32_t first_column, uint32_t intermediate, GatedRows gated) {
@@ -193,8 +195,8 @@ __device__ __forceinline__ void scale_tokens(const Lane& at, Accumulators<Featur
   }
 }
 
-// Epilogue::kActivate: activated rows, rounded once, to the tile's intermediate rows: row r at tile + r * pitch. `staging`: the
-// warpgroup's own buffer.
+// Epilogue::kActivate: stores activated rows, rounded once, to the tile's intermediate rows: row r at tile + r * pitch.
+// `staging`: the warpgroup's own buffer.
 template <class Dtype, class Stage, Activation A, uint32_t N>
 __device__ __forceinline__ void store_activated(uint32_t staging, const Lane& at,
                                                 const Accumulators<FeaturesByTokens<Stage, N>>& acc,
@@ -219,8 +221,9 @@ __device__ __forceinline__ void store_activated(uint32_t staging, const Lane& at
       [&](uint32_t token) { return to + token * pitch; });
 }
 
-// Epilogue::kReturn: (acc + bias) * weight, rounded once, to each token's own row: `rows_to` are the rows' global
-// addresses. Both arrays lie in shared memory; N weights are read, whatever `rows` is, aligned to 8 bytes.
+// Epilogue::kReturn: stores (acc + bias) * weight, rounded once, to each token's own row. `rows_to` has the rows'
+// global addresses. `weights` and `rows_to` lie in shared memory. N weights are read, whatever `rows` is, by pairs:
+// `weights` is aligned to 8 bytes.
 template <class Dtype, class Stage, uint32_t N>
 __device__ __forceinline__ void store_returned(uint32_t staging, const Lane& at,
                                                const Accumulators<FeaturesByTokens<Stage, N>>& acc,
@@ -241,9 +244,9 @@ __device__ __forceinline__ void store_returned(uint32_t staging, const Lane& at,
       [&](uint32_t token) { return reinterpret_cast<uint8_t*>(rows_to[token] + offset); });
 }
 
-// Gate: stores logits in fp32, of experts before end_expert. A thread's tokens are two of each eight: those of the i-th eight go to
-// place(i), [expert], and to what follows `experts` further. Few instructions, since they run once, and with few experts in
-// one warp alone.
+// Gate: stores logits in fp32, of experts before end_expert. A thread has two neighbouring tokens of each eight. The
+// logits of the first token of eight number i go to place(i)[expert], and those of the second `experts` elements
+// further on. The code has few instructions, since it runs once, and with few experts in one warp alone.
 template <uint32_t N, class Place>
 __device__ __forceinline__ void store_gate(const Lane& at, const float (&acc)[N / 2], const FeatureBias& bias,
                                            uint32_t rows, uint32_t first_expert, uint32_t end_expert, uint32_t experts,

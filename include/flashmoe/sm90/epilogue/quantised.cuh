@@ -1,8 +1,8 @@
 // Consumer warpgroups quantise the results of products in e4m3 (Epilogue::kActivate), and store them.
 //
 // A warp has all columns of 16 rows, so it has all 128 columns that share a scale. Four lanes share a row, and each has
-// 32 of these columns. Elements are stored as other results are (epilogue/rows.cuh): 128 elements of a row are one
-// line.
+// 32 of these columns. (In small tiles with a gate, a warp has 64 of the 128 columns; see stage_quantised().) Elements
+// are stored as other results are (epilogue/rows.cuh): 128 elements of a row are one line.
 #pragma once
 
 #include "flashmoe/gpu/quantise.cuh"
@@ -12,9 +12,10 @@ namespace flashmoe::sm90 {
 
 namespace detail {
 
-// Quantises and stages one block of 128 columns of the warp's rows, whose results are v(g, h, i): of the g-th 8 columns
-// the i-th that the lane has of its h-th row (of 2). Or a half of a block, whose other half the other warpgroup has: `halves` is
-// where they tell each other their rows' largest. Returns the scales of the lane's two rows.
+// Quantises and stages one block of 128 columns of the warp's rows. The results are v(g, h, i): of the g-th 8 columns,
+// the i-th that the lane has in row h of its two rows. `largest`: the largest magnitudes of these results in each row.
+// If kColumns is 64, this is half a block, and the other warpgroup has the other half; the warpgroups then exchange
+// their rows' largest magnitudes through `halves`. Returns the scales of the lane's two rows.
 template <class Dtype, uint32_t kColumns, class Value>
 __device__ __forceinline__ float2 stage_quantised(uint32_t own, const Lane& at, float (&largest)[2],
                                                   float (*halves)[64], Value v) {
@@ -52,8 +53,9 @@ __device__ __forceinline__ float2 stage_quantised(uint32_t own, const Lane& at, 
 
 }  // namespace detail
 
-// As store_activated_rows(), but quantised; `tile`: the tile's rows, of which the share's first is number first_row. With
-// kCount 64 the warpgroup has half of the task's columns; `halves`: room for what the two tell each other then.
+// As store_activated_rows(), but quantised. `tile`: the tile's rows, of which row number first_row is the first of the
+// block's share. With kCount 64, the warpgroup has half of the task's columns, and `halves` is where the two warpgroups
+// exchange magnitudes.
 template <class Dtype, Activation A, uint32_t kCount>
 __device__ __forceinline__ void store_quantised_rows(uint32_t staging, const Lane& at, float (&acc)[1][kCount],
                                                      const void* bias, uint32_t rows, uint32_t first_column,
@@ -61,7 +63,7 @@ __device__ __forceinline__ void store_quantised_rows(uint32_t staging, const Lan
                                                      GatedRows gated, const ClampedShape& shape, float (*halves)[64]) {
   using namespace detail;
   constexpr bool kGated = is_gated(A);
-  constexpr uint32_t kApart = kGated ? 8 : 4;  // accumulators of 8 columns of results
+  constexpr uint32_t kApart = kGated ? 8 : 4;  // a lane's accumulators for 8 columns of results
   constexpr uint32_t kAll = kCount / kApart * 8, kColumns = min_of(kAll, kScaleBlock), kBlocks = kAll / kColumns;
   const uint32_t own = own_staging(staging, at);
   add_bias<Dtype, kGated ? Columns::kGroups : Columns::kResults>(acc[0], own, bias, at, first_column, intermediate,
@@ -71,7 +73,7 @@ __device__ __forceinline__ void store_quantised_rows(uint32_t staging, const Lan
 #pragma unroll 1
   for (uint32_t b = 0; b < kBlocks; ++b) {
     if (kColumns == kScaleBlock && first_column + b * kScaleBlock >= intermediate)
-      break;  // else the other's half exists
+      break;  // not with half a block: the other warpgroup waits for this one
     const uint32_t column = first_column + b * kScaleBlock;
     float largest[2] = {};
 #pragma unroll
@@ -99,8 +101,8 @@ __device__ __forceinline__ void store_quantised_rows(uint32_t staging, const Lan
     const bool stores = at.lane % 4 == 0 && (kColumns == kScaleBlock || at.group == 0);
     if (stores && row + at.row() < rows) scales[0] = scale.x;
     if (stores && row + at.row() + 8 < rows) scales[8] = scale.y;
-    __syncwarp();                 // the staging buffer is read
-    if constexpr (kBlocks > 1) {  // the next block by the same code
+    __syncwarp();                 // the staging buffer has been read
+    if constexpr (kBlocks > 1) {  // so that the same code handles the next block
 #pragma unroll
       for (uint32_t i = 0; i < 64; ++i) acc[0][i] = acc[0][i + 64];
     }

@@ -1,8 +1,9 @@
 // Consumer warpgroups store a task's accumulators to memory. This file is for accumulators that are TokensByFeatures;
 // epilogue/features.cuh is for FeaturesByTokens.
 //
-// A warp has all columns of 16 rows, and needs no other warp's. In its own quarter of the staging buffer it makes
-// 16-byte stores of whole lines from them, 128 bytes of each row at a time ("a piece").
+// A warp has all columns of 16 rows, so it needs no results of other warps. It rearranges its results in its own
+// quarter of the staging buffer, 128 bytes of each row at a time ("a piece"), so that its 16-byte stores write whole
+// lines.
 #pragma once
 
 #include "flashmoe/gpu/platform.cuh"
@@ -20,14 +21,14 @@ enum class Columns {
 
 namespace detail {
 
-// So many accumulator columns make one of results.
+// How many accumulator columns make one column of results.
 template <Columns kOrder>
 inline constexpr uint32_t kJoined = kOrder == Columns::kResults ? 1 : 2;
 
 inline constexpr uint32_t kWarpRows = 16;
 inline constexpr uint32_t kLineBytes = 128;
 inline constexpr uint32_t kPieceBytes = kWarpRows * kLineBytes;
-inline constexpr uint32_t kPieceStores = kPieceBytes / (32 * 16);  // of a lane
+inline constexpr uint32_t kPieceStores = kPieceBytes / (32 * 16);  // 16-byte stores of a lane
 static_assert(kWarpgroup / 32 * kPieceBytes == kStagingBytes);
 
 __device__ __forceinline__ void store_shared8(uint32_t to, uint32_t low, uint32_t high) {
@@ -45,7 +46,7 @@ __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&m)[
                : "memory");
 }
 
-// The L2 adds to 16 bytes in global memory, each element rounded once, and nobody waits for it.
+// Has the L2 add to 16 bytes in global memory. Each element is rounded once, and no thread waits for the sums.
 template <class Dtype>
 __device__ __forceinline__ void add_global16(uint8_t* to, const uint4& v) {
   if constexpr (std::is_same_v<Dtype, Bf16>) {
@@ -69,7 +70,8 @@ __device__ __forceinline__ uint32_t own_staging(uint32_t staging, const Lane& at
   return staging + at.warp * kPieceBytes;
 }
 
-// Of accumulator columns 64 i + 2 lane and the next one, the biases, to the warp's staging buffer.
+// Loads the biases of accumulator columns 64 i + 2 lane and 64 i + 2 lane + 1, and stores them to the warp's staging
+// buffer.
 template <class Dtype, Columns kOrder>
 __device__ __forceinline__ void stage_biases(uint32_t to, const void* bias, const Lane& at, uint32_t i, uint32_t first,
                                              uint32_t columns, GatedRows gated) {
@@ -90,10 +92,11 @@ __device__ __forceinline__ void stage_biases(uint32_t to, const void* bias, cons
                 __float_as_uint(bias_at<Dtype>(bias, next, c < columns)));
 }
 
-// Calls each(j, values) with the two columns' values that a lane has in its j-th four of kCount accumulators. `row`: the
-// expert's row of values; null: none. The task's results are columns first, first + 1, ... of `columns`; where values of
-// gates and ups lie, `gated` says. A lane needs those of a quarter of the accumulator columns, too many to load: so a warp
-// loads each once, and lanes read them from its staging buffer.
+// Calls each(j, values) for each j-th four of a lane's kCount accumulators, with the values (biases, for instance) of
+// the two columns that these four have. `row`: the expert's row of values; null: none. The task's results are columns
+// first, first + 1, ... of `columns`; `gated` says where the values of gates and ups lie. A lane needs the values of a
+// quarter of the accumulator columns, which are too many to load. So the warp loads each value once, and lanes read the
+// values from the warp's staging buffer.
 template <class Dtype, Columns kOrder, uint32_t kCount, class Each>
 __device__ __forceinline__ void for_columns(uint32_t own, const void* row, const Lane& at, uint32_t first,
                                             uint32_t columns, GatedRows gated, Each&& each) {
@@ -128,11 +131,11 @@ __device__ __forceinline__ void scale_columns(float (&acc)[kCount], uint32_t own
   });
 }
 
-// Results of a piece, as a lane has them: of each group of 8 columns two neighbours of one row and of the row 8 below.
+// A lane's results of a piece: in each group of 8 columns, two neighbours in one row and two in the row 8 below.
 template <class Dtype>
 struct Piece {
   static constexpr uint32_t kGroups = kLineBytes / (8 * Dtype::kBytes);
-  static constexpr uint32_t kWords = Dtype::kBytes / 2;  // of two neighbours
+  static constexpr uint32_t kWords = Dtype::kBytes / 2;  // that two neighbours take
   uint32_t word[kGroups][2][kWords];
 
   __device__ __forceinline__ void put(uint32_t group, uint32_t row, float low, float high) {
@@ -144,14 +147,14 @@ struct Piece {
   }
 };
 
-// Where 16-byte chunk `chunk` of a row of a piece is staged. Permuted so that in different banks lie both one chunk of
-// 8 rows, a matrix of stmatrix, and two chunks of 4 rows, which half a warp writes of fp32.
+// Where 16-byte chunk `chunk` of a row of a piece is staged. Chunks are permuted so that different banks have what is
+// written together: by stmatrix one chunk of 8 rows (a matrix), and in fp32, by half a warp, two chunks of 4 rows.
 __device__ __forceinline__ uint32_t staged_in_piece(uint32_t row, uint32_t chunk) {
   const uint32_t turned = row * 2 % 8 + row / 4 % 2;
   return row * kLineBytes + (chunk ^ turned) * 16;
 }
 
-// Of 8 columns of results the q-th of 4 lanes has q and q + 4, packed, and gets 2 q and 2 q + 1.
+// Of 8 columns of results, the q-th of 4 lanes has q and q + 4, packed in `word`. Returns 2 q and 2 q + 1, packed.
 __device__ __forceinline__ uint32_t neighbours(const Lane& at, uint32_t word) {
   const uint32_t q = at.lane % 4;
   const uint32_t even = __shfl_sync(kFullWarp, word, static_cast<int>(2 * q % 4), 4);
@@ -159,8 +162,9 @@ __device__ __forceinline__ uint32_t neighbours(const Lane& at, uint32_t word) {
   return __byte_perm(even, odd, q < 2 ? 0x5410 : 0x7632);
 }
 
-// finish(h, a, b, up_a, up_b) turns accumulators of two columns of the lane's h-th row (of 2) into results, in place; ups
-// only with a gate. The two are neighbours, but of kPairs, which become neighbours then.
+// Makes a piece's results. finish(h, a, b, up_a, up_b) turns accumulators of two columns of the lane's row h (of 2)
+// into results, in place; ups have a meaning only with a gate. The two columns are neighbours, except in kPairs: there
+// neighbours() makes neighbours of the results.
 template <class Dtype, Columns kOrder, uint32_t kCount, class Finish>
 __device__ __forceinline__ Piece<Dtype> finish_piece(const Lane& at, const float (&acc)[kCount], uint32_t piece,
                                                      Finish finish) {
@@ -189,7 +193,7 @@ template <class Dtype, uint32_t kGroups = Piece<Dtype>::kGroups>
 __device__ __forceinline__ void stage_piece(uint32_t own, const Lane& at, const Piece<Dtype>& piece) {
   const auto& word = piece.word;
   if constexpr (Dtype::kBytes == 2) {
-    // Matrices of one stmatrix: both rows' of one group, both rows' of the next.
+    // One stmatrix stores four matrices: those of both rows of one group, then those of both rows of the next group.
     const uint32_t to = own + at.lane / 8 % 2 * 8 * kLineBytes + staged_in_piece(at.lane % 8, at.lane / 16);
 #pragma unroll
     for (uint32_t g = 0; g < kGroups; g += 2) {
@@ -207,14 +211,15 @@ __device__ __forceinline__ void stage_piece(uint32_t own, const Lane& at, const 
   }
 }
 
-// Stores the warp's rows: those that the block's share of `rows` has, and of each no more than `columns` columns.
-// row_of(r) points to the task's first column of row r of the share. kAdds: they are added to what is there.
+// Stores the warp's rows of the block's share, which has `rows` rows, and of each row no more than `columns` columns.
+// row_of(r) points to the task's first column in row r of the share. kAdds: results are added to what is there.
 template <class Dtype, Columns kOrder, bool kAdds = false, uint32_t kCount, class Finish, class RowOf>
 __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (&acc)[kCount], uint32_t rows,
                                            uint32_t columns, Finish finish, RowOf row_of) {
   constexpr uint32_t kColumns = 2 * kCount / kJoined<kOrder>;
   constexpr uint32_t kPieces = kColumns * Dtype::kBytes / kLineBytes;
-  // Half of the accumulators at a time, by the same code: that runs once a task, and takes as long to fetch as to run.
+  // The same code handles half of the accumulators at a time, because it runs once a task, and takes as long to fetch
+  // as to run.
   constexpr uint32_t kPasses = min_of(2u, kPieces), kPassAccumulators = kCount / kPasses;
   constexpr uint32_t kPassBytes = kPieces / kPasses * kLineBytes;
   // A lane stores chunk lane % 8 of every fourth row.
@@ -265,7 +270,7 @@ __device__ __forceinline__ void store_rows(uint32_t own, const Lane& at, float (
 
 }  // namespace detail
 
-// As scale_tokens().
+// As scale_tokens(), for accumulators whose rows are tokens.
 template <uint32_t kCount>
 __device__ __forceinline__ void scale_rows(const Lane& at, float (&acc)[1][kCount], const float* weights) {
   const uint32_t row = at.tokens * 64 + at.warp * detail::kWarpRows + at.row();
@@ -276,7 +281,8 @@ __device__ __forceinline__ void scale_rows(const Lane& at, float (&acc)[1][kCoun
   }
 }
 
-// Adds to each row its factor (as `weights` above) times `row`, of `features` numbers, of which the task's first is first_feature.
+// Adds to each row of accumulators its factor times `row`. factors[r] is that of row r of the share. `row` has
+// `features` numbers; the task's first is number first_feature.
 template <class Dtype, uint32_t kCount>
 __device__ __forceinline__ void add_outer(uint32_t staging, const Lane& at, float (&acc)[1][kCount],
                                           const float* factors, const void* row, uint32_t first_feature,
@@ -291,7 +297,8 @@ __device__ __forceinline__ void add_outer(uint32_t staging, const Lane& at, floa
       });
 }
 
-// As store_activated and store_returned, but these change the accumulators; `bias` is the expert's row, null: none.
+// As store_activated() and store_returned(), but these two functions change the accumulators. `bias` is the expert's
+// row; null: none.
 template <class Dtype, Activation A, Columns kOrder, class Kept, uint32_t kCount>
 __device__ __forceinline__ void store_activated_rows(uint32_t staging, const Lane& at, float (&acc)[1][kCount],
                                                      const void* bias, uint32_t rows, uint32_t first_column,
@@ -311,7 +318,7 @@ __device__ __forceinline__ void store_activated_rows(uint32_t staging, const Lan
       [&](uint32_t row) { return to + row * pitch; });
 }
 
-// kAdds: added to what is there, by one that comes after it.
+// kAdds: results are added to what is there, which was stored before.
 template <class Dtype, bool kAdds = false, uint32_t kCount>
 __device__ __forceinline__ void store_returned_rows(uint32_t staging, const Lane& at, float (&acc)[1][kCount],
                                                     const void* bias, uint32_t rows, uint32_t first_feature,

@@ -1,6 +1,6 @@
-// The backward pass (docs/training.md): what its roles do in addition to those of a forward pass, or in place of it.
-// Dispatch finds the routing that the forward pass has kept. Token rows are rows of dY. Tasks differentiate. After the
-// queue's stop come the products for the gradients of weights.
+// The backward pass (docs/training.md): what its roles do in addition to their work in a forward pass, or in place of
+// that work. Dispatch finds the routing that the forward pass has kept. Token rows are rows of dY. Tasks differentiate.
+// After the queue's stop word come the products for the gradients of weights.
 #pragma once
 
 #include "flashmoe/sm90/gradients/biases.cuh"
@@ -14,7 +14,8 @@
 
 namespace flashmoe::sm90 {
 
-// What a role does as a whole stands with its kind: here are those bases, and what is a few lines.
+// Functions that are most of what a role does are in base classes, in files of their own. Functions of a few lines are
+// here.
 struct Backward : Inference,
                   KeptChoices,
                   ReceivedRows,
@@ -27,7 +28,7 @@ struct Backward : Inference,
   using TasksBehindStop = sm90::TasksBehindStop;
   static constexpr uint32_t kCombines = sm90::kCombines;
 
-  // Rows of dY and, where they are dispatched again, of x: the same copies with other addresses.
+  // Sends rows of dY and, if x is dispatched again, rows of x: by the same code with other addresses.
   static __device__ __forceinline__ void send_rows(const KernelArgs& args, const Call& c, RowCopies& copies, uint32_t q,
                                                    uint32_t token, uint32_t rows) {
     const uint8_t* first = args.dy();
@@ -56,7 +57,8 @@ struct Backward : Inference,
       number = kept_row(c, row, task.tile().slice());
     }
   }
-  // A slice of the shared expert has gates and ups apart: dX's tasks go over both.
+  // If a slice of the shared expert has all gates before all ups, dX's tasks multiply gates and ups as if they were two
+  // slices.
   static __device__ __forceinline__ void halve_slices(const KernelArgs& args, TaskSlot& slot) {
     const uint32_t halves = z_halves(args);
     slot.slices *= halves, slot.k_bytes /= halves;
@@ -71,14 +73,14 @@ struct Backward : Inference,
     }
   }
 
-  // The warp that a task of dX leaves free: gradients of combine weights to other ranks.
+  // By the loader warp that has nothing to load in a task of dX: sends gradients of combine weights to their homes.
   template <class Dtype>
   static __device__ __forceinline__ void return_weights(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
     if (is_one_of<kHome>(slot.kind) && slot.tile != kNoTile)
       send_weight_gradients<Dtype>(args, c, slot.tile, slot.column, slot.share, slot.expert);
   }
 
-  // All warps, behind their roles.
+  // All warps, after their roles: sums that come after the stop word.
   template <class Dtype>
   static __device__ __forceinline__ void sum_behind_stop(const KernelArgs& args, const Call& c) {
     if constexpr (!kTrainsInGroup) sum_weight_parts(args, c);

@@ -12,7 +12,8 @@ namespace detail {
 template <class Dtype>
 inline constexpr uint32_t kBiasColumns = 16 / Dtype::kBytes;  // of a thread
 
-// The sum of a thread's columns over an expert's rows. line(tile, r): where they lie in row r of a tile; weight(tile, r).
+// Adds to `sum` a thread's columns of all rows of an expert. line(tile, r): where these columns lie in row r of a tile.
+// weight(tile, r): the factor of that row.
 template <class Dtype, class Line, class Weight>
 __device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, double (&sum)[kBiasColumns<Dtype>],
                                             Line&& line, Weight&& weight) {
@@ -21,7 +22,7 @@ __device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, doub
 #pragma unroll 1
   for (uint32_t base = 0; base < rows; base += kTileTokens) {
     const uint32_t tile = tiles[base / kTileTokens], end = min_of(rows - base, kTileTokens);
-#pragma unroll(kTrainsInGroup ? 1 : 4)  // addresses of which there are two kinds leave fewer registers
+#pragma unroll(kTrainsInGroup ? 1 : 4)  // among several ranks, rows in two places leave fewer registers
     for (uint32_t r = 0; r < end; ++r) {
       const uint4 words = *reinterpret_cast<const uint4*>(line(tile, r));
       const double w = weight(tile, r);
@@ -35,7 +36,8 @@ __device__ __forceinline__ void sum_columns(const Call& c, uint32_t expert, doub
   }
 }
 
-// To the columns from `first` on; or adds them to float32 numbers.
+// Stores a thread's sums to the columns from `first` on of `all`. If `accumulates`, adds them to the float32 numbers
+// there.
 template <class Dtype>
 __device__ __forceinline__ void store_columns(uint8_t* all, uint64_t first, const double (&sum)[kBiasColumns<Dtype>],
                                               bool accumulates) {
@@ -58,12 +60,12 @@ __device__ __forceinline__ void store_columns(uint8_t* all, uint64_t first, cons
   store_global16(all + first * Dtype::kBytes, {word[0], word[1], word[2], word[3]});
 }
 
-// Local experts that may have biases: a shared one has none.
+// How many local experts may have biases: all but a shared one.
 __device__ __forceinline__ uint32_t biased_experts(const Call& c) {
   return kBuild.sliced ? c.shape.routed_local_experts() : c.shape.local_experts;
 }
 
-// Whether a local expert is a slice behind the first one of its expert, whose down_bias is 0.
+// Whether a local expert is a slice of an expert, but not its first slice. The down_bias of such a slice is 0.
 __device__ __forceinline__ bool is_later_slice(const Call& c, uint32_t expert) {
   if constexpr (!kBuild.sliced) return false;
   return c.placement.by_owner[c.placement.owner_base[c.rank] + expert] % c.shape.slices != 0;
@@ -71,7 +73,7 @@ __device__ __forceinline__ bool is_later_slice(const Call& c, uint32_t expert) {
 
 }  // namespace detail
 
-// Not the last warp of a block, which sees no stop.
+// Computes the biases' gradients. All warps but the last one of each block, which sees no stop word.
 template <class Dtype>
 __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c) {
   using namespace detail;
@@ -82,7 +84,7 @@ __device__ __forceinline__ void sum_biases(const KernelArgs& args, const Call& c
   const uint32_t each = of_up + of_down;
   const bool accumulates = b.accumulates != 0;
   const uint32_t thread = thread_anew();
-  // Where the call has failed, tiles may not be what they should.
+  // If the call has failed, tiles may be wrong.
   if (each == 0 || thread >= kSummers || Platform::load_relaxed(&c.control()->abort.value) != 0) return;
 #pragma unroll 1
   for (uint32_t i = blockIdx.x * kSummers + thread; i < each * biased_experts(c); i += gridDim.x * kSummers) {

@@ -9,7 +9,7 @@
 namespace flashmoe::sm90 {
 
 struct KeptChoices {
-  // The routing that the forward pass has kept.
+  // Copies a token block's routing that the forward pass has kept to the scratch memory of the team.
   static __device__ __forceinline__ void copy_choices(const KeptOutputs& kept, const Call& c, uint32_t b,
                                                       const PacketScratch& s) {
     const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
@@ -19,7 +19,7 @@ struct KeptChoices {
     }
   }
 
-  // To where it is kept. Before the block's packets are built, all choices;
+  // Keeps the experts of all choices of a token block. To be called before the token block's packets are built.
   static __device__ __forceinline__ void keep_choices(const KeptOutputs& kept, const Call& c, uint32_t b,
                                                       const PacketScratch& s) {
     const uint64_t first = uint64_t{b << c.policy.log2_block} * c.shape.top_k;
@@ -28,7 +28,8 @@ struct KeptChoices {
       kept.ids[first + i] = s.ids[i];
     }
   }
-  // and then, by the same threads, which of them were dropped, and the weights.
+  // Keeps which of these choices were dropped or bad, and the weights. To be called after the packets are built, by the
+  // same threads as keep_choices().
   static __device__ __forceinline__ void keep_routing(const KeptOutputs& kept, const Call& c, uint32_t b) {
     const uint32_t first = b << c.policy.log2_block, top_k = c.shape.top_k;
 #pragma unroll 1

@@ -4,8 +4,10 @@
 //   for the tile's rows of dZ   w dA act'(z), gate and up
 //   for its weighted rows       w a
 //   for dS, a part              the sum of dA a over the task's columns, in an order that only the columns decide
+// (dS is the gradient of combine weights.)
 // If weights scale the products with gate_up (kBuild.on_input), these products u are kept, and z = w u + bias. Then
-//   for dZ                      the same, which is w times the gradient of z; for biases also that gradient, to rows behind dZ
+//   for dZ                      the same, which is w times the gradient of z; and, if gate_up_bias has a gradient, the
+//                               gradient of z itself, to rows behind dZ
 //   for weighted rows           a
 //   for dS, a part              the sum of dA act'(z) u
 // A piece is 32 columns. A warp stages its fp32 accumulators in its own buffer, and reads them from there by rows. A
@@ -26,7 +28,7 @@ inline constexpr uint32_t kGradientColumns = 32;            // of a piece
 inline constexpr uint32_t kLaneColumns = 4, kLaneRows = 4;  // of a lane in a piece
 inline constexpr uint32_t kLaneRowsApart = kWarpRows / kLaneRows;
 
-// Stages the n-th 32 columns of accumulators, as stage_piece() of fp32 does.
+// Stages the n-th 32 columns of accumulators, as stage_piece() does in fp32.
 template <uint32_t kCount>
 __device__ __forceinline__ void stage_columns(uint32_t own, const Lane& at, const float (&acc)[kCount], uint32_t n) {
   const uint32_t to = own + staged_in_piece(at.row(), at.lane % 4 / 2) + at.lane % 2 * 8;
@@ -48,8 +50,8 @@ __device__ __forceinline__ uint32_t slab_of(const Lane& at) {
   return at.group * 64 + at.warp * kWarpRows;
 }
 
-// Stages the piece-th 32 columns, of kMany from the kFirst-th on: by a tree of branches, since a warp waits for instructions at
-// each that it jumps over.
+// Stages piece number `piece`, which is one of the kMany pieces from number kFirst on. A tree of branches leads to the
+// piece's code, because a warp waits for instructions whenever it jumps over a piece's code.
 template <uint32_t kFirst, uint32_t kMany, uint32_t kCount>
 __device__ __forceinline__ void stage_piece_of(uint32_t piece, uint32_t own, const float (&acc)[kCount]) {
   if constexpr (kMany == 1) {
@@ -76,14 +78,14 @@ struct Neighbours {
   }
 };
 
-// What becomes of a lane's columns of one row, by twos.
+// What a lane stores for its columns of one row, as pairs of neighbouring columns.
 template <class Dtype>
 struct LaneGradients {
   Neighbours<Dtype> gates[2], ups[2];  // or without a gate all in `gates`
   Neighbours<Dtype> weighted[2];
 };
 
-// Four of a row.
+// Stores four neighbours of a row.
 template <class Dtype>
 __device__ __forceinline__ void store_four(uint8_t* to, const Neighbours<Dtype>& low, const Neighbours<Dtype>& high) {
   if constexpr (Dtype::kBytes == 2) {
@@ -93,7 +95,8 @@ __device__ __forceinline__ void store_four(uint8_t* to, const Neighbours<Dtype>&
   }
 }
 
-// Pre-activations of a lane's columns of one row, gate and up of each, or without a gate one number: 16 bytes, or less; or 32.
+// A lane's pre-activations of one row: of each of its columns gate and up, or without a gate one number. These are 8,
+// 16 or 32 bytes.
 struct TwoChunks {
   uint4 low, high;
 };
@@ -133,8 +136,8 @@ struct ScaledGradients {
   }
 };
 
-// The same as differentiate_columns() of a layer whose weights scale products, which are u. bias(i, up): of the lane's i-th
-// column.
+// As differentiate_columns(), for a layer whose combine weights scale the products with gate_up. `u` has these
+// products. bias(i, up): the bias of the lane's i-th column, of its up or of its gate.
 template <class Dtype, Activation A, class Bias>
 __device__ __forceinline__ ScaledGradients<Dtype> differentiate_scaled_columns(
     const float (&da)[kLaneColumns], const typename LaneInputs<Dtype, is_gated(A)>::Type& u, float weight, float& sum,
@@ -162,8 +165,9 @@ __device__ __forceinline__ ScaledGradients<Dtype> differentiate_scaled_columns(
   return to;
 }
 
-// From dA and z of a lane's columns of one row: what is stored, and added to `sum` the columns' term of dS. in_turn: gates lie
-// beside their ups, and these take turns in the words of gates and ups.
+// From dA and z of a lane's columns of one row: returns what the lane stores, and adds the columns' term of dS to
+// `sum`. in_turn: in dZ each gate lies beside its up. Each pair of the result in `gates` and `ups` then is a gate and
+// its up, and gates[0], ups[0], gates[1], ups[1] is the order of memory.
 template <class Dtype, Activation A>
 __device__ __forceinline__ LaneGradients<Dtype> differentiate_columns(
     const float (&da)[kLaneColumns], const typename LaneInputs<Dtype, is_gated(A)>::Type& z, float weight, bool in_turn,
@@ -195,7 +199,7 @@ __device__ __forceinline__ LaneGradients<Dtype> differentiate_columns(
   return to;
 }
 
-// Zeros in rows [from, to) of the share, `bytes` of each from `at` on. One warpgroup.
+// Stores zeros to rows [from, to) of the share, `bytes` of each from `at` on. One warpgroup.
 __device__ __forceinline__ void store_zeros(uint8_t* at, uint64_t row_bytes, uint32_t from, uint32_t to, uint32_t bytes,
                                             uint32_t thread) {
   const uint32_t chunks = bytes / 16;
@@ -205,17 +209,17 @@ __device__ __forceinline__ void store_zeros(uint8_t* at, uint64_t row_bytes, uin
   }
 }
 
-// Where a lane's columns of a piece lie, in rows kLaneRowsApart from one another.
+// Where a lane's columns of a piece lie, in the lane's kLaneRows rows, which are kLaneRowsApart rows apart.
 template <class Dtype, bool kGated>
 struct LanePlaces {
   using Inputs = typename LaneInputs<Dtype, kGated>::Type;
   static constexpr uint32_t kZBytes = LaneInputs<Dtype, kGated>::kColumnBytes;
 
-  const uint8_t* z;          // of the next piece, in the first row of all,
-  uint32_t kept[kLaneRows];  // and how far behind that the lane's rows are, in units of 16 bytes
+  const uint8_t* z;          // the next piece's columns in the first row of all kept rows
+  uint32_t kept[kLaneRows];  // how far behind the first kept row the lane's rows are, in units of 16 bytes
   uint8_t *weighted, *gradients;
 
-  // Of the first piece. first: the lane's first row; column: its first column, of `columns`. landing: see fetch().
+  // The places for the first piece. first: the lane's first row. column: the lane's first column, of `columns`.
   template <class Where>
   static __device__ __forceinline__ LanePlaces of(const Where& where, uint32_t first, uint32_t column,
                                                   uint32_t columns) {
@@ -229,9 +233,9 @@ struct LanePlaces {
     at.gradients = where.gradients(first, where.in_turn() ? 2 * column : column);
     return at;
   }
-  // Pre-activations of the lane's columns of its i-th row come to shared memory, one group of cp.async a row, into a place of the lane's
-  // own behind `landing`, and from there to registers. Where there is room for two rows alone (kInTurn), every other one has
-  // the same place.
+  // fetch() begins to copy the pre-activations of the lane's columns of its i-th row to shared memory: one group of
+  // cp.async a row, to the lane's own place behind `landing`. From there fetched() loads them to registers. If there is
+  // room for two rows only (kInTurn), rows i and i + 2 have the same place.
   static constexpr uint32_t kLandingRow = LaneInputs<Dtype, kGated>::kBytes;
   static constexpr uint32_t kLandings = min_of(kLaneRows, kPieceBytes / (32 * kLandingRow));
   static constexpr bool kInTurn = kLandings != kLaneRows;
@@ -250,7 +254,7 @@ struct LanePlaces {
     }
     cp_async_commit();
   }
-  // later: groups that were begun behind the row's.
+  // kLater: how many groups of cp.async were begun after the row's.
   template <uint32_t kLater>
   static __device__ __forceinline__ Inputs fetched(uint32_t i, uint32_t landing) {
     cp_async_wait<kLater>();
@@ -264,7 +268,7 @@ struct LanePlaces {
       return {__float_as_uint(v.x), __float_as_uint(v.y), 0, 0};
     }
   }
-  // Behind the last column: stays where it is.
+  // Goes on to the next piece, unless that begins behind the last column.
   __device__ __forceinline__ void next_z(uint32_t column, uint32_t columns) {
     if (column < columns) z += kGradientColumns * kZBytes;
   }
@@ -278,7 +282,7 @@ struct LanePlaces {
     store_four(weighted + i * kLaneRowsApart * where.weighted_bytes(), g.weighted[0], g.weighted[1]);
     store_gradients(gradients + i * kLaneRowsApart * where.gradient_bytes(), g, where);
   }
-  // And its gradients without the weight, to rows so many bytes behind.
+  // Stores the gradients without the weight, to rows that lie `behind` bytes behind those of dZ.
   template <class Where>
   __device__ __forceinline__ void store_plain(const LaneGradients<Dtype>& g, uint32_t i, uint64_t behind,
                                               const Where& where) const {
@@ -305,7 +309,7 @@ struct LanePlaces {
   }
 };
 
-// The rows' parts of dS: sums over a row's eight lanes.
+// Stores the rows' parts of dS, each of which is the sum over the eight lanes that share the row.
 template <class Where>
 __device__ __forceinline__ void store_weight_parts(float (&sum)[kLaneRows], const Where& where) {
   const Lane at = this_lane();
@@ -319,7 +323,7 @@ __device__ __forceinline__ void store_weight_parts(float (&sum)[kLaneRows], cons
   }
 }
 
-// Zeros behind a tile's rows, in so many columns of w a, and of its gates and ups.
+// Stores zeros in the rows behind a tile's last row, in so many columns of w a, and of dZ's gates and ups.
 template <class Dtype, class Where>
 __device__ __forceinline__ void store_padding(const Lane& at, uint32_t columns, bool in_turn, bool gated,
                                               const Where& where) {
@@ -334,10 +338,14 @@ __device__ __forceinline__ void store_padding(const Lane& at, uint32_t columns, 
 
 }  // namespace detail
 
-// landing: a piece's bytes for each warp of the warpgroup, for pre-activations on their way. They take as long from the L2 as a
-// piece's work, behind stores of others, and there are no registers to load them to so long before.
+// Epilogue::kDifferentiate, for a warpgroup's accumulators.
 //
-// `where` says of the block's share of rows, and from the block's first column on, whatever is asked of it.
+// landing: shared memory for pre-activations on their way, kPieceBytes for each warp of the warpgroup. From the L2 they
+// take as long as the work on a piece, because they wait behind stores, and there are no registers into which they
+// could be loaded so early.
+//
+// `where` (GradientPlace) says where things lie. Its rows are those of the block's share, and its columns are counted
+// from the block's first column.
 template <class Dtype, Activation A, uint32_t kCount, class Where>
 __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landing, const float (&acc)[1][kCount],
                                                 const Where& where, const ClampedShape& shape) {
@@ -359,7 +367,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landi
     for (uint32_t i = 0; i < Places::kLandings; ++i) places.fetch(i, landing, true);
 #pragma unroll 1
     for (uint32_t piece = 0; piece * kGradientColumns < columns; ++piece, column += kGradientColumns) {
-      asm("" : "+r"(left));  // else which rows exist is kept as bits, and spilled
+      asm("" : "+r"(left));  // else ptxas keeps, as bits, which rows exist, and spills them
       if constexpr (!Places::kInTurn) places.next_z(column + kGradientColumns, columns);
       const bool more = (piece + 1) * kGradientColumns < columns;
       stage_piece_of<0, kPieces>(piece, own, acc[0]);
@@ -378,12 +386,12 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landi
           if constexpr (!kBuild.on_input) {
             return differentiate_columns<Dtype, A>(da, z, weight, in_turn(), term, shape);
           } else {
-            const uint8_t* const biases = where.biases(column);  // of columns that exist together, or not at all
+            const uint8_t* const biases = where.biases(column);  // the lane's columns exist all or not at all
             const auto bias = [&](uint32_t n, bool up) { return where.bias(biases, n, up); };
             return differentiate_scaled_columns<Dtype, A>(da, z, weight, term, shape, bias);
           }
         }();
-        const uint32_t then = (i + Places::kLandings) % kLaneRows;  // of this piece, or of the next one
+        const uint32_t then = (i + Places::kLandings) % kLaneRows;  // a row of this piece, or of the next
         if (then == 0 && Places::kInTurn) places.next_z(column + kGradientColumns, columns);
         places.fetch(then, landing, then > i || more);
         z = next;
@@ -399,7 +407,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landi
             }
           }
         }
-        // The next one was begun a row before.
+        // The copy of the next row was begun one row earlier.
         if (i + 1 < kLaneRows && Places::kInTurn) z = places.template fetched<Places::kLandings - 1>(i + 1, landing);
         __syncwarp();  // else ptxas computes rows side by side, and spills
       }
@@ -408,7 +416,7 @@ __device__ __forceinline__ void store_gradients(uint32_t staging, uint32_t landi
   }
   store_weight_parts(sum, where);
   store_padding<Dtype>(this_lane(), columns, in_turn(), kGated, where);
-  fence_proxy_async_shared();  // the copy engine writes next where pre-activations landed
+  fence_proxy_async_shared();  // the copy engine will write where pre-activations were
   named_barrier_sync(
       group_barrier(this_lane().group));  // the next task's epilogue may use the whole buffer (epilogue/features.cuh)
 }

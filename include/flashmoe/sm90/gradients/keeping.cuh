@@ -1,5 +1,5 @@
-// The forward pass that keeps what its gradients need (docs/training.md): the routing, pre-activations, and among several ranks the
-// rows of other ranks' tokens.
+// The forward pass that keeps what its gradients need (docs/training.md): the routing, pre-activations, and among
+// several ranks the rows of other ranks' tokens.
 #pragma once
 
 #include "flashmoe/sm90/gradients/choices.cuh"
@@ -10,8 +10,8 @@
 namespace flashmoe::sm90 {
 
 struct Keeping : Inference, KeptChoices, ReceivedRows {
-  // Pre-activations are kept by the row of the call, or among several ranks by the row of the tile: behind the call these are
-  // moved to where they stay (gpu/kept_rows.cuh).
+  // Pre-activations are kept under the row's number in the call (kept_row()). Among several ranks they are first kept
+  // under the row's number in the tiles, and after the call gpu/kept_rows.cuh moves them to where they stay.
   static __device__ __forceinline__ uint32_t first_number(const KernelArgs&, const Call&, uint32_t tile, uint32_t) {
     return kTrainsInGroup ? tile * kTileTokens : 0;
   }
@@ -20,8 +20,9 @@ struct Keeping : Inference, KeptChoices, ReceivedRows {
     number = kTrainsInGroup ? at.first_number + at.in_tile : kept_row(c, row, task.tile().slice());
   }
 
-  // With weights on the input pre-activations are kept before they have weight and bias: the weight's gradient is a sum of
-  // products by them, and it may be 0. kBehind: nowhere, since they are kept.
+  // If weights scale the input, what is kept are the products before they get weight and bias. The gradient of the
+  // weight is a sum over these products, and they cannot be computed from the pre-activations, since the weight may be
+  // 0. kBehind: the place for pre-activations that have weight and bias, which are then not kept.
   template <bool kGated, bool kBehind = false>
   static __device__ __forceinline__ auto kept_place(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                                     uint32_t first_column) {

@@ -7,7 +7,7 @@
 
 namespace flashmoe::sm90 {
 
-// Loaders: a task over an expert's rows.
+// Loaders: load a task that multiplies over an expert's rows.
 template <class Dtype, class Count>
 __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                                Pipeline& ring, Count&& count) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_over_rows(const KernelArgs& args, const Cal
 }
 
 struct LoadsBehindStop {
-  // Loaders: a task behind the stop. Whether the warps are at different stages then.
+  // Loaders: load a task that comes after the stop word. Returns whether the two warps may then be at different stages.
   template <class Dtype, class Count>
   static __device__ __forceinline__ bool load_behind_stop(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                                           Pipeline& ring, Count&& count) {
@@ -38,7 +38,7 @@ struct LoadsBehindStop {
     }
     if (is_of_router_dx(c, group)) {
       load_router_dx<Dtype>(args, slot, ring, count);
-    } else if (group != kCombines) {  // which loads nothing
+    } else if (group != kCombines) {  // a task that combines loads nothing
       load_router_weights<Dtype>(args, slot, ring, count);
     }
     return true;

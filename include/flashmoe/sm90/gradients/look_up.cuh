@@ -16,10 +16,10 @@ __device__ __forceinline__ uint32_t kept_row_bytes(const KernelArgs& args) {
 }
 
 struct PrefetchOfKept {
-  // Has the L2 fetch what a task's epilogue reads of kept rows, since these come from memory otherwise. Run by one warp.
-  // The clerk prefetches the rows of a task when it looks up the next task, which is some ten stages before the first
-  // task's epilogue. If the clerk prefetched them when it looks up the task itself, the L2 would have evicted them again
-  // before the epilogue.
+  // Has the L2 fetch what a task's epilogue reads of kept rows, since these come from memory otherwise. Run by one
+  // warp. The clerk prefetches the rows of a task when it looks up the next task, which is some ten stages before the
+  // first task's epilogue. If the clerk prefetched them when it looks up the task itself, the L2 would have evicted
+  // them again before the epilogue.
   template <class Dtype>
   static __device__ __forceinline__ void prefetch(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
     if (!is_one_of<kDifferentiating>(slot.kind) || is_rehearsal(slot.task())) return;
@@ -34,9 +34,9 @@ struct PrefetchOfKept {
   }
 };
 
-// The gradient of a token's shared-gate logit, which is the product of the row of `shared_gate` with the token's row. The
-// token is that of row in_tile of a tile of the shared expert. The caller calls this only when all slices of the tile are
-// differentiated.
+// The gradient of a token's shared-gate logit, which is the product of the row of `shared_gate` with the token's row.
+// The token is that of row in_tile of a tile of the shared expert. The caller calls this only when all slices of the
+// tile are differentiated.
 __device__ __forceinline__ float shared_logit_gradient(const KernelArgs& args, const Call& c, uint32_t tile,
                                                        uint32_t in_tile, const Row& row) {
   const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks,
@@ -56,8 +56,8 @@ __device__ __forceinline__ float shared_logit_gradient(const KernelArgs& args, c
 
 struct GateLookUp {
   // For a row of a task that computes dX of the shared expert: returns the gradient of the row's shared-gate logit, as
-  // the bits of a float, or 0 if there is no shared gate. The epilogue adds this gradient times `shared_gate` to the row
-  // of dX. The task of the first block of columns also stores the gradient for the caller.
+  // the bits of a float, or 0 if there is no shared gate. The epilogue adds this gradient times `shared_gate` to the
+  // row of dX. The task of the first block of columns also stores the gradient for the caller.
   static __device__ __forceinline__ uint32_t look_up_gate(const KernelArgs& args, const Call& c, const Task& task,
                                                           uint32_t tile, uint32_t in_tile, const Row& row) {
     if (args.shared_gate == nullptr) return 0;
@@ -68,8 +68,8 @@ struct GateLookUp {
   }
 };
 
-// Fills the slot of a task that a cluster takes after its stop word, as look_up() fills the slots of other tasks. Such a
-// task multiplies over all rows of an expert, or, for the router's gradient, over all tokens.
+// Fills the slot of a task that a cluster takes after its stop word, as look_up() fills the slots of other tasks. Such
+// a task multiplies over all rows of an expert, or, for the router's gradient, over all tokens.
 template <class Dtype>
 __device__ __forceinline__ void look_up_over_rows(const Call& c, const Task& task, TaskSlot& slot) {
   if (Platform::lane() != 0) return;

@@ -1,5 +1,5 @@
-// The mainloop of 16-bit products over an expert's rows (gradients/weights.cuh): both operands are MN-major. A stage has 64 rows
-// of both, in spans of 64 columns:
+// The mainloop of 16-bit products over an expert's rows (gradients/weights.cuh). Both operands are MN-major. A stage
+// has 64 rows of both, in spans of 64 columns:
 //   at 0       4 spans, the task's 256 columns
 //   at 32 KiB  2 spans, one for each consumer warpgroup
 #pragma once
@@ -15,7 +15,7 @@ static_assert(kGroupSpansAt + kConsumers * kSpanBytes == kStageBytes);
 
 namespace detail {
 
-// As multiply_stage().
+// As multiply_stage() in machine/mainloop.cuh.
 template <class Dtype, bool kFirst>
 __device__ __forceinline__ void multiply_rows_of_stage(const Pipeline& ring, uint64_t a, uint64_t b,
                                                        float (&acc)[128]) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void multiply_rows_of_stage(const Pipeline& ring, uin
 
 }  // namespace detail
 
-// acc = the sum over the rows of `stages` stages, for the warpgroup's 64 columns and the task's 256.
+// acc = the sum of products over the rows of `stages` stages: the warpgroup's 64 columns by the task's 256 columns.
 template <class Dtype>
 __device__ __forceinline__ void multiply_rows(Pipeline& ring, uint32_t group, uint32_t stages, float (&acc)[128]) {
   const uint64_t a = mn_major_descriptor<kSpanBytes>(ring.stages + kGroupSpansAt + group * kSpanBytes);

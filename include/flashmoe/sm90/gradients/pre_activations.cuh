@@ -8,14 +8,14 @@
 
 namespace flashmoe::sm90 {
 
-// Where a row's pre-activations are kept (KeptOutputs).
+// The number of the row in KeptOutputs::pre_activations.
 __device__ __forceinline__ uint32_t kept_row(const Call& c, const Row& row, uint32_t slice) {
   return row.token * (c.shape.routed_top_k() + c.shape.shared) + row.k + slice;
 }
 
 namespace detail {
 
-// Stores that nobody reads before the backward pass.
+// Stores for what nobody reads before the backward pass.
 __device__ __forceinline__ void store_streaming(uint8_t* to, uint32_t low, uint32_t high) {
   asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(low), "r"(high) : "memory");
 }
@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_streaming(uint8_t* to, const float (&v)[4]
                : "memory");
 }
 
-// Two numbers, rounded; what is beyond the type as its largest value, since infinities have no slope.
+// Two numbers, rounded. A number beyond fp16's range becomes the largest of fp16, because an infinity has no slope.
 template <class Dtype>
 __device__ __forceinline__ uint32_t pack_finite(float low, float high) {
   if constexpr (std::is_same_v<Dtype, Fp16>) {
@@ -56,7 +56,8 @@ struct PreActivations {
     return data + (uint64_t{numbers[r]} * intermediate + first_column) * kColumnBytes<Dtype>;
   }
 
-  // Of TokensByFeatures, biases added.
+  // Stores the accumulators of TokensByFeatures as they are: with biases, but if weights scale the input, before they
+  // get weight and bias.
   template <class Dtype, Columns kOrder, uint32_t kCount>
   __device__ __forceinline__ void rows(const Lane& at, const float (&acc)[kCount], uint32_t rows) const {
     const uint32_t left = first_column < intermediate ? intermediate - first_column : 0;
@@ -74,7 +75,8 @@ struct PreActivations {
   }
 
  private:
-  // What a thread has of the g-th 8 columns of its row h, which begin at `to`. (Accumulators as in finish_piece.)
+  // Stores what a thread has of the g-th 8 columns of its row h. These columns begin at `to`. (Accumulators are as in
+  // finish_piece().)
   template <class Dtype, Columns kOrder, uint32_t kCount>
   static __device__ __forceinline__ void store_group(uint8_t* to, const Lane& at, const float (&acc)[kCount],
                                                      uint32_t g, uint32_t h) {
@@ -96,7 +98,7 @@ struct PreActivations {
                               detail::pack_finite<Dtype>(acc[d + 1], acc[d + kUp + 1]));
     }
   }
-  // The same of fp32, whose weights lie in the one order that wgmma takes.
+  // The same for fp32. Only two orders of columns occur, because weights in fp32 are never transposed.
   template <class Dtype, Columns kOrder, uint32_t kCount>
   static __device__ __forceinline__ void store_group_as_it_is(uint8_t* to, const Lane& at, const float (&acc)[kCount],
                                                               uint32_t g, uint32_t h) {

@@ -14,7 +14,7 @@
 
 namespace flashmoe::sm90 {
 
-// The row of `received` that rank p's token has; kNone if it is none that the forward pass had.
+// The row of `received` for rank p's token; kNone if the forward pass did not receive that token.
 __device__ __forceinline__ uint32_t received_row(const GroupArgs& g, const Call& c, uint32_t p, uint32_t token) {
   if (g.numbers == nullptr) return peer_slot(p, c.rank, c.shape.ranks) * g.pitch + token;
   const uint32_t n = token < g.pitch ? g.numbers[uint64_t{p} * g.pitch + token] : GroupArgs::kNone;
@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t received_row(const GroupArgs& g, const Call&
 }
 
 struct ReceivedRows {
-  // One warp: the `first`-th keeper.
+  // One warp: runs keeper number `first`.
   static __device__ __forceinline__ void keep_received(const KernelArgs& args, const Call& c, Source* sources,
                                                        uint32_t first) {
     using P = Platform;
@@ -41,22 +41,25 @@ struct ReceivedRows {
     if (all && P::lane() == 0) P::fetch_add_acq_rel(&c.control()->keepers_done.value, uint64_t{1});
   }
 
-  // Whether every keeper is done: who acquires that may read the rows. One warp.
+  // Whether every keeper is done. If so, the caller has acquired their copies, and may read the received rows. One
+  // warp.
   static __device__ __forceinline__ bool all_received(const Call& c) {
     using P = Platform;
     return P::broadcast(P::load_acquire(&c.control()->keepers_done.value, kDevice), 0) == c.policy.keepers;
   }
 };
 
-// Where a row of a tile has its token's row, as BackwardArgs' products gather it. (What is not received multiplies row 0:
-// ranks that have kept the same call send no such token.)
+// For the products over an expert's rows: the code (GroupArgs::gather) of where the token's row of a tile's row lies.
+// (For a token that the forward pass did not receive, it is row 0. Ranks that have kept the same call send no such
+// token.)
 __device__ __forceinline__ uint32_t gather_code(const GroupArgs& g, const Call& c, const Row& row) {
   if (row.source == c.rank) return row.token;
   const uint32_t n = received_row(g, c, row.source, row.token);
   return TokenRows::kRemote | (n == GroupArgs::kNone ? 0 : n);
 }
 
-// The number of a tile's first row. (A tile that a peer has filled beyond what the forward pass had is at the last rows.)
+// The number of a tile's first row among the experts' rows. (If a peer sends more rows than in the forward pass, a
+// number may be too large; within() then gives the last row's number.)
 __device__ __forceinline__ uint32_t first_row_of(const GroupArgs& g, const Call& c, uint32_t tile, uint32_t expert) {
   return g.first_row[expert] + c.tile(tile)->nth * kTileTokens;
 }
@@ -64,7 +67,7 @@ __device__ __forceinline__ uint32_t within(const GroupArgs& g, uint32_t row) {
   return row < g.rows ? row : g.rows - 1;
 }
 
-// The product of a row of dY with its expert's bias, in float64. One warp; every lane has it.
+// The product of a row of dY with its expert's down_bias, in float64. One warp; every lane gets it.
 template <class Dtype>
 __device__ __forceinline__ double multiply_bias(const KernelArgs& args, const Call& c, const Row& row,
                                                 uint32_t expert) {
@@ -89,19 +92,19 @@ __device__ __forceinline__ double multiply_bias(const KernelArgs& args, const Ca
   return sum;
 }
 
-// The gradients of combine weights of a block's share of a tile, home: of each row by the task of one of its columns of dX,
-// and so before the return signal of that column's group. One warp.
+// Sends the gradients of combine weights of a block's share of a tile to their homes. The tasks of the tile's columns
+// of dX share the rows, and each sends its rows' gradients before the return signal of its column's group. One warp.
 template <class Dtype>
 __device__ __forceinline__ void send_weight_gradients(const KernelArgs& args, const Call& c, uint32_t tile,
                                                       uint32_t column, const Share& share, uint32_t expert) {
   using P = Platform;
   const GroupArgs& g = args.group;
   if (!share.wide && cluster_rank() != 0) return;          // both blocks have all rows
-  if (kBuild.sliced && c.shape.is_shared(expert)) return;  // whose weight is no choice's
+  if (kBuild.sliced && c.shape.is_shared(expert)) return;  // its weight is no choice's
   const uint32_t parts = ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
   const uint32_t first = first_row_of(g, c, tile, expert), step = c.policy.columns[kReturning];
-  const bool biased = !kBuild.on_input && args.down_bias != nullptr;  // whose results have no weight
-  // With a bias all lanes take a row, else a row each.
+  const bool biased = !kBuild.on_input && args.down_bias != nullptr;  // on_input: results have no weight
+  // With a bias, all lanes work on one row. Without one, each lane has a row of its own.
   const uint32_t rows_at_once = biased ? 1 : P::kLanes, own = biased ? 0 : P::lane();
 #pragma unroll 1
   for (uint32_t r = column + own * step; r < share.rows; r += rows_at_once * step) {
@@ -118,7 +121,8 @@ __device__ __forceinline__ void send_weight_gradients(const KernelArgs& args, co
   P::sync();
 }
 
-// At home, once all ranks have returned all groups: the gradients of all own choices, where they are wanted. All warps.
+// At home, once all ranks have returned all groups: stores the gradients of all own choices for the caller, if it wants
+// them. All warps.
 __device__ __forceinline__ void collect_weight_gradients(const KernelArgs& args, const Call& c) {
   if (args.backward.combine_gradients == nullptr || !wait_for_returns(c)) return;
   const uint32_t thread = thread_anew();

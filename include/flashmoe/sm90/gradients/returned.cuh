@@ -7,7 +7,8 @@
 
 namespace flashmoe::sm90 {
 
-// Until every rank has returned every group to this one; false if they never do. One warp.
+// Waits until every rank has returned every return group to this rank. False if the call is aborted or the wait
+// expires. Run by one warp.
 __device__ __forceinline__ bool wait_for_returns(const Call& c) {
   using P = Platform;
   const auto is_here = [&](uint32_t g) {
@@ -17,17 +18,17 @@ __device__ __forceinline__ bool wait_for_returns(const Call& c) {
     }
     return P::ballot(!all) == 0;
   };
-  uint32_t here = c.shape.tokens == 0 ? c.policy.groups : 0;  // nobody returns a group of no tokens
+  uint32_t here = c.shape.tokens == 0 ? c.policy.groups : 0;  // nobody returns rows to a rank without tokens
   const WaitEnd end = wait_until<P>(
       c,
       [&] {
         while (here < c.policy.groups && is_here(here)) ++here;
         if (here == c.policy.groups) return Step::kDone;
-        P::rest();  // all blocks look at the same word
+        P::rest();  // because all blocks look at the same words
         return Step::kIdle;
       },
       OsLiveness<P>{c});
-  P::sync();  // what one lane acquired is every lane's
+  P::sync();  // every lane may now read what one lane has acquired
   return end == WaitEnd::kDone;
 }
 

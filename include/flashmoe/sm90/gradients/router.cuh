@@ -1,19 +1,22 @@
-// Products with the gradients of a router's logits. Clusters compute them when the queue has no more tasks for them:
+// Products with the gradients of a router's logits. Clusters compute these products when the ready queue has no more
+// tasks for the clusters:
 //
 //   router  [E, H]  dlogits^T x       a task has 256 experts by 256 columns of H, and contracts over all tokens
 //   dX      [T, H]  dlogits router    a task has 256 tokens by 256 columns of H; added to what Combine has stored
 //
-// Clusters take these tasks by tickets, like those over an expert's rows (gradients/weights.cuh). The same code
-// multiplies and stores them. TMA loads both operands. For a task of dX, loaders load both operands as they do for the
-// last product of the backward pass. The rows are the gradients of logits, and they lie in memory in the order of tokens.
+// Clusters take these tasks by tickets, like the tasks over an expert's rows (gradients/weights.cuh). TMA loads both
+// operands. A task of the router's own gradient is multiplied and stored by the code of the tasks over an expert's
+// rows. A task of dX is loaded and multiplied like a task of the backward pass's last product (dX = dZ gate_up). Its
+// rows are the gradients of logits, which lie in memory in the order of tokens.
 //
-// The last warp of each block computes the gradients of logits beside the experts' tasks, since it has no other role
-// left. This warp begins when all returned rows of dX are here. All parts of the gradients of combine weights (dS) are
-// then here, too. Then it combines its block's pieces. Combining takes longer than the experts' tasks. So the consumers of
-// each cluster help to combine, after the cluster's last task of experts or of the router's own gradient, and before its
-// first task of dX. Tasks that need logits or combined rows wait until all blocks have done them. These waits count a
-// fixed number of warps in each block (kCombiners): the consumers and the last warp. So with a router no other warps
-// combine. Without a router, all warps do.
+// The last warp of each block computes the gradients of logits while the clusters do the experts' tasks, since it has
+// no other role left. This warp begins when all returned rows of dX are here. All parts of the gradients of combine
+// weights (dS) are then here, too. Then the warp combines its block's pieces. Combining takes longer than the
+// experts' tasks. So the consumers of each cluster help to combine, after the cluster's last task of experts or of
+// the router's own gradient, and before its first task of dX. A task that needs gradients of logits, or combined
+// rows, waits until all blocks have made these. Such a wait counts a fixed number of warps in each block
+// (kCombiners): the consumers and the last warp. So with a router no other warps combine. Without a router, all warps
+// do.
 #pragma once
 
 #include "flashmoe/gpu/router_backward.cuh"
@@ -24,24 +27,25 @@
 
 namespace flashmoe::sm90 {
 
-// Parts that a combine weight's gradient has.
+// The number of parts of a combine weight's gradient: one for each thread block of each task of dA.
 __device__ __forceinline__ uint32_t weight_parts_of(const Call& c) {
   return ceil_div(c.shape.intermediate, kTaskFeatures) * kClusterBlocks;
 }
 
-// Warps of a block that combine.
+// The warps of a block that combine if there is a router: the consumers and the last warp.
 inline constexpr uint32_t kCombiners = kConsumers * kWarpgroup / 32 + 1;
-// In Control::routed.
+// What a warp that has combined adds to Control::routed. (A block that has the gradients of its logits adds 1.)
 inline constexpr uint64_t kOneCombined = uint64_t{1} << 32;
 
-// Behind a warp's combining. (Without a router nobody waits for it.)
+// Counts a warp that has no piece of Combine left. (Without a router, nobody reads this count.)
 __device__ __forceinline__ void count_combined(const Call& c) {
   using P = Platform;
-  P::sync();  // lanes leave a wait one by one; and all lanes' stores before the count
+  P::sync();  // lanes may have left a wait one by one; also orders all lanes' stores before the count
   if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, kOneCombined);
 }
 
-// Differentiates the logits of the block's tokens, once all of dX's rows are here; false if they never are. One warp.
+// Waits until all of dX's rows are here. Then computes the gradients of the logits of this block's tokens. False if
+// the wait fails. Run by one warp.
 template <class Dtype>
 __device__ __forceinline__ bool route_back(const KernelArgs& args, const Call& c) {
   using P = Platform;
@@ -51,14 +55,15 @@ __device__ __forceinline__ bool route_back(const KernelArgs& args, const Call& c
   for (uint32_t first = blockIdx.x * at_once; first < c.shape.tokens; first += gridDim.x * at_once) {
     differentiate_logits<Dtype>(args, first, lanes, parts);
   }
-  P::sync();  // all lanes' stores before the count
+  P::sync();  // orders all lanes' stores before the count
   if (P::lane() == 0) P::fetch_add_acq_rel(&c.control()->routed.value, uint64_t{1});
   return true;
 }
 
 struct CombinesWithRouter {
-  // Without a router, reduces and combines. With one, the last warp reduces what other ranks wait for, then differentiates logits,
-  // and then combines.
+  // What each warp does after its role. Without a router, it reduces and combines. With a router, only the last warp
+  // of the block goes on: among several ranks it first reduces what other ranks wait for. Then it computes the
+  // gradients of logits, and then it combines.
   template <class Dtype, class Returner>
   static __device__ __forceinline__ void combine_and_route(const KernelArgs& args, const Call& c, Returner& returner) {
     const auto routes = [&] { return args.backward.logit_gradients != nullptr; };
@@ -66,7 +71,7 @@ struct CombinesWithRouter {
     if (routes() && thread / 32 != kWarps - 1) return;
     if constexpr (kTrainsInGroup) {
 #pragma unroll 1
-      for (bool routed = !routes();; routed = true) {  // a second copy of the code would spill
+      for (bool routed = !routes();; routed = true) {  // a loop, because with two copies of run() the kernel spills
         returner.run(c, routed ? Summing::kAll : Summing::kReduces);
         if (routed) break;
         if (!route_back<Dtype>(args, c)) return;
@@ -79,11 +84,12 @@ struct CombinesWithRouter {
   }
 };
 
-// The leading clerk: the task, once all blocks have done what it needs; the stop if they never do. One warp.
+// Waits until all blocks have made what the task needs, and returns the task; the stop if the wait fails. Run by the
+// leading clerk (one warp).
 template <class Meanwhile>
 __device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task, Meanwhile&& meanwhile) {
   using P = Platform;
-  const bool adds = is_of_router_dx(c, task.group());  // to what is combined, by warps that had differentiated before
+  const bool adds = is_of_router_dx(c, task.group());  // whether the task adds to rows that must have been combined
   const uint64_t all = gridDim.x + (adds ? gridDim.x * kCombiners * kOneCombined : 0);
   const WaitEnd end = wait_until<P>(
       c,
@@ -95,7 +101,7 @@ __device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task,
         return meanwhile() ? Step::kProgress : Step::kIdle;
       },
       OsLiveness<P>{c});
-  P::sync();  // what lane 0 acquired, every lane may read
+  P::sync();  // every lane may now read what lane 0 has acquired
   if (end == WaitEnd::kDone) return task;
   if (end == WaitEnd::kExpired && P::lane() == 0) {
     post_fault<P>(c, {.kind = FaultKind::kLocal, .actor = Actor::kProcessor, .awaited = c.rank, .culprit = c.rank});
@@ -103,7 +109,7 @@ __device__ __forceinline__ Task wait_for_logits(const Call& c, const Task& task,
   return {TaskKind::kStop};
 }
 
-// The leading clerk: what a cluster does behind the stop of the queue. One warp.
+// The tasks that a cluster does after the queue's stop, for the leading clerk (one warp).
 class TasksBehindStop {
  public:
   __device__ __forceinline__ explicit TasksBehindStop(const KernelArgs& args)
@@ -124,11 +130,11 @@ class TasksBehindStop {
   }
 
  private:
-  bool combines_;  // has not yet
+  bool combines_;  // the cluster still has to be told to combine
   Task held_;
 };
 
-// Clerk: this block's share of a task of dX. One warp.
+// Fills the slot with this block's share of a task of dX. Run by the block's clerk (one warp).
 template <class Dtype>
 __device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const Call& c, const Task& task,
                                                   TaskSlot& slot) {
@@ -152,7 +158,8 @@ __device__ __forceinline__ void look_up_router_dx(const KernelArgs& args, const 
   slot.share = {.wide = true, .first = first, .rows = rows, .cover = Wide::kTokens};
 }
 
-// Loaders: all stages of a task of dX, and of the router's own gradient. Of these the first warp loads all.
+// Run by the loaders: load all stages of a task of dX, or of a task of the router's own gradient. In both, the first
+// loader thread loads everything.
 template <class Dtype, class Count>
 __device__ __forceinline__ void load_router_dx(const KernelArgs& args, const TaskSlot& slot, Pipeline& ring,
                                                Count&& count) {
@@ -201,8 +208,8 @@ __device__ __forceinline__ void compute_router_dx(const KernelArgs& args, const 
 }
 
 struct AddsRouterDx {
-  // A consumer warpgroup: task n, which combines, and those of dX behind it. Not among the tasks before: what combining keeps in
-  // registers leaves none for these.
+  // Run by a consumer warpgroup: does task n, which combines (kCombines), and then the tasks of dX. These have a loop
+  // of their own because what combining keeps in registers would leave too few registers for the tasks before task n.
   template <class Dtype, class Trace, class WarpTrace>
   static __device__ __forceinline__ void combine_and_add(const KernelArgs& args, const Call& c, Shared& s,
                                                          Pipeline& ring, uint32_t n, const Trace& trace,

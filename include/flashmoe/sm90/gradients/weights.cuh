@@ -1,22 +1,23 @@
-// Products over an expert's rows, which are the gradients of its weights. Clusters compute them when the queue has no
-// more tasks for them:
+// Products over an expert's rows, which are the gradients of its weights. Clusters compute these products when the
+// ready queue has no more tasks for the clusters:
 //
-//   down_proj     [H, I]   dY^T (w a)
+//   down_proj     [H, I]   dY^T (w a)  (w: combine weight, a: activated value)
 //   gate_up_proj  [2I, H]  dZ^T x      (transposed layers: [I, H] and [H, 2I])
 //
 // After them come the products of a router (gradients/router.cuh).
 //
-// The queue's stops come after all its tasks. Among these are the tasks of dX, which a tile's dA makes ready. So when a
-// cluster takes a stop, all rows of dZ and of w a are stored, and the cluster may read them. Clusters take tasks by
-// tickets. A task is of one expert: 256 rows of H (each block has 128 of them, a warpgroup 64) by 256 columns of I or
-// 2I.
+// The queue's stop words come after all its tasks. Among these are the tasks of dX, and a tile's tasks of dX become
+// ready when all its tasks of dA are done. So when a cluster takes a stop word, all rows of dZ and of w a are stored,
+// and the cluster may read them. Clusters take tasks by tickets. A task is of one expert: 256 rows of H (each block
+// has 128 of them, a warpgroup 64) by 256 columns of I or 2I.
 //
-// A stage has 64 rows of the expert, in the places of a Wide stage. Both operands are MN-major, in spans of 64 columns.
-// In fp32, which threads multiply by fragments, a stage has 32 rows, in twice as many spans of 32 columns:
+// A stage has 64 rows of the expert, where a Wide stage has its operands (machine/pipeline.cuh). Both operands are
+// MN-major, in spans of 64 columns. In fp32, which threads multiply by fragments, a stage has 32 rows, in twice as
+// many spans of 32 columns:
 //   dY or x    at 32 KiB  2 spans of 64 columns of H, one for each warpgroup, gathered; zeros beyond the expert's rows
-//   w a or dZ  at 0       4 spans of 64 columns; each block loads two for both by TMA, from rows of tiles. Beyond the expert's
-//                         rows these are zeros (gradients/epilogue.cuh)
-// A sum has the order of an expert's tiles. All tiles of an expert except the last are full.
+//   w a or dZ  at 0       4 spans of 64 columns; each block loads two for both blocks by TMA, from rows of tiles; zeros
+//                         beyond the expert's rows (gradients/epilogue.cuh)
+// A sum adds rows in the order of the expert's tiles. All tiles of an expert except the last are full.
 #pragma once
 
 #include "flashmoe/gpu/choice_gradient.cuh"
@@ -30,25 +31,27 @@ namespace flashmoe::sm90 {
 template <class Dtype>
 inline constexpr uint32_t kRowsOfStage = span_side(Dtype::kBytes);
 
-// A group of weights is an expert's, numbered as that is (Task::group). To these products a slice of the shared expert is an
-// expert, behind the others, whose rows lie where its slice's do. What an expert's matrices are to them it has in parts of
-// larger ones: of down_proj I columns, of gate_up_proj 2I or I rows, or where all gates lie before all ups I and I.
+// The number of groups of weights (Task::group). A group has the weights of one local expert, and the expert's
+// number. In these products, each slice of the shared expert counts as an expert, numbered behind the others. Its
+// matrices are parts of the shared expert's: I columns of down_proj, and 2I or I rows of gate_up_proj; if all gates
+// lie before all ups, twice I rows.
 __device__ __forceinline__ uint32_t weight_groups(const CallShape& s) {
   return kBuild.sliced ? s.routed_local_experts() + s.shared : s.local_experts;
 }
 __device__ __forceinline__ bool is_of_shared(const CallShape& s, uint32_t group) {
   return kBuild.sliced && group >= s.routed_local_experts();
 }
-// The local expert that has the rows.
+// The local expert over whose rows a group's products go.
 __device__ __forceinline__ uint32_t local_expert_of(const Call& c, uint32_t group) {
   return kBuild.sliced ? min_of(group, c.shape.local_experts - 1) : group;
 }
-// Into how many parts a slice's rows of gate_up_proj, and columns of dZ, fall.
+// In how many separate parts a slice's rows of gate_up_proj, and its columns of dZ, lie: 2 if gates lie apart from
+// ups.
 __device__ __forceinline__ uint32_t z_halves(const KernelArgs& args) {
   return args.backward.z_columns != args.call.shape.intermediate && args.gated.step == 1 ? 2 : 1;
 }
 
-// The tasks of an expert: `down` of down_proj's gradient, and behind them `gate_up`.
+// How many tasks an expert has: first `down` tasks for the gradient of down_proj, then `gate_up` for gate_up_proj's.
 struct WeightTasks {
   uint32_t down, gate_up;
 
@@ -58,7 +61,7 @@ struct WeightTasks {
     return {args.backward.down_gradient == nullptr ? 0 : blocks * ceil_div(s.intermediate, kTaskFeatures),
             args.backward.gate_up_gradient == nullptr ? 0 : blocks * ceil_div(args.backward.z_columns, kTaskFeatures)};
   }
-  // Of a slice of the shared expert: no task has columns of two parts.
+  // The same for a slice of the shared expert. No task has columns of two parts (z_halves()).
   static __device__ __forceinline__ WeightTasks of_slice(const KernelArgs& args) {
     const CallShape& s = args.call.shape;
     const uint32_t blocks = ceil_div(s.hidden, kTaskFeatures), halves = z_halves(args);
@@ -69,7 +72,7 @@ struct WeightTasks {
   __device__ __forceinline__ uint32_t all() const { return down + gate_up; }
 };
 
-// The tasks of a router, behind those of experts: of its own gradient, and of what it owes to dX (gradients/router.cuh).
+// How many tasks a router has: `weights` for its own gradient, and `x` for its part of dX (gradients/router.cuh).
 struct RouterTasks {
   uint32_t weights, x;
 
@@ -81,9 +84,11 @@ struct RouterTasks {
             blocks * ceil_div(s.tokens, kTileTokens)};
   }
 };
-// The group of a task that each cluster has once, between the experts' tasks and dX's: its consumers combine.
-inline constexpr uint32_t kCombines = kNoTile - 1;  // no tile's number either
-// The others' group is the one behind all experts'; of dX's, those behind it, one for each tile of tokens.
+// The group of the task that makes a cluster's consumers combine. Each cluster has it once, between the experts' tasks
+// and dX's.
+inline constexpr uint32_t kCombines = kNoTile - 1;  // no tile has this number
+// Whether a group is a router's. The router's own gradient has the first group behind the experts' groups. Behind
+// that group, dX has a group for each tile of tokens. (kCombines counts as a router's group, too.)
 __device__ __forceinline__ bool is_of_router(const Call& c, uint32_t group) {
   return group >= weight_groups(c.shape);
 }
@@ -91,12 +96,12 @@ __device__ __forceinline__ bool is_of_router_dx(const Call& c, uint32_t group) {
   return group > weight_groups(c.shape) && group != kCombines;
 }
 
-// What one of them multiplies: Task::column says which it is of its group's.
+// What a task of these products multiplies. Task::column is the task's number in its group.
 struct WeightTask {
   bool of_down;
-  uint32_t first_row, first_column;  // of H and of the other axis, as dZ or `weighted` have it
-  uint32_t columns;                  // where that ends
-  uint32_t skipped = 0, more = 0;    // of a part of a matrix: columns of that before column 0, and how many more it has
+  uint32_t first_row, first_column;  // a row of H; a column of the other axis, which is that of dZ or of `weighted`
+  uint32_t columns;                  // where the other axis ends, or the slice's part of it
+  uint32_t skipped = 0, more = 0;    // slices: column 0 is column `skipped` of a matrix of columns + more columns
 
   static __device__ __forceinline__ WeightTask of(const KernelArgs& args, uint32_t group, uint32_t n) {
     if (is_of_shared(args.call.shape, group)) {
@@ -130,9 +135,9 @@ struct WeightTask {
   }
 };
 
-// The task of the n-th ticket, or the stop. The router's own gradient, whose few tasks are long, begins behind three quarters of
-// the experts', so that logits are differentiated by then, and other tasks are left to go on beside it; dX's tasks, which are
-// short, come last.
+// The task of the n-th ticket, or the stop. The tasks of the router's own gradient are few and long. They come after
+// three quarters of the experts' tasks: by then, the gradients of logits are there, and other clusters still have
+// experts' tasks to do meanwhile. dX's tasks, which are short, come last.
 __device__ __forceinline__ Task task_behind_stop(const KernelArgs& args, uint32_t n) {
   const CallShape& s = args.call.shape;
   const uint32_t each = WeightTasks::of(args).all();
@@ -154,19 +159,20 @@ __device__ __forceinline__ Task task_behind_stop(const KernelArgs& args, uint32_
   return {TaskKind::kBehindStop, n % blocks, weight_groups(s) + 1 + n / blocks};
 }
 
-// The next task of the ticket, or the stop. One warp.
+// Takes the next ticket, and returns its task or the stop. Run by one warp.
 __device__ __forceinline__ Task take_weight_task(const KernelArgs& args, const Call& c) {
   using P = Platform;
   uint64_t ticket = 0;
-  // Where the call has failed, tiles may not be what they should: no task is taken.
+  // If the call has failed, tiles may be incomplete, so no task is taken.
   const bool failed = P::ballot(P::load_relaxed(&c.control()->abort.value) != 0) != 0;
   if (P::lane() == 0 && !failed) ticket = P::fetch_add(&c.control()->weight_tickets.value, uint64_t{1});
   const auto n = static_cast<uint32_t>(P::broadcast(ticket, 0));
   return failed ? Task{TaskKind::kStop} : task_behind_stop(args, n);
 }
 
-// Rows of tokens that products over an expert's rows gather, at the block's first column: own ones, and among several ranks
-// (GroupArgs) those received, both in units of 16 bytes from row to row, and what says where a tile's rows are.
+// The token rows that products over an expert's rows gather, from the block's first column on: own rows and, among
+// several ranks, received rows (GroupArgs). The units are the distance from row to row, in units of 16 bytes. codes:
+// among several ranks, which row each row of a tile gathers (GroupArgs::gather).
 struct GatheredRows {
   const uint8_t* own;
   uint32_t own_units;
@@ -174,7 +180,7 @@ struct GatheredRows {
   uint32_t received_units;
   const uint32_t* codes;
 
-  // Of a row's number, or code: where it is, as an offset of TokenRows.
+  // Where the row with this code lies, as an offset of TokenRows. (On a rank alone, a row's code is its token.)
   __device__ __forceinline__ uint32_t offset(uint32_t code) const {
     if constexpr (!kTrainsInGroup) return code * own_units;
     const uint32_t remote = code & TokenRows::kRemote;
@@ -186,7 +192,7 @@ struct GatheredRows {
   }
 };
 
-// How many rows an expert has. One lane.
+// How many rows an expert has. Called by one lane.
 __device__ __forceinline__ uint32_t rows_of_expert(const Call& c, uint32_t expert) {
   const uint32_t tiles = *c.expert_tile_count(expert);
   if (tiles == 0) return 0;
@@ -195,19 +201,20 @@ __device__ __forceinline__ uint32_t rows_of_expert(const Call& c, uint32_t exper
 
 namespace detail {
 
-// The rows that a loader warp gathers, a tile at a time: of each 64, a stage's or two stages', a lane has the number of one of
-// its warp's 32, which lanes that need it get by a shuffle. All are loaded while the tile before is on its way: a number that
-// is moved or multiplied sooner is waited for, and its round trip to the L2 takes about as long as a stage's products.
+// The numbers of the rows of a tile that a loader warp gathers. Of each 64 rows (one stage, or two in fp32), the warp
+// gathers 32. Each lane holds the number of one of these, and other lanes get it by a shuffle. All numbers of a tile
+// are loaded while the rows of the tile before it are gathered, because a lane that uses a number waits for its load,
+// and a round trip to the L2 takes about as long as the products of a stage.
 struct LoaderRows {
   static constexpr uint32_t kSteps = kTileTokens / kStageRows;
 
   uint32_t token[kSteps];
 
-  // row: the lane's, of the first 64.
+  // row: the lane's row, of the tile's first 64.
   __device__ __forceinline__ void look_up(const Call& c, const GatheredRows& rows, uint32_t tile, uint32_t row) {
     const Row* const from = c.tile_row(tile, row);
 #pragma unroll
-    for (uint32_t s = 0; s < kSteps; ++s) {  // of rows beyond the tile's, anything
+    for (uint32_t s = 0; s < kSteps; ++s) {  // for rows behind the tile's last one, any number
       token[s] = kTrainsInGroup ? rows.codes[tile * kTileTokens + row + s * kStageRows] : from[s * kStageRows].token;
     }
   }
@@ -219,23 +226,25 @@ struct LoaderRows {
 
 }  // namespace detail
 
-// Where the t-th tile of an expert, of this number, has its rows of dZ and w a: of a slice see Call::inner_tile.
+// The place of the rows of dZ and w a that belong to tile number `tile`, the t-th tile of its expert. (For slices of
+// the shared expert, see Call::inner_tile.)
 __device__ __forceinline__ uint32_t inner_tile_of(const Call& c, uint32_t group, uint32_t t, uint32_t tile) {
   if (!is_of_shared(c.shape, group)) return tile;
   return c.inner_tile(tile, t * kTileTokens, group - c.shape.routed_local_experts());
 }
 
-// All stages of a task, of a group with `rows` rows. All loader threads; the first calls count() with each. So many
-// `columns` exist from the block's first one on.
+// Loads all stages of a task whose group has `rows` rows. Run by all loader threads; the first calls count() for each
+// stage. columns: how many columns of H exist from the block's first one on.
 //
-// What limits a lone warp is how many instructions it takes: some six for each row of a thread, of which two are its copies.
+// The number of instructions limits how fast a loader warp is: a thread takes about six for each of its rows, of
+// which two are the copies.
 template <class Dtype, class Count>
 __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, uint32_t group, uint32_t rows,
                                                  GatheredRows from, uint32_t columns, const FeatureSpans& spans,
                                                  Count&& count) {
   constexpr uint32_t kChunks = kRowBytes / 16, kRowsApart = kLoaders / kChunks;
-  static_assert(kStageRows / kRowsApart == kChunks);  // the lanes of a row's chunks have the numbers of all their rows
-  constexpr uint32_t kRows = kRowsOfStage<Dtype>, kEach = kRows / kRowsApart;  // of a stage; of a thread in it
+  static_assert(kStageRows / kRowsApart == kChunks);  // 8 lanes copy 8 rows, a chunk each; each lane has a row's number
+  constexpr uint32_t kRows = kRowsOfStage<Dtype>, kEach = kRows / kRowsApart;  // rows of a stage; of these, a thread's
   constexpr uint32_t kSide = span_side(Dtype::kBytes), kEachSpan = span_bytes(Dtype::kBytes);
   if (rows == 0) return;
   const uint32_t thread = loader_thread();
@@ -245,7 +254,8 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
   const uint32_t last_tile = (rows - 1) / kTileTokens;
   from.own += chunk * 16;
   if constexpr (kTrainsInGroup) from.received += chunk * 16;
-  // Tiles were formed, and other blocks stored their rows, through the generic proxy; the clerk acquired them with the stop.
+  // Tiles were formed, and other blocks stored their rows, through the generic proxy. The clerk acquired these writes
+  // with the stop.
   if (thread == 0) fence_proxy_async_global();
   uint32_t tile = tiles[0], next_tile = tiles[min_of(1u, last_tile)];
   detail::LoaderRows now, next;
@@ -265,7 +275,7 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
         count();
       }
       const uint32_t left = tile_rows - base, to = ring.data() + Wide::tokens(0) + slot;
-      // The lanes of a second stage's rows are behind those of the first one's.
+      // fp32: of 64 rows, the second stage has the last 32. Their numbers are in lanes 4 to 7 of each 8.
       const uint32_t behind = kRows == kStageRows ? 0 : base % kStageRows / kRowsApart;
       const uint32_t own = own_row < left + base % kStageRows * (kRows != kStageRows) ? from.offset(now.token[0]) : 0;
 #pragma unroll
@@ -290,7 +300,7 @@ __device__ __forceinline__ void load_weight_task(Pipeline& ring, const Call& c, 
 
 namespace detail {
 
-// store_tokens() of accumulators that are 64 rows down.
+// Stands in for StagedRow's Stage: the accumulators have 64 rows, those of one wgmma.
 struct OneProduct {
   static constexpr uint32_t kMs = 1;
 };
@@ -300,8 +310,8 @@ struct OneProduct {
 // Where a block's part of a task's results goes: 128 rows of H by 256 columns of an expert's matrix.
 struct WeightOutput {
   uint8_t* to;
-  bool across;             // the matrix has a row for each column, and H goes along it
-  uint32_t rows, columns;  // that exist of H, of the columns
+  bool across;             // the matrix is transposed: each of the columns is a row of it, and H goes along that row
+  uint32_t rows, columns;  // how many rows of H and how many columns exist from the first on
   uint64_t row_bytes;      // from row to row of the matrix
 
   template <class Dtype, bool kTransposedLayer>
@@ -350,7 +360,7 @@ __device__ __forceinline__ void store_weight_gradients(uint32_t staging, const L
   }
 }
 
-// The L2 adds to float32 numbers in global memory, and nobody waits for it.
+// Adds to float32 numbers in global memory. The L2 adds, and no thread waits for it.
 __device__ __forceinline__ void add_global(uint8_t* to, float v) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(v) : "memory");
 }
@@ -358,7 +368,8 @@ __device__ __forceinline__ void add_global(uint8_t* to, float low, float high) {
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(low), "f"(high) : "memory");
 }
 
-// Adds a warpgroup's results to float32 numbers, straight from its registers, by the L2. Each has one term, and so one result.
+// Adds a warpgroup's results to float32 numbers in global memory, straight from registers. Each number gets exactly
+// one addition, so the result does not depend on an order.
 __device__ __forceinline__ void add_weight_gradients(const Lane& at, const float (&acc)[1][128],
                                                      const WeightOutput& out) {
   const uint32_t first_row = at.group * 64 + at.warp * detail::kWarpRows + at.row(), first_column = at.lane % 4 * 2;
@@ -375,7 +386,7 @@ __device__ __forceinline__ void add_weight_gradients(const Lane& at, const float
       if (out.across) {
         if (column < out.columns) add_global(to, low);
         if (column + 1 < out.columns) add_global(to + out.row_bytes, high);
-      } else if (column < out.columns) {  // which are a multiple of 8
+      } else if (column < out.columns) {  // then column + 1 exists, too: there is a multiple of 8 columns
         add_global(to, low, high);
       }
       to += out.across ? 8 * out.row_bytes : 8 * sizeof(float);
@@ -383,7 +394,7 @@ __device__ __forceinline__ void add_weight_gradients(const Lane& at, const float
   }
 }
 
-// The same of an expert without rows: zeros.
+// Stores zeros in place of these results, for an expert without rows.
 template <class Dtype>
 __device__ __forceinline__ void store_no_gradients(const WeightOutput& out, const Lane& at) {
   const uint32_t skipped = min_of(out.rows, at.group * 64), rows = min_of(out.rows - skipped, 64u);

@@ -1,6 +1,7 @@
 // Barriers in shared memory (mbarrier), named barriers, and the fences between the generic and the async proxy.
 //
-// Barriers are named by their shared-memory address: what every instruction takes, and half as wide as a pointer.
+// Functions take a barrier's address in shared memory, because all instructions on barriers do; it is half as wide as
+// a pointer.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,7 @@ __device__ __forceinline__ void arrive(uint32_t barrier, uint32_t times) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(times) : "memory");
 }
 
-// The same place in block `block` of the cluster.
+// The address of the same place in the shared memory of block `block` of the cluster.
 __device__ __forceinline__ uint32_t address_in_block(uint32_t block, uint32_t address) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
@@ -40,13 +41,14 @@ __device__ __forceinline__ T* in_block(uint32_t block, T* p) {
   asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p), "r"(block));
   return reinterpret_cast<T*>(there);
 }
-// Says that something has been read: orders no writes. A release would take until all of the thread's stores have
-// reached the L2, one to two microseconds under load.
+// Arrives at a barrier of block `block`, to say that this thread has read something. It orders no writes: a release
+// would take until all of the thread's stores have reached the L2, which is one to two microseconds under load.
 __device__ __forceinline__ void arrive_at_block(uint32_t block, uint32_t barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(block, barrier))
                : "memory");
 }
-// What was done before is visible to threads that test_wait_cluster().
+// Arrives at a barrier of block `block`. What this thread did before is visible to a thread whose test_wait_cluster()
+// then returns true.
 __device__ __forceinline__ void arrive_release_at_block(uint32_t block, uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(block, barrier))
                : "memory");
@@ -59,7 +61,7 @@ __device__ __forceinline__ void store_in_block(uint32_t block, uint32_t to, uint
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address_in_block(block, to)), "l"(v) : "memory");
 }
 
-// Arrives, and has the phase wait for so many bytes that the copy engine is to write.
+// Arrives, and makes the barrier's current phase also wait until the copy engine has written `bytes` bytes.
 __device__ __forceinline__ void arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -74,21 +76,23 @@ __device__ __forceinline__ void arrive_expect_tx(uint32_t barrier, uint32_t byte
                  : "memory");                                                       \
     return done != 0;                                                               \
   }
-// Suspends for a while, decided by the hardware, before saying no.
+// Suspends the thread for a time that the hardware chooses before it returns false.
 FLASHMOE_HAS_PASSED(try_wait, "mbarrier.try_wait.parity.shared::cta.b64")
-// Answers at once. For phases to which the other block arrives: also acquires what its threads did before.
+// Returns at once. For barriers at which the other block arrives: if it returns true, it also acquires what the other
+// block's threads did before they arrived.
 FLASHMOE_HAS_PASSED(test_wait_cluster, "mbarrier.test_wait.parity.acquire.cluster.shared::cta.b64")
 #undef FLASHMOE_HAS_PASSED
 
-// Waits within a block, by this or by test_wait_cluster(), need no bound of their own: the block's clerk waits for
-// tasks with a bound and always hands on something, a stop if nothing else; and the other warps wait only for what they
-// themselves do with the tasks handed on. So it is in sm90/decode/alone.cuh, where who loads the weights hands on the tasks.
+// Waits within a block, by wait() or by test_wait_cluster(), need no time limit of their own. The block's clerk waits
+// for tasks with a time limit, and always hands on a task or a stop. The other warps wait only for what they
+// themselves do with the tasks that the clerk hands on. The same is true in sm90/decode/alone.cuh, where the warp
+// that loads the weights hands on the tasks.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   while (!try_wait(barrier, parity)) {
   }
 }
 
-// All threads of the cluster meet; all that they did before is visible to all after.
+// All threads of the cluster meet. What each of them did before is then visible to all of them.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -99,7 +103,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// The same, found anew: where no register is left to keep it.
+// The same, but read anew at each call, for code that has no register left to keep the number.
 __device__ __forceinline__ uint32_t cluster_rank_anew() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -111,11 +115,12 @@ __device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Orders generic accesses before it and async-proxy accesses (TMA, wgmma) after it, or the reverse: to shared memory,
+// Orders accesses through the generic proxy before the fence and accesses through the async proxy (TMA, wgmma) after
+// the fence, or the reverse. This fence is for accesses to shared memory.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// to global memory,
+// The same for accesses to global memory.
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }

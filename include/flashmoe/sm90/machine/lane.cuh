@@ -7,19 +7,20 @@ namespace flashmoe::sm90 {
 
 using namespace gpu;
 
-// A consumer thread's place: which warpgroup, which of its warps, and the place in the accumulator fragment. tokens:
-// if rows of the accumulators are tokens (kTokensDown), the warpgroup's first token is number 64 * tokens of the block.
+// A consumer thread's place: its warpgroup (0 or 1), its warp among the four of the warpgroup, and its lane. tokens:
+// if rows of the accumulators are tokens (kTokensDown), the warpgroup's first token is number 64 * tokens of the
+// block.
 struct Lane {
   uint32_t group, warp, lane, tokens;
 
-  // Found anew after the mainloop, whose accumulators leave no registers for it.
+  // The thread's number is read anew, because the mainloop's accumulators leave no register to keep it.
   static __device__ __forceinline__ Lane of_thread(uint32_t group, uint32_t tokens) {
     const uint32_t thread = thread_anew();
     return {group, thread / 32 % 4, thread % 32, tokens};
   }
   static __device__ __forceinline__ Lane of_thread(uint32_t group) { return of_thread(group, group); }
-  __device__ __forceinline__ uint32_t row() const { return lane / 4; }        // of the fragment's 8 rows
-  __device__ __forceinline__ uint32_t token() const { return lane % 4 * 2; }  // and token + 1, of each 8 tokens
+  __device__ __forceinline__ uint32_t row() const { return lane / 4; }        // of each 8 rows
+  __device__ __forceinline__ uint32_t token() const { return lane % 4 * 2; }  // of each 8 tokens: this one and the next
 };
 
 }  // namespace flashmoe::sm90

@@ -12,15 +12,15 @@ namespace flashmoe::sm90 {
 struct FeatureBox {
   const TensorMap* map;
   uint32_t c1, c2, c3, expert;
-  bool read_once;  // no other cluster is about to load them: see reads_weights_once()
-  bool half;       // a stage's second box is behind the last ones: nothing is loaded in its place
+  bool read_once;  // no other cluster is about to load these rows: see reads_weights_once()
+  bool half;       // a stage's second box would lie behind the last rows, so it is not loaded
 
   template <class Stage>
   static constexpr bool kShared = Stage::kByCluster && Stage::kFeatures == kClusterBlocks * kBoxFeatures;
   template <class Stage>
   static constexpr uint32_t kBoxes = ceil_div(Stage::kFeatures, kBoxFeatures);
 
-  // Of a stage, by both blocks.
+  // The bytes of features that both blocks together load into a stage.
   template <class Stage>
   __device__ __forceinline__ uint32_t bytes() const {
     return kBoxes<Stage> != 1 && half ? Stage::kFeatureBytes / 2 : Stage::kFeatureBytes;
@@ -49,15 +49,15 @@ struct FeatureBox {
   }
 };
 
-// The same of transposed weights: a block loads two spans of 64 features, of fp32 four of 32, of which c0 is the first, by
-// a k-block.
+// The same for transposed weights. For each k-block, a block loads two spans of 64 features, or in fp32 four spans of
+// 32. Here c0 goes along features.
 struct FeatureSpans {
   const TensorMap* map;
-  uint32_t first;  // feature, of the first span
-  bool ups;        // the second one, of 16 bits, is of the ups of its gates; else it is the next 64 features
+  uint32_t first;  // the first span's first feature
+  bool ups;        // 16-bit types: the second span has the ups of the first span's gates; else the next 64 features
   uint32_t expert;
   bool read_once;
-  uint32_t c2 = 0;  // without `ups`
+  uint32_t c2 = 0;  // of both spans; with `ups`, c2 is the span's number instead
 
   template <class Stage>
   static __device__ __forceinline__ uint32_t bytes() {
@@ -84,15 +84,15 @@ struct FeatureSpans {
   }
 };
 
-// Where gathered rows lie. An offset is in units of 16 bytes from one of two bases: from `remote` if bit 31 is set.
+// Where gathered rows lie. An offset counts units of 16 bytes from `own`, or from `remote` if bit 31 is set.
 struct TokenRows {
   static constexpr uint32_t kRemote = 1u << 31;
   static_assert(uint64_t{kRemote} * 16 == kReachBytes);
 
   const uint8_t* own;
   const uint8_t* remote;
-  const uint32_t* offsets;  // [rows] in shared memory; not read any more once the first stage of the task is loaded,
-                            // or with GatheredScales the last one
+  const uint32_t* offsets;  // [rows] in shared memory; read until the task's first stage is loaded, or with
+                            // GatheredScales until its last stage is loaded
   uint32_t rows;
 
   __device__ __forceinline__ const uint8_t* at(uint32_t row) const {
@@ -101,39 +101,41 @@ struct TokenRows {
   }
 };
 
-// Rows that lie one behind the other, `rows` of them from row `first` of the map's matrix on. Intermediate rows of the shared
-// expert go on, column by column, as as many rows elsewhere for each further slice. Of its dZ, of which half a row are gates,
-// these come first: slices go round a second time, for the ups.
+// Rows that lie together: `rows` rows, from row `first` of the map's matrix on. An intermediate row of the shared
+// expert is cut into slices of columns, and each further slice is stored as a row elsewhere. If in each slice's rows
+// of dZ all gates lie before all ups, the loader goes through the slices twice: first for the gates, then for the
+// ups.
 struct BoxRows {
   const TensorMap* map;
   uint32_t first, rows;
   uint32_t slices = 1;
-  uint32_t second = 0;  // row, of the second slice; later ones follow a tile apart
-  uint32_t round = 0;   // of dZ: so many slices,
-  uint32_t up = 0;      // the column of whose second half is this one
+  uint32_t second = 0;  // the second slice's first row; each later slice begins a tile (kTileTokens rows) further on
+  uint32_t round = 0;   // if the loader goes through slices twice: how many there are,
+  uint32_t up = 0;      // and the column of a slice's row at which its ups begin
 
   __device__ __forceinline__ uint32_t row(uint32_t slice) const {
     return slice == 0 ? first : second + (slice - 1) * kTileTokens;
   }
 };
 
-// Which of the loaders' threads this is. In a backward pass tasks are loaded in three ways, and no registers are left to keep what follows from it from task to task.
+// The thread's number among the loaders' threads. A backward pass loads tasks in three ways, and no register is left
+// to keep the number from task to task, so there it is read anew each time.
 __device__ __forceinline__ uint32_t loader_thread() {
   if constexpr (!kIsBackward) return threadIdx.x - kFirstLoader;
   return thread_anew() - kFirstLoader;
 }
 
-// Of what is not quantised: what is loaded beside a stage of gathered rows, and of rows by the copy engine.
+// The scales of rows and weights that are not quantised: none are loaded. (Others: machine/stage_scales.cuh.)
 struct NoScales {
   static __device__ __forceinline__ void gather(uint32_t, uint32_t, uint32_t) {}
 };
 
 namespace detail {
 
-// Thread t loads chunk t % 8 of rows t / 8 + 8 i, so that 8 threads fetch one row's 128 bytes at once. What limits a
-// lone warp is how many instructions a copy takes (6 cycles each): with the rows' addresses in registers, advanced
-// every other stage, and no bounds check for each row, it is hardly more than one. Rows that the tile does not have are
-// copies of row 0.
+// Gathers rows. Thread t loads the 16-byte chunk t % 8 of rows t / 8 + 8 i, so that 8 threads together fetch 128
+// bytes of a row. The number of instructions for each copy (6 cycles each) limits how fast a loader warp is. It is
+// hardly more than one, because the rows' addresses are in registers and advance only every other stage, and not
+// every row is checked against the number of rows. Rows that the tile does not have are copies of row 0.
 template <class Dtype, class Stage, class Features, class Scales, class Count>
 __device__ __forceinline__ void load_stages(typename Stage::Ring& ring, const Features& features,
                                             const TokenRows& tokens, const Scales& scales, uint32_t k_bytes,
@@ -194,8 +196,8 @@ __device__ __forceinline__ void load_stages(typename Stage::Ring& ring, const Fe
   }
 }
 
-// Rows by the copy engine, `k_bytes` of each slice. The first loader thread does it all, and arrives for the others too, so
-// that the second warp may do something else.
+// Loads rows by the copy engine: `k_bytes` of each row, in each slice. The first loader thread does everything, and
+// also makes the other loader threads' arrivals, so that the second loader warp may do something else.
 template <class Dtype, class Stage, class Features, class Scales, class Count>
 __device__ __forceinline__ void load_stages(typename Stage::Ring& ring, Features features, const BoxRows& from,
                                             const Scales& scales, uint32_t k_bytes, Count&& count) {
@@ -224,7 +226,7 @@ __device__ __forceinline__ void load_stages(typename Stage::Ring& ring, Features
         arrive(at.full(), kLoaders - 1);
         arrive_expect_tx(at.full(),
                          features.template bytes<Stage>() + boxes * kRowBox * kRowBytes + Scales::bytes(from.rows));
-        scales.load(at, row, from.rows, s, slice * stages + s);  // arrives once
+        scales.load(at, row, from.rows, s, slice * stages + s);  // makes the one arrival that is left
       } else {
         arrive(at.full(), kLoaders);
         arrive_expect_tx(at.full(), features.template bytes<Stage>() + Stage::kBlocks * boxes * kRowBox * kRowBytes);
@@ -254,8 +256,9 @@ __device__ __forceinline__ void load_stages(typename Stage::Ring& ring, Features
 
 }  // namespace detail
 
-// All stages of a task, whose tokens' rows are gathered (TokenRows, `k_bytes` of each) or lie together (BoxRows, of each
-// slice). All loader threads; the first calls count() with each stage. What has scales is wide.
+// Loads all stages of a task. Its token rows are gathered (TokenRows, `k_bytes` of each row), or they lie together
+// (BoxRows, `k_bytes` of each row in each slice). Run by all loader threads; the first calls count() for each stage.
+// Tasks whose rows have scales are always wide.
 template <class Dtype, class Features, class Rows, class Scales, class Count>
 __device__ __forceinline__ void load_stages(Pipeline& ring, bool wide, const Features& features, const Rows& rows,
                                             const Scales& scales, uint32_t k_bytes, Count&& count) {

@@ -10,9 +10,10 @@
 
 namespace flashmoe::sm90 {
 
-// Shapes of a consumer warpgroup's product: a step along K is kMs wgmmas m64nN. A k-block's A operand lies at
-// a(k_block) in its stage, its B operand at b(k_block), MN-major or K-major as kMajorB says. The warpgroup multiplies
-// kMs * 64 rows of A with kN rows of B; the second warpgroup's begin kNextA and kNextB rows after the first's.
+// Shapes of a consumer warpgroup's product. A step along K is kMs wgmmas m64nN, where N is kN. In its stage, a
+// k-block's A operand lies at a(k_block). Its B operand lies at b(k_block), MN-major or K-major as kMajorB says. The
+// warpgroup multiplies kMs * 64 rows of A with kN rows of B. The second warpgroup's rows of A begin kNextA rows after
+// the first warpgroup's, and its rows of B kNextB rows after.
 
 // Features down, tokens across: the warpgroup's half of the features by all of the block's tokens.
 template <class Stage_, uint32_t kTokens>
@@ -23,11 +24,12 @@ struct FeaturesByTokens {
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::features(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::tokens(k_block); }
 };
-// Tokens down, features across: 64 of 128 tokens by all features. A wgmma reads all of its B for 64 rows of A: this one
-// reads 2 + 8 KiB a step, the two of FeaturesByTokens with 128 tokens 2 * (2 + 4). Only for tiles whose tokens fill it,
-// and for all of transposed weights, which are MN-major: of these a warpgroup may have no tokens, as the second one of every
-// Narrow tile, and keeps pace. And for e4m3, of more than 64 tokens. kFeatures: fewer than the stage has where the rest of it
-// are behind the last.
+// Tokens down, features across: the warpgroup's 64 of the block's 128 tokens, by all features. A wgmma reads all of
+// its B for 64 rows of A. So in a step along K, the one wgmma of this shape reads 2 + 8 KiB, and the two of
+// FeaturesByTokens with 128 tokens read 2 * (2 + 4) KiB. with_tokens() takes this shape for tiles whose tokens fill
+// it, and for all tiles of transposed weights (which are MN-major), of passes that train and of e4m3, except those of
+// TokensByHalfFeatures. A warpgroup that has no tokens then, like the second one with a Narrow stage, runs
+// keep_pace(). kFeatures: fewer than the stage has, if the others would lie behind the last feature.
 template <class Stage_, Major kFeatureMajor, uint32_t kFeatures = Stage_::kFeatures>
 struct TokensByFeatures {
   using Stage = Stage_;
@@ -36,15 +38,16 @@ struct TokensByFeatures {
   static FLASHMOE_HD constexpr uint32_t a(uint32_t k_block) { return Stage::tokens(k_block); }
   static FLASHMOE_HD constexpr uint32_t b(uint32_t k_block) { return Stage::features(k_block); }
 };
-// For at most 64 tokens in e4m3: all of them down, the warpgroup's half of the features across. With TokensByFeatures the
-// second warpgroup would have none, and the tensor cores nothing while the first one promotes.
+// For at most 64 tokens in e4m3: all tokens down, the warpgroup's half of the features across. With TokensByFeatures,
+// the second warpgroup would have no tokens, and the tensor cores would have no work while the first warpgroup
+// promotes (machine/mainloop_quantised.cuh).
 template <class Stage_>
 struct TokensByHalfFeatures {
   using Stage = Stage_;
   static constexpr uint32_t kMs = 1, kN = Stage::kFeatures / kConsumers, kNextA = 0, kNextB = kN;
   static constexpr Major kMajorB = Major::kK;
 };
-// For at most 64 features: all of them down, the warpgroup's half of the tokens across.
+// For at most 64 features: all features down, the warpgroup's half of the tokens across.
 template <class Stage_>
 struct FeaturesByHalfTokens {
   using Stage = Stage_;
@@ -71,11 +74,11 @@ inline constexpr bool kHalvesColumns<TokensByHalfFeatures<Stage>> = true;
 template <class Shape>
 using Accumulators = float[Shape::kMs][Shape::kN / 2];
 
-// Calls f, a lambda `[&]<class Shape>() {..}`, with the smallest shape that covers `cover` tokens. A wgmma's time grows
-// with N; but each N is one more copy of the code, and no shorter one. half: the expert has no features
-// for the second half of the task (is_half). kGated: in e4m3, there are two shapes with a gate, and one without.
-// (Without a gate, a warpgroup's half of the features is a whole block of 128 columns with a scale. The code for this
-// spills if the other shape's code is there too.)
+// Calls f, a lambda `[&]<class Shape>() {..}`, with the smallest shape that covers `cover` tokens. A wgmma's time
+// grows with N. But each N is one more copy of the code, so there are shapes for some N only. half: the expert has no
+// features for the second half of the task (is_half). kGated: in e4m3, there are two shapes with a gate, and one
+// without. (Without a gate, a warpgroup's half of the features is a whole block of 128 columns with a scale. The code
+// for this spills if the other shape's code is there too.)
 template <class Dtype, bool kTransposed, bool kGated, class F>
 __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, bool half, F&& f) {
   if constexpr (kQuantised<Dtype>) {
@@ -113,15 +116,16 @@ __device__ __forceinline__ void with_tokens(bool wide, uint32_t cover, bool half
 
 namespace detail {
 
-// Where the elements of a k-block begin that are k bytes along a K-major operand's rows.
+// Where in an operand's k-block those elements begin that a K-major operand has k bytes after the beginning of its
+// rows.
 template <Major kMajor>
 __device__ constexpr uint32_t along_k(uint32_t k) {
   return kMajor == Major::kK ? k : k / (kRowBytes / kSpanRows) * kRowBytes;
 }
 
-// Issues the products of one stage as one group of wgmmas, and does not wait for it. kFirst: the first wgmma overwrites
-// acc. It is a template parameter since ptxas would else see accumulators read that nothing wrote, keep those of all N
-// alive from task to task, and run out of registers.
+// Issues the products of one stage as one group of wgmmas, and does not wait for the group. kFirst: the first wgmma
+// overwrites acc. kFirst is a template parameter because ptxas would otherwise see reads of accumulators that nothing
+// has written. It would then keep the accumulators of all N alive from task to task, and run out of registers.
 template <class Dtype, class Shape, bool kFirst>
 __device__ __forceinline__ void multiply_stage(const typename Shape::Stage::Ring& ring, uint64_t a, uint64_t b,
                                                bool gathered, Accumulators<Shape>& acc) {
@@ -149,7 +153,8 @@ __device__ __forceinline__ float4 load_floats(uint32_t from) {
   const uint4 v = load_shared16(from);
   return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
-// Where chunk `chunk` of a row lies. (That of the 8th row behind it: 8 * kRowBytes further, since the swizzle repeats.)
+// Where the 16-byte chunk `chunk` of a row lies, with the swizzle. (8 rows further down, the same chunk lies 8 *
+// kRowBytes further on, because the swizzle repeats every 8 rows.)
 __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, uint32_t row, uint32_t chunk) {
   return tile + row * kRowBytes + (chunk ^ row % 8) * 16;
 }
@@ -157,8 +162,9 @@ __device__ __forceinline__ float dot(float sum, const float4& a, const float4& b
   return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
 }
 
-// The products of one stage without the tensor cores, in the same places of acc: a thread has rows r and r + 8 of A, and
-// of each 8 of B two. 4 lanes of a warp read the same rows of A, 8 lanes the same ones of B.
+// The products of one stage without the tensor cores. Sums have the same places in acc as with wgmma: a thread has
+// rows r and r + 8 of A, and two of each 8 rows of B. 4 lanes of a warp read the same rows of A, 8 lanes the same
+// rows of B.
 template <class Shape>
 __device__ __forceinline__ void multiply_stage_exactly(const typename Shape::Stage::Ring& ring, uint32_t group,
                                                        Accumulators<Shape>& acc) {
@@ -166,7 +172,7 @@ __device__ __forceinline__ void multiply_stage_exactly(const typename Shape::Sta
   const uint32_t thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const uint32_t row = group * Shape::kNextA + thread / 32 * 16 + lane / 4;
   const uint32_t column = group * Shape::kNextB + lane % 4 * 2;
-  constexpr uint32_t kAhead = kBuild.keeps ? 2 : 4;  // what is kept takes registers, too
+  constexpr uint32_t kAhead = kBuild.keeps ? 2 : 4;  // fewer in a pass that keeps, since that takes registers, too
 #pragma unroll 1
   for (uint32_t i = 0; i < Stage::kBlocks * (kRowBytes / 16); ++i) {
     const uint32_t block = i / (kRowBytes / 16), chunk = i % (kRowBytes / 16);
@@ -208,10 +214,11 @@ __device__ __forceinline__ void multiply_exactly(typename Shape::Stage::Ring& ri
 
 }  // namespace detail
 
-// acc = A * B^T over the K of so many stages, of the shape's operands. `group` is 0 or 1: which of the shape's halves. `gathered`:
-// the tokens were written by cp.async. All 128 threads of the warpgroup, converged. One group of wgmma stays in flight
-// while the next is issued: a stage is released when the one after it is under way. The last one is not: until it is, its A operand
-// is the warpgroup's own. Returns its barrier.
+// acc = A * B^T over the K of `stages` stages. `group`: the warpgroup, 0 or 1. `gathered`: the tokens were written by
+// cp.async. Run by all 128 threads of the warpgroup, converged. One group of wgmmas stays in flight while the next is
+// issued, so a stage is released when the products of the next stage are under way. The last stage is not released,
+// so that the warpgroup may use the memory of its own A operand there. Returns the last stage's `empty` barrier, by
+// which the caller releases that stage.
 template <class Dtype, class Shape>
 __device__ __forceinline__ uint32_t multiply_and_hold(typename Shape::Stage::Ring& ring, uint32_t group,
                                                       uint32_t stages, bool gathered, Accumulators<Shape>& acc) {
@@ -241,7 +248,7 @@ __device__ __forceinline__ uint32_t multiply_and_hold(typename Shape::Stage::Rin
   }
 }
 
-// The same, and releases all.
+// The same, and also releases the last stage.
 template <class Dtype, class Shape>
 __device__ __forceinline__ void multiply(typename Shape::Stage::Ring& ring, uint32_t group, uint32_t stages,
                                          bool gathered, Accumulators<Shape>& acc) {
@@ -253,7 +260,8 @@ __device__ __forceinline__ void multiply(typename Shape::Stage::Ring& ring, uint
   }
 }
 
-// Instead of multiply(), by a warpgroup that has no tokens: stages wait to be released by both.
+// Run in place of multiply() by a warpgroup that has no tokens: releases the stages, because loaders fill a stage
+// again only when both warpgroups have released it.
 template <class Dtype, class Stage>
 __device__ __forceinline__ void keep_pace(typename Stage::Ring& ring, uint32_t stages) {
 #pragma unroll 1

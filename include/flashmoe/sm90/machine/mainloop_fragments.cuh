@@ -4,15 +4,15 @@
 // if the layer asks for that. Sums have the same places in the accumulators as with wgmma (machine/wgmma.cuh), so the
 // epilogues are those of other types.
 //
-// A k-block has 32 elements of K. A warp multiplies its 16 rows of A with all kN columns of B. For each 8 of K, a lane
-// loads 4 words of A and kN / 4 of B. The bound is shared memory: for 256 columns, each of 8 warps loads 68 words, at a
-// clock each at best; wgmma would take 256 clocks. (With 32 rows by half of the columns it would be 40 words, but sums
-// would be in other places.)
+// A k-block has 32 elements of K. A warp multiplies its 16 rows of A with all kN columns of B. For each 8 elements of
+// K, a lane loads 4 words of A and kN / 4 words of B. Shared memory is the limit: for 256 columns, each of 8 warps
+// loads 68 words, at best one in a clock, so 544 clocks in all; wgmma would take 256 clocks. (If a warp had 32 rows
+// by half of the columns, it would load 40 words, but sums would be in other places.)
 //
-// The place of an element of K in a fragment is free, as long as A and B have the same. Lane t of four has elements 2 t
-// and 2 t + 1 of each 8, where mma has t and t + 4. So these elements are neighbours in a K-major operand. In an
-// MN-major operand, swizzled, eight columns of the four rows 2 t lie in 32 different banks, and so do those of the rows
-// 2 t + 1.
+// The elements of K may have any order in the fragments, as long as A and B have the same order. Lane t of four has
+// elements 2 t and 2 t + 1 of each 8, where mma has elements t and t + 4. So a lane's two elements are neighbours in
+// a K-major operand. In a swizzled MN-major operand, eight columns of the four rows 2 t lie in 32 different banks,
+// and so do eight columns of the four rows 2 t + 1.
 #pragma once
 
 #include "flashmoe/gpu/memory.cuh"
@@ -24,10 +24,10 @@ namespace flashmoe::sm90 {
 namespace detail {
 
 inline constexpr uint32_t kBlockK = kRowBytes / 4;          // elements of K in a k-block
-inline constexpr uint32_t kStepK = 8;                       // of one mma
-inline constexpr uint32_t kStepBytes = kStepK * kRowBytes;  // from one to the next of an MN-major operand
+inline constexpr uint32_t kStepK = 8;                       // elements of K in one mma
+inline constexpr uint32_t kStepBytes = kStepK * kRowBytes;  // from one mma's elements to the next's, MN-major
 inline constexpr uint32_t kWideSpan = span_bytes(4);        // from 32 columns of an MN-major operand to the next
-inline constexpr uint32_t kChunkPairs = 32;  // bytes: of two chunks, and by them of 8 columns of an MN-major operand
+inline constexpr uint32_t kChunkPairs = 32;                 // bytes of two chunks: 8 columns of an MN-major operand
 
 // c += a b in TF32, 16 rows by 8 columns. The tensor cores ignore the 13 low bits of each operand.
 __device__ __forceinline__ void mma_tf32(float* c, const float (&a)[4], float b0, float b1) {
@@ -39,9 +39,10 @@ __device__ __forceinline__ void mma_tf32(float* c, const float (&a)[4], float b0
         "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
-// Where a lane is among its warpgroup's. Volatile, so that it is not kept over the epilogue.
+// A lane's place in its warpgroup. The thread's number is read anew (a volatile read), so that the place is not kept
+// in registers over the epilogue.
 struct FragmentLane {
-  uint32_t warp, g, t;  // of 4 warps; lane / 4 and lane % 4
+  uint32_t warp, g, t;  // the warp's number among four; lane / 4; lane % 4
 
   static __device__ __forceinline__ FragmentLane here() {
     const uint32_t thread = thread_anew();
@@ -49,13 +50,15 @@ struct FragmentLane {
   }
 };
 
-// The lane's elements of A for the step-th 8 of K: rows g and g + 8 of the warp's, of element 2 t, and the same of 2 t + 1.
-// a: of the warpgroup's 64 rows, or columns in two spans.
+// Loads the lane's elements of A for the step-th 8 elements of K: element 2 t of the warp's rows g and g + 8, then
+// element 2 t + 1 of these rows. a: the address of the warpgroup's 64 rows (K-major), or of its two spans of columns
+// (MN-major).
 template <Major kMajor>
 __device__ __forceinline__ void load_left(float (&to)[4], uint32_t a, const FragmentLane& at, uint32_t step) {
   if constexpr (kMajor == Major::kK) {
     const uint32_t row = a + (at.warp * 16 + at.g) * kRowBytes + (at.t / 2 ^ at.g) * 16 + at.t % 2 * 8;
-    // Not two words at once, which mma does not have side by side: they would be moved, once for each mma.
+    // Words are loaded one by one. Loaded by two, they would be in neighbouring registers, which is not where mma takes
+    // them, and would be moved once for each mma.
     const uint32_t even = row ^ step * kChunkPairs, odd = even ^ 4;
     to[0] = load_shared4(even), to[1] = load_shared4(even + 8 * kRowBytes);
     to[2] = load_shared4(odd), to[3] = load_shared4(odd + 8 * kRowBytes);
@@ -72,7 +75,8 @@ __device__ __forceinline__ void load_left(float (&to)[4], uint32_t a, const Frag
 template <Major kMajorA, uint32_t kN>
 __device__ __forceinline__ void multiply_fragments(uint32_t a, uint32_t b, float (&acc)[kN / 2]) {
   const FragmentLane at = FragmentLane::here();
-  // Column g of each 8: the pair of chunks that has the j-th 8 columns of a span is another one in each row 2 t.
+  // The lane has column g of each 8. In each row 2 t, the swizzle has the j-th 8 columns of a span in another pair of
+  // chunks.
   const uint32_t even = b + 2 * at.t * kRowBytes + at.t * kChunkPairs + at.g * 4, odd = (even + kRowBytes) ^ 16;
 #pragma unroll 1
   for (uint32_t step = 0; step < kBlockK / kStepK; ++step) {
@@ -87,7 +91,7 @@ __device__ __forceinline__ void multiply_fragments(uint32_t a, uint32_t b, float
   }
 }
 
-// The lane's elements of A of one element k of K, in fp32: rows g and g + 8 of the warp's.
+// Loads element k of K, in fp32, of the lane's two rows of A: rows g and g + 8 of the warp.
 template <Major kMajor>
 __device__ __forceinline__ float2 load_left_exactly(uint32_t a, const FragmentLane& at, uint32_t k) {
   if constexpr (kMajor == Major::kK) {
@@ -113,14 +117,15 @@ __device__ __forceinline__ void multiply_fragments_exactly(uint32_t a, uint32_t 
       const float2 right = gpu::load_shared8((row ^ j % 4 * kChunkPairs) + j / 4 * kWideSpan);
       acc[4 * j] = fmaf(left.x, right.x, acc[4 * j]), acc[4 * j + 1] = fmaf(left.x, right.y, acc[4 * j + 1]);
       acc[4 * j + 2] = fmaf(left.y, right.x, acc[4 * j + 2]), acc[4 * j + 3] = fmaf(left.y, right.y, acc[4 * j + 3]);
-      if (j % 8 == 7) __syncwarp();  // as above
+      if (j % 8 == 7) __syncwarp();  // as in multiply_fragments()
     }
   }
 }
 
 }  // namespace detail
 
-// As multiply_and_hold(), of fragments, and A as kMajorA says: K-major, 64 rows of each warpgroup, or MN-major, two spans.
+// The same as multiply_and_hold(), by fragments. kMajorA: how A lies in a stage; for each warpgroup, it is 64 rows
+// (K-major) or two spans (MN-major).
 template <class Dtype, class Shape, Major kMajorA>
 __device__ __forceinline__ uint32_t multiply_fragments_and_hold(typename Shape::Stage::Ring& ring, uint32_t group,
                                                                 uint32_t stages, float (&acc)[1][Shape::kN / 2]) {

@@ -1,11 +1,13 @@
 // Consumer warpgroups compute a task's product of rows and weights in e4m3, in the shapes TokensByFeatures<Wide> and
 // TokensByHalfFeatures<Wide>.
 //
-// The tensor cores add products of e4m3 with some 14 bits of mantissa. So they add them only over one k-block of 128.
-// The result is multiplied by the scales, and added to sums in fp32 ("promoted"). A thread has 128 sums, and registers
-// for the products of 64 of the 256 features. So a k-block is four wgmmas, one after the other, and the warpgroup waits
-// for each. While one warpgroup promotes, the tensor cores work for the other. Rows are loaded to registers once for
-// all four wgmmas. From shared memory they would be read four times, and its bandwidth would be the limit.
+// The tensor cores add products of e4m3 with some 14 bits of mantissa. So they add products only over one k-block of
+// 128 elements. The result is multiplied by the scales, and added to sums in fp32 ("promoted"). A thread has up to
+// 128 sums, and registers for the products of 64 features. So a k-block is multiplied in parts of 64 features, one
+// after the other, and the warpgroup waits for each part: four parts with TokensByFeatures, two with
+// TokensByHalfFeatures. While one warpgroup promotes, the tensor cores work for the other. Rows are loaded to
+// registers once for all parts. If wgmma read them from shared memory, it would read them once for each part, and the
+// memory's bandwidth would be the limit.
 #pragma once
 
 #include "flashmoe/sm90/machine/lane.cuh"
@@ -16,11 +18,11 @@ namespace flashmoe::sm90 {
 
 namespace detail {
 
-inline constexpr uint32_t kPromoted = 64;  // features at a time
+inline constexpr uint32_t kPromoted = 64;  // features of a part
 inline constexpr uint32_t kSteps = kRowBytes / kWgmmaBytes;
 inline constexpr auto kScaleBytes = static_cast<uint32_t>(sizeof(StageScales));
 
-// The products of a k-block: rows are a's, the features lie at the descriptor.
+// The products of a k-block: the rows are in the registers `a`; the descriptor `features` says where the features lie.
 __device__ __forceinline__ void multiply_block(float (&products)[kPromoted / 2], const uint32_t (&a)[kSteps][4],
                                                uint32_t features) {
   wgmma_fence();
@@ -35,9 +37,10 @@ __device__ __forceinline__ void multiply_block(float (&products)[kPromoted / 2],
 
 }  // namespace detail
 
-// sum = rows * weights^T over so many stages, times their scales. `scales`: shared address of stage 0's StageScales.
-// `in_turn`: of 16 features 8 have the one scale of the weights and 8 the other; else the first and the last 128 have.
-// `scaled`: false where weights' scales are not the stages'. All 128 threads of the warpgroup, converged.
+// sum = rows * weights^T over `stages` stages, times the scales of rows and weights. `scales`: shared address of
+// stage 0's StageScales. `in_turn`: of each 16 features, the first 8 have the weights' first scale, and the other 8
+// the second; otherwise the first 128 features have the first scale, and the last 128 the second. `scaled`: false if
+// the stages have no scales of weights. Run by all 128 threads of the warpgroup, converged.
 template <class Shape>
 __device__ __forceinline__ void multiply_quantised(Pipeline& ring, uint32_t scales, uint32_t group, uint32_t stages,
                                                    bool in_turn, bool scaled, float (&sum)[Shape::kN / 2]) {

@@ -1,4 +1,4 @@
-// The scales by which a stage of quantised rows and weights is multiplied. The loaders bring them beside the stage.
+// The scales by which a stage of quantised rows and weights is multiplied. Loaders load them together with the stage.
 //
 // A stage is a k-block of 128 bytes, so of 128 elements. Each of its rows has one scale. The 256 features of a task
 // have two scales: one for each half, or, with a gate, one for gates and one for ups.
@@ -15,21 +15,22 @@ struct alignas(16) StageScales {
 };
 static_assert(kRowBytes == kScaleBlock && kTaskFeatures == StageScales::kWeights * kScaleBlock);
 
-// Where the weights' scales of a task lie: the first half's, of the first k-block. Null: each row of weights has one, which
-// the epilogue multiplies by.
+// Where the scales of a task's weights lie. first: the scale of the features' first half in the first k-block; null
+// if each row of weights has a scale, by which the epilogue multiplies.
 struct TaskScales {
   const float* first;
-  uint32_t second;  // to the other half's
-  uint32_t step;    // to the next k-block's
+  uint32_t second;  // from the first half's scale to the other half's, in elements
+  uint32_t step;    // from a k-block's scale to the next one's, in elements
 
-  // Loads half `i`'s of a k-block.
+  // Loads the scale of half `i` for a k-block.
   __device__ __forceinline__ void load(uint32_t to, uint32_t k_block, uint32_t i) const {
     if (first == nullptr) return;
     cp_async4(to + offsetof(StageScales, weights) + i * sizeof(float), first + i * second + k_block * step);
   }
 };
 
-// Of block of columns `column` of a product's results. `gated`: of its columns' gates and ups, as they lie.
+// The scales of the weights that make block of columns `column` of a product's results. `gated`: how the weight rows
+// of gates and ups lie.
 template <bool kGated>
 __device__ __forceinline__ TaskScales scales_of_task(const ScaleTable& w, bool by_row, uint32_t expert, uint32_t column,
                                                      GatedRows gated) {
@@ -40,16 +41,15 @@ __device__ __forceinline__ TaskScales scales_of_task(const ScaleTable& w, bool b
   return {all + block * w.row, block + 1 < w.blocks ? w.row : 0, w.step};
 }
 
-// What machine/load.cuh asks of the scales of gathered rows, which are behind each row's elements.
+// Loads the scales of gathered rows for machine/load.cuh. The scales of a row lie behind its elements.
 template <class RowsOf>
 struct GatheredScales {
-  uint32_t memory;  // shared address of stage 0's
-  RowsOf
-      rows_of;  // rows_of(): the TokenRows, found anew at each stage, since registers are full of the rows' addresses
-  uint32_t offset;  // in a row
+  uint32_t memory;  // shared address of stage 0's StageScales
+  RowsOf rows_of;   // rows_of() makes the TokenRows anew at each stage, since registers are full of rows' addresses
+  uint32_t offset;  // of the scales in a row, in bytes
   TaskScales weights;
 
-  // Those of stage s of the task, in stage `stage` of the ring.
+  // Loads the scales of stage s of the task, which is in stage `stage` of the ring.
   __device__ __forceinline__ void gather(uint32_t stage, uint32_t s, uint32_t thread) const {
     const uint32_t to = memory + stage * sizeof(StageScales), at = offset + s * sizeof(float);
     if (thread < StageScales::kWeights) weights.load(to, s, thread);
@@ -61,7 +61,7 @@ struct GatheredScales {
   }
 };
 
-// The same of intermediate rows, whose scales lie behind the tile's elements.
+// The same for intermediate rows. Their scales lie behind the elements of the whole tile.
 struct BoxScales {
   uint32_t memory;
   const uint8_t* tiles;  // the intermediate rows of all tiles
@@ -73,13 +73,14 @@ struct BoxScales {
     return align_up<uint32_t>(rows * sizeof(float), 16);
   }
 
-  // Of k-block `k_block` of rows `row`, ..., counted through all tiles; and `all_k` counts through slices, too.
+  // Loads the scales of k-block `k_block` for `rows` rows from number `row` on, which counts rows through all tiles.
+  // For the scales of weights, `all_k` is the k-block's number, counted through all slices.
   __device__ __forceinline__ void load(const Pipeline& at, uint32_t row, uint32_t rows, uint32_t k_block,
                                        uint32_t all_k) const {
     const uint32_t to = memory + at.stage * sizeof(StageScales);
     for (uint32_t i = 0; i < StageScales::kWeights; ++i) weights.load(to, all_k, i);
     cp_async_arrive_noinc(at.full());
-    if (rows == 0) return;  // of a rehearsal
+    if (rows == 0) return;  // a rehearsal has no rows
     const uint8_t* const tile = tiles + row / kTileTokens * tile_bytes;
     bulk_load(to, tile + quantised_scale(intermediate, k_block, row % kTileTokens), bytes(rows), at.full());
   }

@@ -1,7 +1,8 @@
 // wgmma: D[64][N] += A[64][K] B[N][K]^T, both operands in shared memory, K-major or MN-major, 128-byte swizzled.
 //
-// Thread t of the warpgroup holds, for each group j of 8 columns, four accumulators, of rows r = 16 (t / 32) + t % 32 / 4
-// and columns c = 8 j + 2 (t % 4): d[4j] = D[r][c], d[4j+1] = D[r][c+1], d[4j+2] = D[r+8][c], d[4j+3] = D[r+8][c+1].
+// For each group j of 8 columns, thread t of the warpgroup holds four accumulators. With row r = 16 (t / 32) + t % 32
+// / 4 and column c = 8 j + 2 (t % 4):
+// d[4j] = D[r][c], d[4j+1] = D[r][c+1], d[4j+2] = D[r+8][c], d[4j+3] = D[r+8][c+1].
 #pragma once
 
 #include <cstdint>
@@ -25,24 +26,26 @@ template <uint32_t Pending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
-// To the compiler, wgmma has written its accumulators when it is issued. This keeps their uses behind the wait before
-// it.
+// The compiler believes that a wgmma has written its accumulators as soon as it is issued. This call, made after the
+// wait for the wgmma, keeps the uses of the accumulators from moving to before that wait.
 template <uint32_t Count>
 __device__ __forceinline__ void pin_accumulators(float (&d)[Count]) {
 #pragma unroll
   for (uint32_t i = 0; i < Count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Matrix descriptor of rows of 128 bytes at a shared address whose pattern starts 1024-byte aligned. Bits 0..13:
-// address, 16..29: leading offset (1: unused with this layout), 32..45: stride between groups of 8 rows, all in units
-// of 16 bytes; 62..63: layout (1: 128-byte swizzle). Moving along K, or to another 8 rows, adds to the address.
+// Matrix descriptor of rows of 128 bytes at a shared address. (Their swizzle pattern starts at a multiple of 1024
+// bytes.) Bits 0..13: address, 16..29: leading offset (1: unused with this layout), 32..45: stride between groups of
+// 8 rows, all in units of 16 bytes; 62..63: layout (1: 128-byte swizzle). To move along K, or to other rows in steps
+// of 8, add to the address.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   constexpr uint64_t kLayout = (uint64_t{1} << 62) | (uint64_t{8 * 128 >> 4} << 32) | (uint64_t{1} << 16);
   return kLayout | ((address & 0x3ffff) >> 4);
 }
-// The same of an MN-major operand: its rows in shared memory are along K, its columns, 64 of 16 bits in a row of 128
-// bytes, are the matrix's M or N. Leading offset: kSpanBytes, between spans of 64 columns; stride: between groups of 8
-// rows. Moving along K, down the rows, adds to the address.
+// The same for an MN-major operand. Each of its rows in shared memory is for one element of K. The row's 128 bytes
+// are 64 columns of 16 bits, which go along the matrix's M or N. Leading offset: kSpanBytes, from one span of 64
+// columns to the next; stride: from one group of 8 rows to the next. To move along K, which is down the rows, add to
+// the address.
 template <uint32_t kSpanBytes>
 __device__ __forceinline__ uint64_t mn_major_descriptor(uint32_t address) {
   constexpr uint64_t kLayout = (uint64_t{1} << 62) | (uint64_t{8 * 128 >> 4} << 32) | (uint64_t{kSpanBytes >> 4} << 16);
@@ -53,14 +56,15 @@ __device__ constexpr uint64_t descriptor_step(uint32_t bytes) {
   return bytes >> 4;
 }
 
-// What an operand's rows in shared memory go along. MN-major ones are of 16-bit types alone.
+// The axis along which an operand's rows in shared memory go. wgmma takes MN-major operands only of 16-bit types.
 enum class Major { kK, kMn };
 
 // issue(d, a, b, accumulate): one K step; without `accumulate` d is overwritten, so that it need not be zeroed.
 template <class Dtype, uint32_t N, Major kA = Major::kK, Major kB = Major::kK>
 struct Wgmma;
 
-// Operand lists in steps of 8 or 16 accumulators: placeholders of the asm text, and what stands for them.
+// Lists of accumulators for asm statements: FLASHMOE_R<n> has n placeholders of the asm text, FLASHMOE_D<n> the
+// operands that replace them.
 #define FLASHMOE_R4  "%0, %1, %2, %3"
 #define FLASHMOE_R8  FLASHMOE_R4 ", %4, %5, %6, %7"
 #define FLASHMOE_R16 FLASHMOE_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -93,7 +97,8 @@ struct Wgmma;
 #define FLASHMOE_D112   FLASHMOE_D96, FLASHMOE_AT8(96), FLASHMOE_AT8(104)
 #define FLASHMOE_D128   FLASHMOE_D112, FLASHMOE_AT8(112), FLASHMOE_AT8(120)
 
-// The last immediates, for 16-bit types only: which operands are MN-major.
+// majors: for 16-bit types, the placeholders of the last two immediates, which say of A and of B whether it is
+// MN-major.
 #define FLASHMOE_WGMMA_ASM(n, count, a_at, b_at, p_at, k, type, majors)                                        \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k" #k  \
                ".f32." type "." type " {" FLASHMOE_R##count "}, %" #a_at ", %" #b_at ", p, 1, 1" majors ";\n}" \
@@ -102,7 +107,7 @@ struct Wgmma;
                  "n"(static_cast<int>(kB)))
 #define FLASHMOE_MAJORS(a_at, b_at) ", %" #a_at ", %" #b_at
 
-// n, its n / 2 accumulators, and the numbers of the five operands that follow them.
+// For each n: the n / 2 accumulators, and the placeholders' numbers of the five operands that follow them.
 #define FLASHMOE_WGMMA(n, count, a_at, b_at, p_at, major_a_at, major_b_at)                                     \
   template <class Dtype, Major kA, Major kB>                                                                   \
   struct Wgmma<Dtype, n, kA, kB> {                                                                             \
@@ -128,9 +133,9 @@ FLASHMOE_WGMMA(112, 56, 56, 57, 58, 59, 60)
 FLASHMOE_WGMMA(128, 64, 64, 65, 66, 67, 68)
 FLASHMOE_WGMMA(256, 128, 128, 129, 130, 131, 132)
 
-// The same of e4m3, 64 columns, with A in registers: of rows r and r + 8 four bytes each from 4 (t % 4) on, and from 16
-// bytes behind these on. b: the lower half of a matrix_descriptor(), of which the upper one says the layout alone: half as
-// many registers.
+// One K step of e4m3 with 64 columns, with A in registers. a[0] and a[1] are four bytes each of rows r and r + 8,
+// from byte 4 (t % 4) on; a[2] and a[3] are the four bytes 16 bytes further on. b: the lower half of a
+// matrix_descriptor(). The upper half only says the layout, so it is a constant here, which saves registers.
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[32], const uint32_t (&a)[4], uint32_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\nmov.b64 b, {%36, %38};\n"

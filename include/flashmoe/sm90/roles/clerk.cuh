@@ -1,21 +1,24 @@
-// Clerk: warp 10 of each block. It looks up tasks (look_up.cuh) and hands them to its block's loaders and consumers, in slots of
-// the task ring. In a cluster of two blocks the first one's clerk takes tasks from the ready queue for both; the second one's
-// retires tasks that both have computed.
-// Reads: the ready queue, tiles, their rows' descriptions and segments (this rank's workspace); the task ring (shared memory).
-// Writes: its ring's slots. The first clerk also: the second ring's word of the task, the queue's head, the queue slot that it
-// empties, and if its wait expires a fault in all ranks' heaps. The second also: counters of tiles and of rows owed, the ready list
-// (workspace), and the signal that all rows of a rank's tokens are computed: with the reduced return in the workspace, else in that
-// rank's heap, over NVLink if it is another rank.
+// Clerk: warp 10 of each block. It looks up tasks (look_up.cuh) and hands them to its block's loaders and consumers,
+// in slots of the task ring. In a cluster of two blocks, the first block's clerk takes tasks from the ready queue for
+// both blocks, and the second block's clerk retires the tasks that both blocks have computed.
+// Reads: the ready queue, tiles, their rows' descriptions and segments (this rank's workspace); the task ring (shared
+// memory).
+// Writes: its ring's slots. The first clerk also writes the task's word in the second block's ring, the queue's head,
+// the queue slot that it empties and, if its wait expires, a fault in all ranks' heaps. The second clerk also writes
+// counters of tiles and of rows owed, the ready list (workspace), and the signal that all rows of a rank's tokens are
+// computed. With the reduced return this signal is in the workspace, otherwise in that rank's heap, over NVLink if it
+// is another rank.
 // Barriers, all of TaskRing: arrives at `full`, `handed`, `done` and `free`; polls `handed`, `done` and `free`.
-// Never touches the stages, weights, token rows or y. In a backward pass it also prefetches kept rows to the L2, takes tickets of
-// tasks behind the queue's stop (workspace), and writes what look_up.cuh says.
+// Never touches the stages, weights, token rows or y. In a backward pass it also prefetches kept rows to the L2,
+// takes tickets of tasks after the queue's stop (workspace), and writes what look_up.cuh says.
 #pragma once
 
 #include "flashmoe/sm90/roles/look_up.cuh"
 
 namespace flashmoe::sm90 {
 
-// Clerk: hands a task to its block's loaders and consumers. stored: how many that return rows it has handed on before.
+// Run by a clerk: hands task n of the ring to the block's loaders and consumers. stored: how many tasks that return
+// rows the clerk has handed on before.
 template <class Dtype, class Pass>
 __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, TaskRing& ring, uint32_t n,
                                          const Task& task, uint32_t& stored) {
@@ -33,23 +36,24 @@ __device__ __forceinline__ void put_task(const KernelArgs& args, const Call& c, 
   }
   if (P::lane() == 0) {
     slot.kind = task.kind;
-    slot.stored = kNumberAgain<Dtype> ? n : stored;  // else unused there, see compute_tasks()
+    slot.stored = kNumberAgain<Dtype> ? n : stored;  // n is for compute_tasks(); such builds do not use `stored`
   }
   if (is_one_of<kHome>(task.kind)) ++stored;
   P::sync();
   ring.put_full(n);
 }
 
-// The leader's clerk, one warp: takes tasks from the ready queue to both blocks' rings, behind the rehearsals.
+// Run by the leading block's clerk (one warp): after the rehearsals, takes tasks from the ready queue, and puts them
+// in both blocks' rings.
 template <class Dtype, class Pass>
 __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;
-  // A task is taken when the loaders have only so many stages left to begin, which takes them as long as the clerk
-  // takes to get and look up a task: four round trips to the L2. One taken sooner would wait here, while another
-  // cluster could begin it.
+  // A task is taken when the loaders have only this many stages left to begin. That takes the loaders as long as the
+  // clerk takes to get and look up a task, which is four round trips to the L2. A task that is taken sooner would
+  // wait here, while another cluster could begin it.
   constexpr uint32_t kAhead = 10;
   const uint32_t rehearsed = rehearsals<Dtype>(c);
-  uint32_t stages = 0, stored = 0;  // of the tasks so far
+  uint32_t stages = 0, stored = 0;  // of the tasks so far: all their stages; how many of them return rows
   uint32_t reported = 0;
   bool stopped = false;  // the queue has no more tasks
   [[maybe_unused]] typename Pass::TasksBehindStop behind(args);
@@ -92,9 +96,10 @@ __device__ __forceinline__ void lead_tasks(const KernelArgs& args, const Call& c
   }
 }
 
-// The follower's clerk, one warp: retires what the consumers of both blocks have done. Consumers do not do that
-// themselves, since each counter is a round trip to the L2. Their stores are ordered before the counters' changes by
-// their arrivals (and the leading clerk's), and so before all that whoever sees the counters does (cumulativity).
+// Run by the following block's clerk (one warp): retires the tasks that the consumers of both blocks have done.
+// Consumers do not retire tasks themselves, because each counter costs a round trip to the L2. The arrivals of the
+// consumers (and of the leading clerk) order the consumers' stores before the changes of the counters. So whoever
+// sees these changes also sees the stores (cumulativity).
 template <class Dtype, class Pass>
 __device__ __forceinline__ void follow_tasks(const KernelArgs& args, const Call& c, TaskRing& ring) {
   using P = Platform;

@@ -7,8 +7,8 @@
 
 namespace flashmoe::sm90 {
 
-// The thread's consumer warpgroup, and its staging buffer: where rows are quantised, and in a backward pass, the sums leave no
-// registers to keep them, so that they are found anew.
+// The thread's consumer warpgroup, and its staging buffer. If rows are quantised, and in passes that train, the sums
+// leave no registers to keep these two, so anew() finds them again.
 struct Consumer {
   uint32_t group, staging;
 

@@ -1,12 +1,13 @@
-// Consumers: the two warpgroups of warps 0 to 7 of each block. They multiply what is in the stages, task after task, and their
-// epilogues store the results.
-// Read: the task ring, the stages and the scales beside them (shared memory); biases, and weights' scales by row (global).
-// Write: their own staging buffers, and in e4m3 `largest` of a task's slot (shared memory). GEMM0: intermediate rows (this rank's
-// workspace). GEMM1: result rows, to the return rows in the heap of the token's rank, over NVLink if it is another; with the
-// reduced return to staged rows (workspace); in a joined call (a rank alone) with one row a token, to the output y. A pass that
-// trains also reads or stores what its Pass keeps, and stores gradients.
-// Barriers: wait at `full` of the ring and of the stages; arrive at `empty` of both blocks' stages, and at the ring's `done` and
-// `stored`; named barriers 1 and 2 (one warpgroup each) and 5 (both).
+// Consumers: the two warpgroups of warps 0 to 7 of each block. They multiply what is in the stages, task after task,
+// and their epilogues store the results.
+// Read: the task ring, the stages and the scales beside them (shared memory); biases, and weights' scales by row
+// (global memory).
+// Write: their own staging buffers, and in e4m3 `largest` of a task's slot (shared memory). GEMM0: intermediate rows
+// (this rank's workspace). GEMM1: result rows. These go to return rows in the heap of the token's home, over NVLink
+// if that is another rank; with the reduced return to staged rows (workspace); in a joined call (a rank alone) with
+// one row a token to the output y. A pass that trains also reads or stores what its Pass keeps, and stores gradients.
+// Barriers: wait at `full` of the ring and of the stages; arrive at `empty` of both blocks' stages, and at the ring's
+// `done` and `stored`; named barriers 1 and 2 (one warpgroup each) and 5 (both).
 // Never touch the input x, the weights' matrices in global memory, or counters and signals: the clerk retires tasks.
 #pragma once
 
@@ -34,8 +35,8 @@ __device__ __forceinline__ void with_columns(const GatedRows& gated, F&& f) {
   }
 }
 
-// Multiplies by the scales of the weights' rows, of weights that have one for each.
-// The warpgroup's first column is `first`.
+// Multiplies the sums by the scales of the weights' rows, if each row of the weights has a scale. first: the
+// warpgroup's first column of results.
 template <bool kGated, uint32_t kCount>
 __device__ __forceinline__ void scale_by_row(const KernelArgs& args, const Call& c, const TaskSlot& slot,
                                              uint32_t staging, const Lane& at, uint32_t first,
@@ -66,7 +67,7 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   using Stage = typename Shape::Stage;
   constexpr bool kRows = kTokensDown<Shape>;
   constexpr bool kGated = is_gated(kActivation);
-  const TaskKind kind = slot.kind;  // kept: else it is read again after the mainloop
+  const TaskKind kind = slot.kind;  // kept: otherwise the compiler reads it again after the mainloop
   const bool activates = is_one_of<kActivating>(kind);
   const uint32_t group = consumer.anew<Dtype>(ring).group;
   auto first_column = [&] {
@@ -145,13 +146,14 @@ __device__ __forceinline__ void compute_task(const KernelArgs& args, const Call&
   trace.end(Phase::kEpilogue, slot.tile, slot.column, 1);
 }
 
-// A consumer warpgroup: `group` 0 or 1. Until the stop, or where it combines (kCombines): then true, and n is the task's number.
+// Run by a consumer warpgroup, `group` 0 or 1: computes tasks until the stop, and then returns false. If a task tells
+// it to combine (kCombines), it returns true at that task, and n is the task's number.
 template <class Dtype, class Pass, Activation kActivation, bool kTransposed, class Trace>
 __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                               uint32_t group, const Trace& trace, uint32_t& n) {
   TaskRing& tasks = s.ring;
   const auto consumer = Consumer::of_group(ring, group);
-  // The stages were scratch: only now may either block's loaders fill them.
+  // The stages were dispatch's scratch. Only now may the loaders of both blocks fill them.
   fence_cluster();
   for (uint32_t stage = 0; stage < kStages; ++stage)
     release_stage<typename Factors<Dtype>::Type, Wide>(ring.empty(stage));
@@ -183,10 +185,10 @@ __device__ __forceinline__ bool compute_tasks(const KernelArgs& args, const Call
     trace.end_product(is_behind_stop(slot.kind) ? Phase::kGradients : phase_of_product(slot.kind), slot.tile,
                       slot.column, slot.expert);
     if (!kIsBackward && is_one_of<kHome>(slot.kind) && joins_late_rows(c))
-      tasks.put_stored(slot.stored);  // else nobody waits for it
+      tasks.put_stored(slot.stored);  // other tasks have nobody who waits at `stored`
     if constexpr (kNumberAgain<Dtype>) n = *static_cast<const volatile uint32_t*>(&slot.stored);
     if constexpr (kQuantised<Dtype> || kIsBackward || kBuild.keeps)
-      asm("" : "+r"(n));  // else n % kSlots is kept meanwhile, and spilled
+      asm("" : "+r"(n));  // otherwise n % kSlots is kept during the task, and spilled
     tasks.put_done(n);
   }
 }

@@ -1,14 +1,15 @@
-// Dispatch: makes a token block's packets, one for each rank. Run by warps 0 to 10 of a block together, before they take their
-// roles: the loaders' warps load the gate's stages, the consumers' multiply them to logits, then all warps choose experts and build
-// packets.
-// Read: x and the router by TMA, the router's bias; or given top-k ids and weights; or in a backward pass the routing that was
-// kept. For the shared expert's gate, and to quantise rows, x by loads.
-// Write: the stages, as scratch (shared memory). This rank's heap: its packet for itself, and that packet's signal. This rank's
-// workspace: packets for other ranks (the outbox), routing, counts for a capacity, quantised rows, a note of a bad row. Outputs:
-// experts' load, logits, routing to keep. For choices without an expert, what Combine or a Joiner will read: a return row, staged
-// row, joint word, or y.
-// Barriers: the gate's `full` and `empty`; named barrier 3; if the blocks of a cluster share the gate, `logits_stored`
-// and `dispatched` of both blocks (shared_gate.cuh). With a capacity it waits for the token block before.
+// Dispatch: makes a token block's packets, one for each rank. Run by warps 0 to 10 of a block together, before they
+// take their roles: the loaders' warps load the gate's stages, the consumers' warps multiply them to logits, then all
+// warps choose experts and build packets.
+// Read: x and the router by TMA, the router's bias; or given top-k ids and weights; or in a backward pass the routing
+// that was kept. For the shared expert's gate, and to quantise rows, x by loads.
+// Write: the stages, as scratch (shared memory). This rank's heap: its packet for itself, and that packet's signal.
+// This rank's workspace: packets for other ranks (the outbox), routing, counts for a capacity, quantised rows, a note
+// of a bad row. Outputs: experts' load, logits, routing to keep. For choices without an expert: what Combine or a
+// Joiner will read, which is a return row, a staged row, a joint word, or y.
+// Barriers: the gate's `full` and `empty`; named barrier 3; if the blocks of a cluster share the gate,
+// `logits_stored` and `dispatched` of both blocks (shared_gate.cuh). With a capacity, it waits for the token block
+// before this one.
 // Never touches other ranks' heaps (send.cuh or puts.cuh brings packets there), the task ring or the staging buffers.
 #pragma once
 
@@ -25,8 +26,8 @@
 
 namespace flashmoe::sm90 {
 
-// Scratch in the stages' memory: the logits at its end (machine/pipeline.cuh); once these are there, what packets are built
-// with in front of them.
+// Dispatch's scratch in the memory of the stages. The logits lie at its end (machine/pipeline.cuh). Once they are
+// computed, the memory in front of them holds what packets are built with.
 struct DispatchScratch {
   uint8_t* stages;
 
@@ -62,19 +63,19 @@ __device__ __forceinline__ void with_gate(uint32_t experts, F&& f) {
   f.template operator()<GateInPasses>();
 }
 
-// Tokens of one pass of the gate. Without tensor cores a warpgroup takes 64: 128 take more registers than the block enters
-// with.
+// The most tokens of one pass of the gate. If the gate takes several passes, and no tensor cores, it is 64: products
+// with 128 tokens would take more registers than a thread has before the roles begin.
 template <class Dtype, class Stage>
 inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores || !kInPasses<Stage> ? kMaxTokenBlock : 64;
 
-// Stages that the gate of a whole token block goes through.
+// The number of stages that the gate of a whole token block takes.
 template <class Dtype, class Stage>
 __device__ __forceinline__ uint32_t gate_stages(const Call& c) {
   return ceil_div(c.block_tokens(), kGateTokens<Dtype, Stage>) * ceil_div(c.shape.gate_experts, Stage::kFeatures) *
          Stage::stages(c.shape.hidden * Dtype::kBytes);
 }
 
-// Loaders: the router's rows and the token block's tokens, as many experts at a time as a stage has.
+// Run by the loaders: loads the router's rows and the token block's tokens, as many experts at a time as a stage has.
 template <class Dtype, class Stage>
 __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c, typename Stage::Ring& ring,
                                           uint32_t b) {
@@ -89,28 +90,28 @@ __device__ __forceinline__ void load_gate(const KernelArgs& args, const Call& c,
   }
 }
 
-// Before logits overwrite the stages, which the other warpgroup may still be reading. All of the team meet, although
-// only the consumers need to: when these met at a barrier of their own, while the others waited at the team's,
-// racecheck took what the others read behind it for unordered.
+// Called before logits overwrite the stages, because the other warpgroup may still be reading these. The whole team
+// meets here, although only the consumers need to. (If the consumers met at a barrier of their own, while the other
+// warps waited at the team's barrier, racecheck would report what the other warps read after it as unordered.)
 __device__ __forceinline__ void gate_stages_read() {
   Team::team_sync_of_roles();
 }
 
-// Consumers: logits[token][expert] of `tokens` tokens from `first` on.
+// Run by the consumers: computes logits[token][expert] for `tokens` tokens from `first` on.
 template <class Dtype, class Shape>
 __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                               typename Shape::Stage::Ring& ring, uint32_t group, uint32_t first,
                                               uint32_t tokens) {
   Accumulators<Shape> acc;
-  const uint32_t experts = c.shape.gate_experts;  // read once: to the compiler, the stores may change shared memory
-  const uint32_t skipped = min_of(tokens, group * Shape::kNextB);  // the other group's
+  const uint32_t experts = c.shape.gate_experts;  // read once: for the compiler, stores of logits may change `c`
+  const uint32_t skipped = min_of(tokens, group * Shape::kNextB);  // tokens of the other warpgroup
   for (uint32_t e = group * Shape::kNextA; e < experts + group * Shape::kNextA; e += Shape::Stage::kFeatures) {
     FeatureBias bias[Shape::kMs];
     load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
     const uint32_t stages = Shape::Stage::stages(c.shape.hidden * Dtype::kBytes);
     multiply<typename Scores<Dtype>::Type, Shape>(ring, group, stages, false, acc);
     if constexpr (!kInPasses<typename Shape::Stage>) gate_stages_read();
-    const Lane at = Lane::of_thread(group);  // anew: else addresses are computed before the products
+    const Lane at = Lane::of_thread(group);  // anew: otherwise addresses are computed before the products
     float* const to = scratch.logits(experts, first + skipped + at.token());
     static_assert(Shape::kMs == 1);
     store_gate<Shape::kN>(at, acc[0], bias[0], tokens - skipped, e, experts, experts,
@@ -118,7 +119,7 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
   }
 }
 
-// Consumers: all of a token block's logits.
+// Run by the consumers: computes all of a token block's logits.
 template <class Dtype, class Stage>
 __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                                typename Stage::Ring& ring, uint32_t b) {
@@ -137,7 +138,7 @@ __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Cal
   }
 }
 
-// Every warp of the team: chooses the experts of the token block's tokens, from their logits.
+// Run by every warp of the team: chooses the experts of the token block's tokens, from their logits.
 __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                              uint32_t b) {
   const PacketScratch packets = scratch.packets();
@@ -156,28 +157,28 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
     return;
   }
   const bool four = experts <= kTokenLanes, renormalize = args.rule.renormalize != 0;
-  const uint32_t at_once = four ? Platform::kLanes / kTokenLanes : 2;  // tokens for which a warp chooses
+  const uint32_t at_once = four ? Platform::kLanes / kTokenLanes : 2;  // tokens for which a warp chooses together
   for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
     uint32_t bad;
     if (four) {
       const uint32_t t = first + Platform::lane() / kTokenLanes * kTeamWarps;
       bad = choose_four(t < tokens ? choice(t) : TokenChoice{}, experts, top_k, renormalize);
-    } else {  // beyond the last token, the first once more
+    } else {  // if there is no second token, the first one once more
       const uint32_t second = first + kTeamWarps < tokens ? first + kTeamWarps : first;
       bad = choose_experts({choice(first), choice(second)}, experts, top_k, renormalize);
     }
     if (bad == 0 || Platform::lane() != 0) continue;
-    // The first of them has the lowest number, and is what is told.
+    // Only the bad row with the lowest token is noted, which is that of the first bit.
     note_row<Platform>(c, RowFault::kLogits, (b << c.policy.log2_block) + first + (__ffs(bad) - 1) * kTeamWarps);
   }
 }
 
-// Loaders and consumers: the token block's logits, by the own block alone.
+// Run by loaders and consumers: computes the token block's logits, without the cluster's other block.
 template <class Dtype>
 __device__ __forceinline__ void route_alone(const KernelArgs& args, const Call& c, Shared& s,
                                             const DispatchScratch& scratch, uint32_t b) {
   with_gate<Dtype>(c.shape.gate_experts, [&]<class Stage>() {
-    // A fresh barrier passes waits of parity 1: the loaders find all stages empty.
+    // At a new barrier, a wait for parity 1 returns at once, so the loaders find all stages empty.
     const bool loads = threadIdx.x >= kFirstLoader;
     typename Stage::Ring ring{shared_address(scratch.stages), shared_address(s.gate_barriers), 0, loads ? 1u : 0u};
     ring.advance(b / gridDim.x * gate_stages<Dtype, Stage>(c));
@@ -190,7 +191,7 @@ __device__ __forceinline__ void route_alone(const KernelArgs& args, const Call& 
   });
 }
 
-// Fills ids and weights of the token block, from the given ones or by the router.
+// Fills the ids and weights of the token block: from those that the caller has given, or by the router.
 template <class Dtype>
 __device__ __forceinline__ void route_block(const KernelArgs& args, const Call& c, Shared& s,
                                             const DispatchScratch& scratch, uint32_t b) {
@@ -222,7 +223,7 @@ __device__ __forceinline__ void route_block(const KernelArgs& args, const Call& 
   Team::team_sync();
 }
 
-// Every warp of the team: slices in place of the experts that the token block's tokens have chosen.
+// Run by every warp of the team: replaces the experts that the token block's tokens have chosen by their slices.
 __device__ __forceinline__ void slice_block(const Call& c, uint32_t b, const PacketScratch& s) {
   Team::team_sync();
 #pragma unroll 1
@@ -232,7 +233,7 @@ __device__ __forceinline__ void slice_block(const Call& c, uint32_t b, const Pac
   }
 }
 
-// Every warp of the team: the shared expert among the choices of the token block's tokens.
+// Run by every warp of the team: adds the shared expert to the choices of the token block's tokens.
 template <class Dtype>
 __device__ __forceinline__ void add_shared(const KernelArgs& args, const Call& c, uint32_t b, const PacketScratch& s) {
   const uint8_t* const rows = args.x + uint64_t{b << c.policy.log2_block} * args.x_row_bytes;
@@ -243,7 +244,7 @@ __device__ __forceinline__ void add_shared(const KernelArgs& args, const Call& c
   }
 }
 
-// Every warp of the team: the token block's rows as they are sent and multiplied.
+// Run by every warp of the team: writes the token block's rows in e4m3, as they are sent and multiplied.
 template <class Dtype>
 __device__ __forceinline__ void quantise_block(const KernelArgs& args, const Call& c, uint32_t b) {
   const uint32_t hidden = c.shape.hidden;
@@ -259,7 +260,7 @@ __device__ __forceinline__ void quantise_block(const KernelArgs& args, const Cal
   }
 }
 
-// One warp: all of a row that returns, or of a result.
+// Run by one warp: fills a whole return row, staged row or row of y with NaN (for a bad row) or zeros.
 template <class Dtype>
 __device__ __forceinline__ void fill_row(const Call& c, uint8_t* row, bool bad) {
   const uint4 filled = filled_chunk<Dtype>(bad);
@@ -269,7 +270,8 @@ __device__ __forceinline__ void fill_row(const Call& c, uint8_t* row, bool bad) 
   }
 }
 
-// Every warp of the team: the scratch of token block b may be overwritten, its logits by the cluster's other block too.
+// Run by every warp of the team at the end of token block b: its scratch may be overwritten from now on, and its
+// logits also by the cluster's other block.
 template <class Dtype>
 __device__ __forceinline__ void end_block(const KernelArgs& args, const Call& c, Shared& s, uint32_t b) {
   // The scratch was read and written through the generic proxy; the copy engine writes there next.
@@ -279,7 +281,8 @@ __device__ __forceinline__ void end_block(const KernelArgs& args, const Call& c,
   if (thread_anew() == 0) tell_cluster(s.dispatched);
 }
 
-// The team's part of one token block. False if the call is over, and nobody counts on this block's part in later ones.
+// The team's work for one token block. False if the call is over, and the cluster's other block does not need this
+// block for later token blocks.
 template <class Dtype, class Pass, class Trace>
 __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Call& c, Shared& s, uint8_t* stages,
                                                uint32_t b, const Trace& trace) {
@@ -290,7 +293,7 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
     Pass::copy_choices(args.backward.kept, c, b, packets);
   } else {
     route_block<Dtype>(args, c, s, scratch, b);
-    if (b >= c.blocks()) return true;  // it was the last
+    if (b >= c.blocks()) return true;  // there is no token block b: this block only took its part in a shared gate
     if (c.shape.slices != 1) slice_block(c, b, packets);
     if (c.shape.shared != 0) add_shared<Dtype>(args, c, b, packets);
   }
@@ -305,14 +308,14 @@ __device__ __forceinline__ bool dispatch_block(const KernelArgs& args, const Cal
   const bool built =
       kIsBackward ? build_known_packets<Team>(c, b, packets) : build_packets<Team>(c, b, packets, args.load);
   if (!built) {
-    end_block<Dtype>(args, c, s, b);  // `aborted` lies in the scratch
+    end_block<Dtype>(args, c, s, b);  // all warps have then read `aborted`, which lies in the scratch
     return shares_gate<Dtype>(args, c);
   }
   if constexpr (!kIsBackward) {
     fill_missing<Team>(c, b, packets, args.out, [&](uint8_t* row, bool bad) { fill_row<Dtype>(c, row, bad); });
   }
   if constexpr (kQuantised<Dtype>) quantise_block<Dtype>(args, c, b);
-  signal_own_packet<Team>(c, b, packets);  // the others' are complete when their rows are there, see roles/send.cuh
+  signal_own_packet<Team>(c, b, packets);  // senders signal the other packets when their rows are sent (send.cuh)
   if constexpr (kBuild.keeps) Pass::keep_routing(args.kept, c, b);
   end_block<Dtype>(args, c, s, b);
   trace.end(Phase::kDispatch, b, 0);

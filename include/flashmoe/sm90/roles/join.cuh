@@ -1,9 +1,9 @@
-// Adds the two result rows of a token and writes the sum to the output y: what a Joiner (actors/joiner.h) has its engine do, in a
+// Adds the two result rows of a token and writes the sum to the output y. A Joiner (actors/joiner.h) calls it, in a
 // joined call (a rank alone) with two rows a token. One warp joins a row by itself. During GEMM1's tasks this is the
-// second loader warp. At the end every warp of the block does it.
+// second loader warp. At the end, every warp of the block joins rows.
 // Reads return rows of this rank's heap. Writes y: a token's columns of one task.
-// Touches no barrier and no other rank's heap, and of shared memory only reads the call's parameters. The queue of rows to join
-// (shared memory) and the words that count a token's rows (workspace) are the Joiner's.
+// Touches no barrier and no other rank's heap, and of shared memory only reads the call's parameters. The queue of
+// rows to join (shared memory) and the words that count a token's rows (workspace) are the Joiner's.
 #pragma once
 
 #include "flashmoe/actors/joiner.h"
@@ -20,7 +20,7 @@ class JoinEngine : public Spans<Trace> {
   using P = Platform;
 
  public:
-  // A lane has two loads on their way for each: as many as registers allow.
+  // Rows that are joined together. A lane has two loads in flight for each, and registers allow no more.
   static constexpr uint32_t kJoinedAtOnce = Dtype::kBytes == 2 ? 6 : 4;
 
   __device__ __forceinline__ JoinEngine(const KernelArgs& args, const Call& call, const Trace& trace)
@@ -29,14 +29,14 @@ class JoinEngine : public Spans<Trace> {
   // Adds the two rows of each late row that the first `count` lanes name, and writes the output.
   __device__ __forceinline__ void join(uint32_t row, uint32_t count) const {
     constexpr uint32_t kColumnBytes = kTaskFeatures * Dtype::kBytes, kStep = 32 * 16;
-    // Looked up once: else the compiler reads the call again behind every load.
+    // Looked up once: otherwise the compiler reads the call again after every load.
     const uint8_t* const rows = c_.return_row(c_.rank, 0, 0);
     const auto& stride = c_.memory.heap_layout.stride[static_cast<uint32_t>(HeapField::kReturnRows)];
     const auto token_bytes = static_cast<uint32_t>(stride[0]), slot_bytes = static_cast<uint32_t>(stride[1]);
     const uint32_t out_bytes = c_.shape.hidden * Dtype::kBytes;
     uint32_t token[kJoinedAtOnce], at[kJoinedAtOnce];
 #pragma unroll
-    for (uint32_t i = 0; i < kJoinedAtOnce; ++i) {  // beyond `count`, the last one again
+    for (uint32_t i = 0; i < kJoinedAtOnce; ++i) {  // beyond `count`, the last late row again
       const uint32_t r = P::broadcast(row, min_of(i, count - 1));
       token[i] = LateRow::token(r);
       at[i] = LateRow::column(r) * kColumnBytes + P::lane() * 16;

@@ -10,9 +10,8 @@
 // For GEMM1, warp 8 is enough. Warp 9 then adds the rows of tokens whose last row is stored (join.cuh: reads this
 // rank's result rows, writes y), or sums a piece of Reduce or Combine. (sums.cuh: Reduce reads staged rows in this
 // rank's workspace and writes return rows and signals to any rank's heap. Combine reads return rows in this rank's heap
-// and writes y.) In a backward pass, loaders also load what
-// gradients/load.cuh says, and warp 9 stores gradients of combine weights to all ranks' heaps. Apart from this, loaders
-// write only shared memory.
+// and writes y.) In a backward pass, loaders also load what gradients/load.cuh says, and warp 9 stores gradients of
+// combine weights to all ranks' heaps. Apart from this, loaders write only shared memory.
 #pragma once
 
 #include "flashmoe/gpu/tracer.cuh"
@@ -25,27 +24,27 @@
 
 namespace flashmoe::sm90 {
 
-// Whether experts have a tile or less, on average, so that their weights are read once. Kept in the L2 after that, they
-// would push out all else, and the kernel's own code.
+// Whether experts have at most one tile, on average, so that their weights are read once. If the L2 kept weights
+// after that, they would push out everything else, even the kernel's own code.
 __device__ __forceinline__ bool reads_weights_once(const Call& c) {
   return rows_of_all(c) <= uint64_t{kTileTokens} * c.shape.experts;
 }
 
-// Where they are transposed, what a block loads of them for its columns of results, `first` and those behind it.
+// For transposed weights: the spans that a block loads for its columns of results, from column `first` on.
 template <uint32_t p, bool kGated>
 __device__ __forceinline__ FeatureSpans spans_of(const KernelArgs& args, bool shared, uint32_t first, uint32_t expert,
                                                  bool read_once) {
-  constexpr bool kBoth = kColumnsPerTask<p, kGated> != kTaskFeatures;  // gates and ups
+  constexpr bool kBoth = kColumnsPerTask<p, kGated> != kTaskFeatures;  // the task has gates and ups
   if constexpr (!kBoth) return {weights_of<p>(args, shared), first, false, expert, read_once};
   return {weights_of<p>(args, shared), first * args.gated.step, args.gated.step == 1, expert, read_once};
 }
 
-// From a tile's intermediate rows to the next one's.
+// The bytes from one tile's intermediate rows to the next tile's.
 __device__ __forceinline__ uint64_t tile_bytes(const Call& c) {
   return c.memory.work_layout.stride[static_cast<uint32_t>(WorkField::kIntermediate)][0];
 }
 
-// The block's rows of a tile that the copy engine loads.
+// The block's share of a tile's intermediate rows, which the copy engine loads.
 __device__ __forceinline__ BoxRows intermediate_rows(const KernelArgs& args, const Call& c, const TaskSlot& slot) {
   const uint32_t first = slot.share.first;
   return {&args.intermediate,  slot.inner * kTileTokens + first, slot.share.rows,
@@ -53,13 +52,13 @@ __device__ __forceinline__ BoxRows intermediate_rows(const KernelArgs& args, con
           c.shape.intermediate};
 }
 
-// Whether loaders take a piece of the returns between two tasks. Where ranks may be on several machines that takes more
-// registers than they have left, and is for other warps.
+// Whether loaders take a piece of the returns between two tasks. If ranks may be on several machines, a piece takes
+// more registers than loaders have left, so only other warps take pieces.
 inline constexpr bool kLoadersReturn = !kIsBackward && !SpansMachines<Platform>;
 
-// Loaders, two warps. The first thread counts the stages that it begins, for the clerk. Tasks on intermediate rows
-// (GEMM1), which the copy engine loads, leave the second warp free: it finds and joins late rows of tasks that the
-// consumers have stored, or, with several ranks, does a piece of the returns.
+// Run by the loaders (two warps). The first thread counts the stages that it begins, for the clerk. Intermediate rows
+// are loaded by the copy engine, so the tasks that multiply them (GEMM1) leave the second warp free. That warp finds
+// and joins late rows of tasks that the consumers have stored, or, with several ranks, does a piece of the returns.
 template <class Dtype, class Pass, bool kGated, bool kTransposed, class Trace>
 __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c, Shared& s, Pipeline& ring,
                                            const Trace& trace) {
@@ -67,7 +66,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
   const bool loads_intermediate = threadIdx.x < kFirstLoader + kLoaders / 2;
   auto count = [&] { tasks.count_stage(); };
   const bool read_once = reads_weights_once(c);
-  bool apart = false;  // the warps are at different stages
+  bool apart = false;  // the two warps may be at different stages
   JoinEngine<Dtype, Trace> adder(args, c, trace);
   Joiner<Platform, JoinEngine<Dtype, Trace>> joiner(c, adder, s.late);
   using Sums = SumEngine<Dtype, Trace, kQuantised<Dtype>>;
@@ -80,8 +79,8 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       return;
     }
     if (apart && (is_one_of<kGathering>(slot.kind) || is_behind_stop(slot.kind))) {
-      // The first warp may still load GEMM1's stages, while the second is here. It must not go on: a wait tells phases
-      // apart by one parity bit, and a barrier that is two phases behind looks as if it had been passed.
+      // The first warp may still load GEMM1's stages while the second is here. The second must not go on: a wait tells
+      // phases apart by one parity bit, so a barrier that is two phases behind looks as if its phase had completed.
       named_barrier_sync(kLoaderBarrier, kLoaders);
       apart = false;
     }
@@ -96,7 +95,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
       }
     }
     with_product(slot.kind, [&]<uint32_t p>() {
-      constexpr uint32_t kColumns = kColumnsPerTask<p, kGated> / kClusterBlocks;  // of results, that a box makes
+      constexpr uint32_t kColumns = kColumnsPerTask<p, kGated> / kClusterBlocks;  // columns of results of a box
       const auto features = [&] {
         if constexpr (kTransposed) {
           return spans_of<p, kGated>(args, shared, box * kColumns, expert, read_once);
@@ -149,7 +148,7 @@ __device__ __forceinline__ void load_tasks(const KernelArgs& args, const Call& c
     }
     const bool free = kLoadersReturn && !loads_intermediate && !is_one_of<kGathering>(slot.kind) && c.shape.ranks > 1;
     tasks.put_done(n);
-    // Not while the next tasks are in the ring already: a piece takes as long as one or two, and there are five slots.
+    // Not if the task after the next is in the ring already: a piece takes as long as one or two tasks.
     if (free && !tasks.is_full(n + 2)) returns.step(summing_between_tasks(c));
   }
 }

@@ -1,11 +1,14 @@
-// Works out what a task means for a thread block: which rows of the tile it has (its cluster's other block has the rest), at which
-// addresses its token rows, results and weights lie, and how many stages of the pipeline they fill.
-// look_up() is run by the clerk (warp 10 of each block), a task ahead of the loaders and consumers. The small functions beside it read
-// the kernel's arguments and a task's slot alone, and any role may call them.
-// look_up() reads the tile's and its rows' descriptions in this rank's workspace, and writes the task's slot in the ring (shared memory).
-// It neither reads nor writes at the addresses that it computes, in x, y and all ranks' heaps, and touches no barrier.
-// In training, the Pass (roles/pass.cuh) adds to the slot the addresses of what a forward pass keeps; in a backward pass it also writes,
-// to device memory of this rank, the list of rows to gather (GroupArgs::gather) and gradients of the shared expert's gate.
+// Works out what a task means for a thread block: which rows of the tile the block has (its cluster's other block has
+// the rest), at which addresses its token rows, results and weights lie, and how many stages of the pipeline they
+// fill.
+// look_up() is run by the clerk (warp 10 of each block), a task ahead of the loaders and consumers. The small
+// functions beside it read only the kernel's arguments and a task's slot, and any role may call them.
+// look_up() reads the descriptions of the tile and of its rows in this rank's workspace, and writes the task's slot
+// in the ring (shared memory). The addresses that it computes are in x, y and all ranks' heaps; it neither reads nor
+// writes there. It touches no barrier.
+// In training, the Pass (roles/pass.cuh) adds to the slot the numbers of the rows that a forward pass keeps. In a
+// backward pass, it also writes to device memory of this rank: the list of rows to gather (GroupArgs::gather), and
+// gradients of the shared expert's gate.
 #pragma once
 
 #include "flashmoe/sm90/machine/load.cuh"
@@ -15,7 +18,7 @@
 
 namespace flashmoe::sm90 {
 
-// Where own token rows lie, as the experts multiply them, and how far apart.
+// Where this rank's own token rows lie, in the type in which experts multiply them, and the bytes from row to row.
 template <class Dtype>
 __device__ __forceinline__ const uint8_t* own_rows(const KernelArgs& args, const Call& c) {
   if constexpr (kQuantised<Dtype>) return c.out_row(0);
@@ -42,7 +45,8 @@ __device__ __forceinline__ uint64_t result_of(const KernelArgs& args, const Call
   return reinterpret_cast<uint64_t>(to);
 }
 
-// Of a task of the shared expert, whose tile's first row is of `first_token`: what its slices change. One lane.
+// Changes the slot of a task of the shared expert for the expert's slices. first_token: the token of the tile's first
+// row. Run by one lane.
 template <class Pass>
 __device__ __forceinline__ void look_up_slices(const KernelArgs& args, const Call& c, uint32_t first_token,
                                                TaskSlot& slot) {
@@ -57,7 +61,7 @@ __device__ __forceinline__ void look_up_slices(const KernelArgs& args, const Cal
   }
 }
 
-// Bytes of an operand's rows that a task multiplies.
+// How many bytes of each row of an operand a task multiplies.
 template <class Dtype>
 __device__ __forceinline__ uint32_t contracted_bytes(const Call& c, TaskKind kind) {
   const bool hidden = is_one_of<kOverHidden>(kind);
@@ -65,11 +69,12 @@ __device__ __forceinline__ uint32_t contracted_bytes(const Call& c, TaskKind kin
   return hidden ? c.memory.token_row_bytes : c.memory.intermediate_row_bytes;
 }
 
-// Looks up this block's share of a task: all that the other roles would have to wait for. One warp.
+// Looks up this block's share of a task, that is, everything for which the other roles would have to wait. One warp.
 template <class Dtype, class Pass>
 __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, const Task& task, TaskSlot& slot) {
   using P = Platform;
-  // Shape and rows, all that a tile may have, not the share's alone, are loaded side by side: one round trip to the L2.
+  // The tile's shape and all rows that a tile may have, not only the share's, are loaded together, to take one round
+  // trip to the L2.
   const uint32_t tile = task.tile().number();
   const Tile::Shape shape = c.tile(tile)->shape;
   [[maybe_unused]] uint32_t first_row =
@@ -86,7 +91,7 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) {
     const uint32_t r = P::lane() + i * P::kLanes - share.first;
-    if (r >= share.rows) continue;  // unsigned: of rows before share.first, r is larger too
+    if (r >= share.rows) continue;  // also skips rows before share.first, since r is unsigned
     if (is_one_of<kGathering>(task.kind)) {
       slot.offsets[r] = offset_of<Dtype>(args, c, row[i]);
       if constexpr (kBuild.trains()) {
@@ -116,14 +121,15 @@ __device__ __forceinline__ void look_up(const KernelArgs& args, const Call& c, c
   }
 }
 
-// Whether a task is one behind the stop.
+// Whether a task is one that comes after the queue's stop.
 __device__ __forceinline__ bool is_behind_stop(TaskKind kind) {
   return kIsBackward && kind == TaskKind::kBehindStop;
 }
 
-// Rehearsals. The first epilogue of a block takes 11 us, others 2 to 3: its code has to come from memory. So while the
-// first tiles form, each cluster runs a task of each product, in a full tile's shape, of one stage and without rows, by
-// the very code of the tasks after it. Only look-up, retirement and traces tell it apart, by kNoTile.
+// Rehearsals. The first epilogue of a block takes 11 us, because its code has to come from memory; later ones take 2
+// to 3 us. So while the first tiles are formed, each cluster rehearses each product: it runs a task in a full tile's
+// shape, with one stage and without rows, by the code of the tasks that follow. Only look-up, retirement and traces
+// treat such a task differently; they know it by kNoTile.
 inline constexpr uint32_t kRehearsals = kProducts;
 
 // Rows of all experts, if all ranks have as many tokens as this one.
@@ -131,15 +137,15 @@ __device__ __forceinline__ uint64_t rows_of_all(const Call& c) {
   return uint64_t{c.shape.tokens} * c.shape.top_k * c.shape.ranks;
 }
 
-// How many rehearsals each ring begins with. None where hardly a tile is full, since other tiles run other code.
+// With how many rehearsals each ring begins. None if hardly any tile is full, since other tiles run other code.
 template <class Dtype>
 __device__ __forceinline__ uint32_t rehearsals(const Call& c) {
-  constexpr uint64_t kRows = kTileTokens / 2;  // of an expert, on average
+  constexpr uint64_t kRows = kTileTokens / 2;  // the least rows of an expert, on average
   const bool full = rows_of_all(c) >= kRows * c.shape.experts;
   return Dtype::kTensorCores && c.shape.local_experts != 0 && full ? kRehearsals : 0;
 }
 
-// Rehearses the last product first, and the first last: its tasks are the next to come.
+// The n-th rehearsal. The last product comes first and the first product last, because its tasks follow.
 __device__ __forceinline__ Task rehearsal(uint32_t n) {
   Task task{.of = kNoTile};
   for_each_product([&]<uint32_t m>() {
@@ -152,8 +158,9 @@ __device__ __forceinline__ bool is_rehearsal(const Task& task) {
   return task.of == kNoTile;
 }
 
-// Instead of look_up(). The task loads one stage of the first expert's features and, having no rows, no tokens: it
-// multiplies what lies there. Nothing is stored, so the slot's offsets, addresses and weights are left as they are.
+// Run in place of look_up() for a rehearsal. The task loads one stage of the first expert's features. It has no rows,
+// so it loads no tokens, and multiplies whatever lies in their place. Nothing is stored, so the slot's offsets,
+// addresses and weights are left as they are.
 __device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
   if (Platform::lane() != 0) return;
   slot.tile = kNoTile;
@@ -165,7 +172,7 @@ __device__ __forceinline__ void look_up_rehearsal(TaskSlot& slot) {
   slot.share = {.wide = true, .first = 0, .rows = 0, .cover = Wide::kTokens};
 }
 
-// Stages that a task goes through.
+// The number of stages that a task takes.
 __device__ __forceinline__ uint32_t stages_of(const TaskSlot& slot) {
   return slot.slices * (slot.share.wide ? Wide::stages(slot.k_bytes) : Narrow::stages(slot.k_bytes));
 }

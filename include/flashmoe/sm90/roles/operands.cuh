@@ -1,5 +1,5 @@
-// What loaders and consumers both ask of a product: its weights, their scales and biases, and how many columns of results a task
-// has. Run by any thread of these roles (warps 0 to 9), for itself.
+// What loaders and consumers both ask of a product: its weights, their scales and biases, and how many columns of
+// results a task has. Each thread of these roles (warps 0 to 9) calls these functions for itself.
 // Reads the kernel's arguments, the call and a task's slot (shared memory). Writes nothing, and touches no barrier.
 // It says where weights and biases are, and does not read them.
 #pragma once
@@ -8,8 +8,8 @@
 
 namespace flashmoe::sm90 {
 
-// The weights of product p: their tensor map, of the experts or of the shared expert's slices, how many rows an expert has
-// of them, and their biases.
+// The weights of product p: their tensor map and their scales (those of the experts, or of the shared expert's
+// slices), the number of weight rows of an expert, and the biases.
 template <uint32_t p>
 __device__ __forceinline__ const TensorMap* weights_of(const KernelArgs& args, bool shared) {
   if constexpr (Product<p>::kRight == Operand::kGateUp) return shared ? &args.shared_gate_up : &args.gate_up;
@@ -29,7 +29,8 @@ __device__ __forceinline__ const void* bias_of(const KernelArgs& args) {
   return Product<p>::kRight == Operand::kGateUp ? args.gate_up_bias : args.down_bias;
 }
 
-// Columns of results that a task of this kind has, and how many there are from the task's first one on.
+// columns_of(): how many columns of results a task of this kind has. columns_left(): how many columns of results there
+// are from the task's first one on.
 template <bool kGated>
 __device__ __forceinline__ uint32_t columns_of(TaskKind kind) {
   return with_product(kind, [&]<uint32_t p>() { return kColumnsPerTask<p, kGated>; });
@@ -41,8 +42,9 @@ __device__ __forceinline__ uint32_t columns_left(const Call& c, const TaskSlot& 
   });
   return all - slot.column * columns_of<kGated>(slot.kind);
 }
-// Whether the first block's half of the features has all that are left, so that the products take no more. (Not of rows in
-// e4m3: those behind would change the scales of the columns before them. Nor in passes that train: it is one more shape.)
+// Whether all features that are left are in the first block's half of the task, so that the products take only this
+// half. (Never in e4m3, where columns behind the last would change the scales of the columns before them. Never in
+// passes that train, because it takes one more shape.)
 template <class Dtype, bool kGated>
 __device__ __forceinline__ bool is_half(const Call& c, const TaskSlot& slot) {
   if constexpr (kQuantised<Dtype> || kBuild.keeps || kIsBackward) return false;

@@ -1,8 +1,9 @@
-// Copies token rows of a rank on another machine to a rank of this machine: what a RelayWorker (actors/relay.h) has its engine do,
-// where ranks are on several machines. Run by warp 11 of the blocks behind those with formers, beside the tasks that their blocks
-// compute: so by loads and stores, and not through the stages.
+// Copies token rows of a rank on another machine to a rank of this machine. A RelayWorker (actors/relay.h) calls it,
+// if ranks are on several machines. Run by warp 11 of the blocks behind those with formers, while their blocks
+// compute tasks. Since these tasks use the stages, rows are copied by loads and stores, and not through the stages.
 // Reads the rows in this rank's heap. Writes them to the same place in another rank's heap.
-// Touches no barrier, and of shared memory only reads the call's parameters. Packets' entries and signals are the RelayWorker's.
+// Touches no barrier, and of shared memory only reads the call's parameters. The RelayWorker copies packets' entries,
+// and signals.
 #pragma once
 
 #include "flashmoe/actors/relay.h"

@@ -1,8 +1,8 @@
-// Copies a row of the input x to where puts may read it: what a PutSender (actors/put_sender.h) has its engine do, where peers are
-// not mapped. Run by warp 11 of the blocks behind those with formers.
+// Copies a row of the input x to where puts may read it. A PutSender (actors/put_sender.h) calls it, if peers are not
+// mapped. Run by warp 11 of the blocks behind those with formers.
 // Reads x. Writes the row's place behind this rank's workspace (Call::out_row).
-// Touches no barrier and no other rank's heap, and of shared memory only reads the call's parameters. What goes to other ranks,
-// rows, packets and sums, the PutSender puts.
+// Touches no barrier and no other rank's heap, and of shared memory only reads the call's parameters. The PutSender
+// puts everything that goes to other ranks: rows, packets and sums.
 #pragma once
 
 #include "flashmoe/actors/put_sender.h"
@@ -21,7 +21,7 @@ class PutEngine : public Spans<Trace> {
       : Spans<Trace>(trace), args_(args), c_(call) {}
 
   __device__ __forceinline__ void stage_row(uint32_t token) const {
-    // With more on their way, and NVSHMEM's code in the same loop, kernels spill.
+    // Loads of a lane in flight. With more of them, the kernel spills, because NVSHMEM's code is in the same loop.
     constexpr uint32_t kFlight = Dtype::kBytes == 2 ? 4 : 2;
     copy_row<kFlight>(c_.out_row(token), args_.x + token * args_.x_row_bytes, c_.memory.token_row_bytes);
   }

@@ -1,14 +1,16 @@
-// The layout of a block's shared memory, and the task ring: slots in which a clerk hands tasks to the block's loaders and
-// consumers.
+// The layout of a block's shared memory, and the task ring: slots in which a clerk hands tasks to the block's loaders
+// and consumers.
 //
-//   stages   4 x 48 KiB   the GEMM pipeline (machine/pipeline.cuh); before the first task, the gate's, scratch of dispatch, and
-//                         the rows that a block sends; behind the last task, rows that are summed
+//   stages   4 x 48 KiB   the GEMM pipeline (machine/pipeline.cuh); before the first task, the gate's pipeline, scratch
+//                         of dispatch, and the rows that a block sends; after the last task, rows that are summed
 //   staging  2 x  8 KiB   the consumers' epilogues
 //   Shared                everything else
 //
-// Run by clerks, loaders and consumers (warps 0 to 10): TaskRing says who arrives at each of its barriers, and how often.
-// Reads and writes the ring alone: barriers and `loaded` of the own block, and from clerk to clerk `word` and barriers of the
-// cluster's other block. What a slot says the clerk writes (look_up.cuh). Nothing here touches global memory.
+// Run by clerks, loaders and consumers (warps 0 to 10): TaskRing says who arrives at each of its barriers, and how
+// often.
+// Reads and writes only the ring: barriers and `loaded` of the own block; clerks also write `word`, and arrive at
+// barriers, of the cluster's other block. The clerk fills the slots (look_up.cuh). Nothing here touches global
+// memory.
 #pragma once
 
 #include "flashmoe/actors/former.h"
@@ -29,50 +31,53 @@ namespace flashmoe::sm90 {
 struct TaskSlot {
   TaskKind kind;
   uint32_t of;            // as Task::of
-  uint32_t tile, column;  // tile: behind the stop the group, or of a router's dX the tile of tokens
-  uint32_t expert;   // whose weights it reads, or sums gradients for; slices of the shared one follow the local experts
-  uint32_t inner;    // where the tile's intermediate rows lie, see Call::inner_tile
-  uint32_t k_bytes;  // of a row of either operand,
-  uint32_t slices, later;  // of which so many follow: GEMM1 of the shared expert; the second slice's `inner`
+  uint32_t tile, column;  // tile: after the queue's stop, the group; in a router's dX, the tile of tokens
+  // Whose weights the task reads, or whose gradients it sums. The shared expert's slices follow the other experts.
+  uint32_t expert;
+  uint32_t inner;          // where the tile's intermediate rows lie, see Call::inner_tile
+  uint32_t k_bytes;        // how many bytes of each row of an operand are multiplied, in each slice
+  uint32_t slices, later;  // GEMM1 of the shared expert: how many slices (else 1); the second slice's `inner`
   Share share;
-  uint32_t stored;  // of tasks whose rows return: how many of these the ring has had before, see TaskRing::stored
+  uint32_t stored;  // how many tasks that return rows the ring has had before, see TaskRing::stored
   union {
-    uint32_t offsets[Wide::kTokens];  // gathered: where the token rows are, see TokenRows
-    uint64_t to[Wide::kTokens];       // returned: where the results go
+    uint32_t offsets[Wide::kTokens];  // tasks that gather: where the token rows are, see TokenRows
+    uint64_t to[Wide::kTokens];       // tasks that return rows: where the results go
   };
-  alignas(8) float weights[Wide::kTokens];  // returned: combine weights
+  alignas(8) float weights[Wide::kTokens];  // by which the task multiplies each row
   union {
-    // Returned: whose rows they are; of dX of a shared expert factors of its gate, floats. Gathered: where they are kept
-    // (kept_row)
+    // Tasks that return rows: the rows' tokens; in dX of a shared expert, the factors of its gate (floats).
+    // Tasks that gather, in passes that train: the numbers under which the rows are kept.
     uint32_t tokens[Wide::kTokens];
-    // gathered, in e4m3: each warpgroup's largest magnitude of a row, where it has half of a scale's columns
+    // Tasks that gather, in e4m3: each warpgroup's largest magnitude in each row, if it has half of a scale's columns.
     mutable float largest[kConsumers][64];
   };
 
   __device__ __forceinline__ Task task() const { return {kind, column, of}; }
 };
 
-// Nanoseconds that a clerk rests between two looks: it shares its instruction scheduler, and the power, with consumers.
+// Nanoseconds that a clerk rests between two looks at barriers, because it shares its instruction scheduler, and the
+// power, with consumers.
 inline constexpr uint32_t kPause = 250;
 
 // Slots go from each block's clerk to its loaders and consumers, and back. The first block of a cluster leads: its
-// clerk takes tasks for both blocks, the other's retires them for both. A clerk that did both, seven round trips to the
-// L2 a task, would be slower than the consumers are with small tasks. There are slots for as many small tasks as the
-// clerk takes ahead.
+// clerk takes tasks for both blocks, and the other block's clerk retires them for both. One clerk for both would need
+// seven round trips to the L2 for each task, and be slower than the consumers are with small tasks. There are slots
+// for as many small tasks as the clerk takes ahead.
 struct TaskRing {
-  static constexpr uint32_t kSlots = kBuild.quantised ? 4 : 5;  // the memory of one is that of Scales
+  static constexpr uint32_t kSlots = kBuild.quantised ? 4 : 5;  // quantised: Scales has the memory of one slot
   static constexpr uint32_t kLeader = 0, kFollower = 1;
-  // Every lane of the consumers and loaders arrives, for what it has read of the slot itself: racecheck takes no
-  // arrival for other lanes' reads. So none is overtaken by the ring, not even a loader without a part in the loads.
+  // Every lane of the consumers and loaders arrives for its own reads of the slot, because racecheck accepts no
+  // arrival for another lane's reads. So the ring overtakes no lane, not even that of a loader that has nothing to
+  // load.
   static constexpr uint32_t kDoneArrivals = kConsumers * kWarpgroup + kLoaders;
 
-  // Barriers of the slots, with the arrivals that a phase takes, and whose these are.
-  uint64_t handed[kSlots];  // 1: the leader's clerk, in the follower
+  // Barriers of the slots. The number is that of the arrivals of a phase; behind it stands who arrives.
+  uint64_t handed[kSlots];  // 1: the leader's clerk, at the follower's barrier
   uint64_t full[kSlots];    // 32: the block's clerk, each lane for what it wrote
   uint64_t done[kSlots];    // kDoneArrivals; in the follower 1 more: the leader's clerk, for its block
-  uint64_t stored[kSlots];  // 256: consumers. Not of the slots: the n-th task that returns rows has number n % kSlots
-  uint64_t free[kSlots];    // 1: the follower's clerk, in the leader
-  uint64_t word[kSlots];    // the task that the leader handed on, in the follower
+  uint64_t stored[kSlots];  // 256: consumers. Not a slot's: the n-th task that returns rows has number n % kSlots
+  uint64_t free[kSlots];    // 1: the follower's clerk, at the leader's barrier
+  uint64_t word[kSlots];    // in the follower: the task that the leader has handed on
   uint32_t loaded;          // stages that the loaders have begun to fill
   TaskSlot slot[kSlots];
 
@@ -93,13 +98,14 @@ struct TaskRing {
     wait(shared_address(&full[n % kSlots]), parity(n));
     return at(n);
   }
-  // All lanes.
+  // Called by all lanes.
   __device__ __forceinline__ void put_full(uint32_t n) { arrive(shared_address(&full[n % kSlots])); }
   __device__ __forceinline__ void put_done(uint32_t n) { arrive(shared_address(&done[n % kSlots])); }
-  // n counts tasks that return rows: nobody waits for others, and synccheck calls a phase that nobody awaits an error.
+  // n counts only tasks that return rows, because nobody waits for other tasks here, and synccheck reports a phase
+  // for which nobody waits as an error.
   __device__ __forceinline__ void put_stored(uint32_t n) { arrive(shared_address(&stored[n % kSlots])); }
 
-  // By a loader thread; by the clerk.
+  // count_stage() is called by a loader thread, stages_loaded() by the clerk.
   __device__ __forceinline__ void count_stage() { atomicAdd(&loaded, 1u); }
   __device__ __forceinline__ uint32_t stages_loaded() {
     return Platform::broadcast(Platform::lane() == 0 ? atomicAdd(&loaded, 0u) : 0u, 0);
@@ -112,7 +118,7 @@ struct TaskRing {
   __device__ __forceinline__ bool is_handed(uint32_t n) const { return has_passed(handed, n); }
   __device__ __forceinline__ bool is_free(uint32_t n) const { return n < kSlots || has_passed(free, n - kSlots); }
 
-  // From one clerk to the other, one thread.
+  // From one block's clerk to the other's. Each is called by one thread.
   __device__ __forceinline__ void hand_on(uint32_t n, const Task& task) {
     store_in_block(kFollower, shared_address(&word[n % kSlots]), task.pack());
     arrive_release_at_block(kFollower, shared_address(&handed[n % kSlots]));
@@ -126,12 +132,12 @@ struct TaskRing {
  private:
   __device__ __forceinline__ bool has_passed(const uint64_t (&barrier)[kSlots], uint32_t n) const {
     const bool passed = __any_sync(kFullWarp, test_wait_cluster(shared_address(&barrier[n % kSlots]), parity(n)));
-    __syncwarp();  // what one lane has acquired is every lane's: a vote orders no memory
+    __syncwarp();  // makes visible to every lane what one lane has acquired: a vote orders no memory
     return passed;
   }
 };
 
-// Of quantised rows and weights; elsewhere nothing.
+// The scales of the stages, in builds for quantised rows and weights; empty in other builds.
 template <bool>
 struct Scales {
   StageScales stage[kStages];
@@ -140,21 +146,22 @@ template <>
 struct Scales<false> {};
 
 struct Shared {
-  Call call;  // the kernel's, with the epoch that device memory counts
+  Call call;  // the kernel's argument, with the epoch that is counted in device memory
   uint64_t gate_barriers[2 * kMostGateStages], stage_barriers[2 * kStages];
-  // Of blocks that share a gate (dispatch.cuh), a phase for each of their token blocks: 1, the other block has stored what it
-  // has of this one's logits; 1, the other block needs what it has of them no more.
+  // Barriers of blocks that share a gate (shared_gate.cuh), with a phase of one arrival for each of their token
+  // blocks. logits_stored: the other block has stored its share of the logits here. dispatched: the other block no
+  // longer reads the logits in its own memory, so this block may store the next ones there.
   uint64_t logits_stored, dispatched;
   uint64_t send_barriers[kWarps][RowCopies::kBarriers];
   TaskRing ring;
   ReturnCursors<CursorOfWarp> returns;
   LateRows late;
-  uint32_t idle_consumers;  // warps whose tasks are over
+  uint32_t idle_consumers;  // consumer warps whose tasks are over
   uint32_t trace_events;
-  // Former.
+  // The former's memory.
   Source former_sources[kMaxRanks];
   FormedExpert experts[kFormerExperts];
-  // OS actor (block 0).
+  // The OS actor's memory (block 0).
   Source os_sources[kMaxRanks];
   Scheduler<Platform>::Memory scheduler;
   Status seen[kMaxRanks];
@@ -167,7 +174,7 @@ static_assert(kWarps * RingSums<Bf16>::kBytes <= kStages * kStageBytes);
 inline constexpr uint32_t kSharedOffset = kStages * kStageBytes + 2 * kStagingBytes;
 static_assert(kSharedOffset + sizeof(Shared) <= kSharedBytes);
 
-// The memory of a block's stages, once nobody there multiplies any more.
+// The memory of a block's stages, which is free once no consumer of the block multiplies any more.
 struct IdleStages {
   const Shared& s;
 
@@ -180,7 +187,7 @@ struct IdleStages {
   }
 };
 
-// Those of a pass whose tasks end with the stop word.
+// IdleStages in a pass whose tasks end with the stop word (kEnds), otherwise NoStages.
 template <bool kEnds>
 __device__ __forceinline__ auto stages_of_ended(const Shared& s) {
   if constexpr (kEnds) {
@@ -190,7 +197,7 @@ __device__ __forceinline__ auto stages_of_ended(const Shared& s) {
   }
 }
 
-// Shared address of stage 0's scales, which lie as far behind the ring as everything does.
+// Shared address of stage 0's scales. Like all of Shared, they lie at a fixed distance from the stages.
 __device__ __forceinline__ uint32_t scales_of(const Pipeline& ring) {
   return ring.stages + kSharedOffset + static_cast<uint32_t>(offsetof(Shared, scales));
 }

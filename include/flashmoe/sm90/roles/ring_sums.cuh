@@ -16,13 +16,13 @@ template <class Dtype>
 class RingSums {
   using P = Platform;
   static constexpr uint32_t kElements = 16 / Dtype::kBytes;
-  // Rows of the ring, which are described together, a lane each; and those that are waited for together.
+  // kRows: rows of the ring, each of which one lane describes. kBatch: rows that are waited for together.
   static constexpr uint32_t kRows = P::kLanes, kBatch = 8, kBatches = kRows / kBatch;
 
  public:
   static constexpr uint32_t kBytes = kRows * SumSpan::kStep;  // of a warp's memory
 
-  // Slots that hold something come first: those of Reduce do. memory: the warp's.
+  // In each item, the slots that hold a row must come first, as in Reduce. memory: the warp's part of the stages.
   __device__ __forceinline__ RingSums(const SumPiece& piece, uint32_t memory)
       : piece_(piece), memory_(memory + P::lane() * 16), first_(P::exclusive_scan(P::popcount(piece.used), rows_)) {}
 
@@ -49,18 +49,20 @@ class RingSums {
   }
 
  private:
-  // kRows rows of the piece, item after item. Lane i's are the i-th row's; a bit of the words is a row's.
+  // kRows rows of the piece, item after item. Lane i has `from` and `to` of the i-th row. Bit i of the other words is
+  // of the i-th row.
   struct Window {
     uint32_t from, to;  // where the row is, and where its item's sum goes, as in SumPiece
     uint32_t exist;
-    uint32_t ends;    // it is its item's last
+    uint32_t ends;    // the row is its item's last
     uint32_t narrow;  // as in SumPiece
   };
 
-  // Rows row, row + 1, ...
+  // Describes rows row, row + 1, ...
   __device__ __forceinline__ Window describe(uint32_t row) const {
     const uint32_t own = row + P::lane();
-    // The item of a row: the last lane whose first row is not behind it. (Items without rows share theirs with the next.)
+    // A row's item is that of the last lane whose first row is not after the row. (An item without rows has the same
+    // first row as the next item.)
     uint32_t item = 0;
 #pragma unroll
     for (uint32_t step = P::kLanes / 2; step != 0; step /= 2) {
@@ -85,7 +87,7 @@ class RingSums {
     return (w.exist >> row & 1u) != 0 && ((w.narrow >> row & 1u) == 0 || piece_.inside);
   }
 
-  // Asks for a batch. Behind the last row, batches are empty.
+  // Asks for the rows of a batch. After the last row, batches are empty.
   __device__ __forceinline__ void load(const Window& w, uint32_t batch) const {
 #pragma unroll
     for (uint32_t i = 0; i < kBatch; ++i) {
@@ -95,7 +97,7 @@ class RingSums {
     cp_async_commit();
   }
 
-  // Adds a batch, which is here, and stores the sums of items that end in it.
+  // Adds the rows of a batch that has arrived, and stores the sums of items that end in it.
   __device__ __forceinline__ void add(const Window& w, uint32_t batch, float (&sum)[kElements]) const {
     if ((w.exist >> batch * kBatch & 1u) == 0) return;
     uint4 chunk[kBatch];
@@ -116,7 +118,7 @@ class RingSums {
   const SumPiece& piece_;
   const uint32_t memory_;
   uint32_t rows_;   // of all items
-  uint32_t first_;  // of the rows of this lane's item
+  uint32_t first_;  // number of the first row of this lane's item
 };
 
 }  // namespace flashmoe::sm90

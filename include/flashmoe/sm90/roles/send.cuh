@@ -1,13 +1,16 @@
-// Copies token rows to other ranks whose heaps this GPU has mapped: the engine that a Sender (actors/sender.h) is given. Run by all
-// 12 warps of the last blocks of the grid, behind the choice of experts and before these warps take their roles.
-// Reads this rank's token rows: x, or as dispatch has quantised them, scales included; in a backward pass dY, and x if dispatched again.
-// Writes, by TMA's bulk copies, the warp's own 16 KiB of the stages (shared memory), and from there rows of other ranks' heaps (at
-// Call::dispatched_row). Uses two barriers of the warp's own, Shared::send_barriers. Never touches weights, y or the task ring.
-// The Sender, on the same threads, writes the packets' entries, counts and signals to the same heaps.
+// Copies token rows to other ranks whose heaps this GPU has mapped: the engine of a Sender (actors/sender.h). Run by
+// all 12 warps of the last blocks of the grid, after the choice of experts and before these warps take their roles.
+// Reads this rank's token rows: x, or the rows that dispatch has quantised, with their scales; in a backward pass dY,
+// and also x if x is dispatched again.
+// Writes, by TMA's bulk copies, the warp's own 16 KiB of the stages (shared memory), and from there rows of other
+// ranks' heaps (at Call::dispatched_row). Uses two barriers of the warp's own, Shared::send_barriers. Never touches
+// weights, y or the task ring. The Sender, on the same threads, writes the packets' entries, counts and signals to
+// the same heaps.
 //
-// Why some blocks, and not a warp of every block: a block's first stores to a peer take 0.1 ms, and its clerk's loads wait
-// behind them, so that nearly all blocks had no task until 0.16 ms into the call. Why through the stages: they are free until a block
-// computes, and a few blocks then have enough bytes in flight to fill the link.
+// Only some blocks send, because a block's first stores to a peer take 0.1 ms, and its clerk's loads wait behind
+// these stores. If a warp of every block sent, nearly all blocks would have no task until 0.16 ms after the call
+// begins. Rows go through the stages, because these are free until a block computes. So a few blocks have enough
+// bytes in flight to fill the link.
 #pragma once
 
 #include "flashmoe/actors/sender.h"
@@ -20,18 +23,18 @@
 
 namespace flashmoe::sm90 {
 
-// One warp's copies of rows, by the copy engine through the warp's own shared memory: half of it is loaded while the other
-// half is stored. The first kAtOnce lanes have a chunk each; the others take part in the waits.
+// One warp's copies of rows, by the copy engine through the warp's own shared memory: half of it is loaded while the
+// other half is stored. The first kAtOnce lanes have a chunk each; the others take part in the waits.
 class RowCopies {
   using P = Platform;
 
  public:
-  // Few large chunks, that just fill the memory: the copy engine takes them one by one.
+  // A few large chunks that just fill the memory, because the copy engine takes chunks one by one.
   static constexpr uint32_t kChunkBytes = 2048, kAtOnce = 4;  // bytes of a lane's chunk; lanes that have one
   static constexpr uint32_t kBytes = 2 * kAtOnce * kChunkBytes;
   static constexpr uint32_t kBarriers = 2;
 
-  // kBytes of shared memory, and barriers that no other warp uses.
+  // memory: kBytes of shared memory; barriers: kBarriers barriers. No other warp uses either.
   __device__ __forceinline__ RowCopies(uint32_t memory, uint32_t barriers)
       : memory_(memory + P::lane() % kAtOnce * kChunkBytes), barriers_(barriers) {
     if (P::lane() == 0) {
@@ -41,8 +44,8 @@ class RowCopies {
     P::sync();
   }
 
-  // Copies rows 0 .. rows - 1, of `row_bytes` each, from from(row) to to(row); all lanes call these, each for a row of
-  // its own. The rows are written when it returns. All lanes.
+  // Copies rows 0 .. rows - 1, of `row_bytes` each, from from(row) to to(row). All lanes call from() and to(), each
+  // lane for a row of its own. When copy() returns, the rows are written. Run by all lanes.
   template <class From, class To>
   __device__ __forceinline__ void copy(uint32_t rows, uint32_t row_bytes, From&& from, To&& to) {
     const uint32_t per_row = ceil_div(row_bytes, kChunkBytes), all = rows * per_row, turns = ceil_div(all, kAtOnce);
@@ -83,7 +86,7 @@ class RowCopies {
   __device__ __forceinline__ uint32_t barrier(uint32_t turn) const { return barriers_ + (turns_ + turn) % 2 * 8; }
 
   const uint32_t memory_, barriers_;
-  uint32_t turns_ = 0;  // of earlier copies
+  uint32_t turns_ = 0;  // of all earlier calls of copy()
 };
 
 // The GPU's engine of a Sender.

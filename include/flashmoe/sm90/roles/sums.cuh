@@ -1,13 +1,15 @@
-// Sums rows that return: what a Returner (actors/returner.h) has its engine do, in pieces of Reduce and Combine. An item is 512
-// bytes of a row. Run by one warp: in a forward pass of ranks on one machine the second loader warp, between tasks; and at the end
-// warps that are through with their roles.
-// Reduce reads staged rows (this rank's workspace) and packets' counts (its heap). It writes a token's sum to the return row in the
-// heap of the token's rank, over NVLink if it is another; where peers are not mapped, over the staged row, to be put. A
-// sum for a token of another machine goes in fp32 to the heap of a relay. The relay adds the sums of its machine,
-// writes the return row, and counts the tokens for which it has done so.
-// Combine reads return rows and counts (this rank's heap), routing and the outbox's counts (workspace). It writes the output y.
-// Touches no barrier. Of shared memory it reads the call's parameters, and in a block whose tasks are over Reduce passes its rows
-// through the stages (ring_sums.cuh). Who takes which piece, and signals, is the Returner's.
+// Sums rows that return, in pieces of Reduce and Combine. A Returner (actors/returner.h) calls it. An item is 512
+// bytes of a row. Each piece is summed by one warp: in a forward pass of ranks on one machine by the second loader
+// warp, between tasks; and at the end by warps whose roles have ended.
+// Reduce reads staged rows (this rank's workspace) and packets' counts (its heap). It writes a token's sum to the
+// return row in the heap of the token's home, over NVLink if that is another rank. If peers are not mapped, it writes
+// the sum over the staged row, from which senders put it. A sum for a token of another machine goes in fp32 to the
+// heap of a relay. The relay adds the sums of its machine, writes the return row, and counts the tokens for which it
+// has done so.
+// Combine reads return rows and counts (this rank's heap), routing and the outbox's counts (workspace). It writes the
+// output y.
+// Touches no barrier. Of shared memory it reads the call's parameters. In a block whose tasks are over, Reduce passes
+// its rows through the stages (ring_sums.cuh). The Returner takes the pieces, and signals.
 #pragma once
 
 #include "flashmoe/actors/returner.h"
@@ -20,7 +22,7 @@
 
 namespace flashmoe::sm90 {
 
-// What a SumEngine has no use for: the memory of its block's stages.
+// The Stages of a SumEngine that does not use the memory of its block's stages.
 struct NoStages {};
 
 // The GPU's engine of a Returner: a block is a processor, its warps are the workers. Stages: IdleStages (ring.cuh) of a
@@ -41,14 +43,15 @@ class SumEngine : public Spans<Trace> {
   __device__ __forceinline__ uint32_t items(uint32_t tokens, uint32_t g) const {
     return tokens * ceil_div(group_bytes(g), SumSpan::kStep);
   }
-  // Pieces are so small that every block can have one, if there are so many items. Where loaders take them between tasks,
-  // they are short, since loaders have no time for long ones.
+  // The items of a piece of Reduce. Pieces are so small that every block can have one, if there are enough items. If
+  // loaders take pieces between tasks (link_clusters is 0), pieces are shorter, since loaders have no time for long
+  // ones.
   __device__ __forceinline__ uint32_t items_of_reduce(uint32_t items) const {
     const uint32_t most = c_.policy.order.link_clusters != 0 ? 32 : 16;
     return min_of(max_of(ceil_div(items, gridDim.x), 1u), most);
   }
-  // Pieces are so small that every warp of the GPU can have two, if there are so many items; and of at most what a warp
-  // loads at a time (ItemSums), once or a few times over.
+  // The items of a piece of Combine. Pieces are so small that every warp of the GPU can have two, if there are enough
+  // items. The most is one or a few times what a warp loads at a time (ItemSums).
   __device__ __forceinline__ static uint32_t items_of_combine(uint32_t items) {
     constexpr uint32_t kMost = 10;
     return min_of(max_of(ceil_div(items, gridDim.x * kWarps * 2), 1u), kMost);
@@ -72,7 +75,7 @@ class SumEngine : public Spans<Trace> {
     }
     return piece;
   }
-  // Of the sums that the ranks of this machine have left here, of source p's tokens.
+  // A piece that this rank sums as a relay: of the sums that the ranks of this machine have left here for p's tokens.
   __device__ __forceinline__ Piece machine_piece(uint32_t p, uint32_t g, uint32_t n, uint32_t each,
                                                  uint32_t all) const {
     const Machines& m = *c_.machines;
@@ -102,7 +105,8 @@ class SumEngine : public Spans<Trace> {
       if (piece.wide != MachinePiece::kNone) return WideSums<Dtype>(piece).run();
     }
     if constexpr (kHasStages) {
-      // (Of Combine's slots any may be empty. Where all blocks do the last pieces at once, memory is what limits them.)
+      // (Not Combine: any of its slots may be empty. And when all blocks do their last pieces at the same time, the
+      // speed of memory is the limit.)
       const bool reduces = !piece.writes_all;
       if (reduces && P::broadcast(stages_.are_free() ? 1u : 0u, 0) != 0)
         return RingSums<Dtype>(piece, stages_.memory_of_warp(RingSums<Dtype>::kBytes)).run();
@@ -130,7 +134,8 @@ class SumEngine : public Spans<Trace> {
                  .bytes = group_bytes(g),
                  .writes_all = false};
     if constexpr (!P::kPeersMapped) {
-      // Senders put the sum from where slot 0 was: a lane has loaded its chunk of every slot before it stores its sum.
+      // The sum overwrites slot 0, from where senders put it. It may, because a lane has loaded its chunk of every
+      // slot before it stores its sum.
       if (p != c_.rank) {
         span.out = c_.staged_row(p, 0, 0) + offset;
         span.out_bytes = static_cast<uint32_t>(staged[1]);
@@ -151,23 +156,24 @@ class SumEngine : public Spans<Trace> {
             .writes_all = true};
   }
 
-  // Bytes of a sum in fp32, for each of y's type.
+  // How many times as many bytes a sum has in fp32 as in y's type.
   static constexpr uint32_t kWiden = 4 / Dtype::kBytes;
 
-  // The sums of p's tokens that the rank at a place leaves with its relay: the first token's, at this lane's first chunk.
+  // Where the rank at place `place` of its machine leaves its sums of p's tokens with `relay`: the address of the
+  // first token's sum, at this lane's first chunk.
   __device__ __forceinline__ uint8_t* sums_of(uint32_t relay, uint32_t p, uint32_t place, uint32_t g) const {
     const RelayPlace at(c_, *c_.machines, relay, p);
     return reinterpret_cast<uint8_t*>(at.sum(place, 0) + c_.policy.group_first[g] * kReturnColumns) +
            P::lane() * (16 * kWiden);
   }
-  // From one token's to the next one's, in units of 16 bytes.
+  // From one token's sum to the next token's, in units of 16 bytes.
   __device__ __forceinline__ uint32_t sum_chunks() const {
     return static_cast<uint32_t>(c_.machines->layout.stride[static_cast<uint32_t>(RelayField::kSums)][2] / 16);
   }
 
-  // Bit s: slot s of the token's return rows holds something.
+  // Bit s: slot s of the token's return rows holds a row.
   __device__ __forceinline__ uint32_t used_slots(uint32_t token) const {
-    // (A backward pass has the drops of the forward's capacity.)
+    // (Not in a backward pass, where choices may be missing that the forward pass's capacity has dropped.)
     if (!kIsBackward && !c_.reduced() && c_.shape.capacity == 0)
       return c_.shape.top_k == 32 ? 0xffffffffu : (1u << c_.shape.top_k) - 1;
     const uint32_t slots = c_.reduced() ? c_.shape.ranks : c_.shape.top_k;

@@ -1,5 +1,5 @@
 // The team that dispatches a token block together: warps 0 to 10 of a block, all but the OS actor's (warp 11).
-// Team is the Platform of their code (roles/dispatch.cuh); they meet in named barrier 3, which nobody else uses.
+// Team is the Platform of these warps' code (roles/dispatch.cuh). They meet in named barrier 3, which nobody else uses.
 // Here are only names and numbers: no code, and no memory is touched.
 #pragma once
 

@@ -1,8 +1,8 @@
 """Baselines beside FlashMoE's layer: on the same inputs, in the same processes, with the same timers.
 
-Each baseline is a file here. It says what it needs (`NEEDS`), and makes a call [T, H] for a layer that it can compute
-(`call`), from the tensors of `Layer`. Its result is checked as FlashMoE's is; a baseline that fails the check has no
-time. `TABLE` also lists baselines that could not be made here, and why.
+Each baseline is a file here. The file says what the baseline needs (`NEEDS`). Its function `call` returns, for a
+`Layer`, a function that computes the result [T, H] from the layer's tensors. The result is checked as FlashMoE's is; a
+baseline that fails the check has no time. `TABLE` also lists baselines that could not be made here, and why.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def module(name: str) -> ModuleType:
 
 
 def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, Call], dict[str, str]]:
-    """Calls by name, each checked, and why the others are absent. All ranks agree, since all look at the same facts."""
+    """The calls by name, after a check of each, and why the other baselines are absent. All ranks return the same
+    names: what a baseline lacks is the same on all ranks, and a baseline that fails on one rank is absent on all."""
     calls: dict[str, Call] = {}
     absent: dict[str, str] = {}
     for name in names:
@@ -44,7 +45,7 @@ def of_layer(layer: Layer, names: tuple[str, ...] = MODULES) -> tuple[dict[str, 
             continue
         call, y = first
         error = layer.run.worst(layer.error(y))
-        # They may have one rounding more than ours: that of weighted rows as they are added.
+        # A baseline may round once more than FlashMoE's layer does: when it adds up the weighted rows.
         if not error <= 2 * layer.bound:
             absent[name] = f"voided: expected an error of at most {2 * layer.bound:g}, got {error:g}"
             continue
@@ -59,11 +60,12 @@ def _first(baseline: ModuleType, layer: Layer) -> tuple[Call, Any]:
 
 
 def tried(run: Run, attempt: Callable[[], Result]) -> tuple[Result | None, str]:
-    """What another package's code returns; or None, and why it fails. If it fails on any rank, all ranks return None. A
-    rank that waits for a failed one is killed together with the point."""
+    """What `attempt`, another package's code, returns; or None, and why it failed. If it fails on any rank, all ranks
+    return None. But if other ranks wait inside `attempt` for the rank that failed, the point's time runs out, and then
+    its ranks are killed."""
     try:
         result, reason = attempt(), ""
-    except Exception as problem:  # of any type: it is no fault of this run
+    except Exception as problem:  # of any type: an error of another package must not end the run
         said = str(problem).splitlines()
         result, reason = None, f"{type(problem).__name__}: {said[0][:200] if said else ''}"
     if run.worst(float(result is None)):
@@ -72,8 +74,8 @@ def tried(run: Run, attempt: Callable[[], Result]) -> tuple[Result | None, str]:
 
 
 def floors(layer: Layer) -> dict[str, Any]:
-    """The layer's bare GEMMs, on ready rows that are spread over the experts at random. With several ranks also the
-    bare exchange of one row for each (token, k), there and back."""
+    """By name: the layer's GEMMs alone, on ready rows that are spread over the experts at random. With several ranks
+    also the exchange alone of one row for each (token, k), there and back."""
     from ..floors import exchange, floor_call
 
     sizes, run = layer.sizes, layer.run
@@ -114,4 +116,4 @@ TABLE = (
     ("FasterMoE", "-", "absent: built from source; its API was not tried"),
     ("COMET (flux)", "-", "absent: built from source, for several GPUs; its API was not tried"),
 )
-"""Rows of the page: the baselines that exist, and why others are absent."""
+"""Rows of a table in docs/performance.md: the baselines that exist, and why others are absent."""

@@ -1,8 +1,9 @@
 """DeepEP's dispatch and combine (version 1) around PyTorch's grouped GEMMs.
 
 Written by reading its source (``deep_ep/buffer.py``, ``tests/test_intranode.py``). Dispatch sends a row once to each
-rank, and says for which of the rank's experts the row is. The sum over these experts is made here, before combine adds
-up ranks. It has not been run here: no machine of ours has had several GPUs and DeepEP at once.
+rank that has experts of its token, and says for which of the rank's experts the row is. The code below sums the results
+of these experts, and DeepEP's combine then adds up the sums of the ranks. This baseline has not been run here: no
+machine of ours has had several GPUs and DeepEP at once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def call(layer: Layer) -> Call:
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
         )
-        # chosen is [rows, K], -1 for experts of other ranks. These are this rank's pairs, by expert.
+        # chosen is [rows, K], with -1 for experts of other ranks. `order` has the (row, k) of this rank's experts,
+        # sorted by expert.
         order = torch.where(chosen < 0, own, chosen).flatten().argsort(stable=True)[: sum(counts)]
         source = order // layer.top_k
         results = experts(layer, rows[source], torch.tensor(counts, device=x.device))

@@ -1,8 +1,9 @@
 """DeepSpeed's `MoE`: rows are gathered into slots, and experts run one after the other. Each expert has as many slots
-as the fullest one needs.
+as the fullest expert needs.
 
-Written by reading DeepSpeed 0.19.8 (``deepspeed/moe/layer.py``, ``sharded_moe.py``). Nothing is dropped, drawn at
-random or jittered. Its experts are the caller's modules: here two matrix products, and the activation between them.
+Written by reading DeepSpeed 0.19.8 (``deepspeed/moe/layer.py``, ``sharded_moe.py``). The options below drop no token,
+draw no second expert at random, and add no noise to logits. The caller gives the experts' modules: here two matrix
+products, and the activation between them.
 """
 
 from __future__ import annotations

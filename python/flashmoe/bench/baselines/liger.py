@@ -1,9 +1,9 @@
 """Liger-Kernel's fused MoE: a Triton kernel for gather, GEMM and SwiGLU, another for GEMM 1, a third for the sum.
 
 Written by reading liger-kernel 0.8.5 (``liger_kernel/ops/fused_moe.py`` and ``fused_moe_kernels.py``). On one GPU its
-rows have been right with its tuning switched off, which makes no figures. With tuning, the first call of a shape
-compiles and times 104 configurations, one after the other, which took longer than the minute that there was. So it
-chooses among 20 of them here (`fewer_configurations`): a fifth of the work. How long that takes has yet to be measured.
+results have been right with its tuning switched off; times without tuning are not reported. With tuning, the first call
+of a shape compiles and times 104 configurations, one after the other, which takes more than a minute. So here it
+chooses among 20 of them (`fewer_configurations`): a fifth of the work. How long this takes has not been measured.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NEEDS = Needs(("liger_kernel", "triton"), gpu=True, one_rank=True, gated=True)
 
 @functools.cache
 def fewer_configurations() -> None:
-    """Makes its kernels try fewer configurations, for all calls of this process. For the two GEMMs: the largest block,
-    which they also take without tuning, with every number of warps and of stages. For the sum over a token's experts:
-    four warps, and blocks of 128 or 512 columns and of 2 or 8 experts, as layers here have them."""
+    """Makes Liger's kernels try fewer configurations, for all calls of this process. For the two GEMMs: only the
+    largest block, which they also take without tuning, with every number of warps and of stages. For the sum over a
+    token's experts: four warps, and blocks of 128 or 512 columns and of 2 or 8 experts, which suit the layers here."""
     from liger_kernel.ops import fused_moe_kernels as kernels
 
     keep(kernels._fused_up_proj_swiglu_kernel, BLOCK_N=(128,), BLOCK_K=(64,))

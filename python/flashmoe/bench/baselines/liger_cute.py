@@ -1,8 +1,8 @@
-"""LigerCute, the fused expert-parallel kernel that liger-cute-kernels carries.
+"""LigerCute, the fused expert-parallel kernel of the package liger-cute-kernels.
 
 Written by reading liger-cute-kernels 0.8.5 and ``liger_kernel/ops/cute/ops/moe.py``. It must be the only user of
-NVSHMEM in its process. So it stands only beside a layer of a rank that is alone, whose context does not use NVSHMEM. It
-has not been run here: no machine of ours has had a GPU and this package at once.
+NVSHMEM in its process. So it is measured only with one rank, because FlashMoE's context of a rank that is alone does
+not use NVSHMEM. It has not been run here: no machine of ours has had a GPU and this package at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .needs import Needs
 from .pytorch import route
 
 MOST = {"max_tokens": 32768, "hidden_size": 8192, "num_experts": 128, "top_k": 8}
-"""Capacities, which a process can set only once."""
+"""The largest sizes that the package is configured for. A process can configure it only once."""
 
 
 def beyond_capacities(run: Run, sizes: Sizes) -> str | None:

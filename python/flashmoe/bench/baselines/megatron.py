@@ -1,8 +1,8 @@
 """Megatron-Core's `MoELayer`: its all-to-all dispatcher, and experts that are computed one after the other.
 
-Written by reading megatron-core 0.19.2, which has made layers on one GPU here, and none on several ranks. With
-Transformer Engine it would group the GEMMs of experts. Here it is asked for without, and does not group them: the
-papers' Megatron-TE and Megatron-CUTLASS are other configurations.
+Written by reading megatron-core 0.19.2. It has been run here on one GPU, but not with several ranks. With Transformer
+Engine, Megatron-Core would group the GEMMs of experts. Here it is configured without Transformer Engine, and does not
+group them. The papers' Megatron-TE and Megatron-CUTLASS are other configurations than this one.
 """
 
 from __future__ import annotations

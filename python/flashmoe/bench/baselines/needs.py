@@ -13,7 +13,7 @@ from ..run import Run
 
 @dataclass(frozen=True)
 class Needs:
-    """What a baseline needs. What is not named is not needed."""
+    """What a baseline needs. A baseline sets only the fields for what it needs."""
 
     packages: tuple[str, ...] = ()
     """The packages, by the names under which they are imported."""
@@ -24,7 +24,7 @@ class Needs:
     """All ranks have the same number of experts."""
     gated: bool = False
     bfloat16: bool = False
-    """On a GPU only this type; on CPUs others too."""
+    """The layer's type must be bfloat16 on a GPU; on CPUs it may be any."""
     further: Callable[[Run, Sizes], str | None] | None = None
     """Why the baseline cannot compute a layer that meets all other needs; None if it can."""
 
@@ -46,7 +46,7 @@ class Needs:
         return self.further(run, sizes) if self.further else None
 
     def versions(self) -> dict[str, str]:
-        """The versions of its packages, by the names under which they are installed."""
+        """The versions of the baseline's packages, by the names under which they are installed."""
         of = metadata.packages_distributions()
         distributions = {name for package in self.packages for name in of.get(package.partition(".")[0], ())}
         return {name: metadata.version(name) for name in sorted(distributions)}

@@ -1,8 +1,8 @@
 """The layer in plain PyTorch, eager: softmax, top-k, sort, all-to-all, two grouped GEMMs, all-to-all, weighted sum.
 
-Among several ranks the host reads how many rows go where, because collectives of uneven parts need this. Its gradients
-are those of autograd. Two gradients that PyTorch does not have are written here: that of an exchange of uneven parts,
-and that of logits of another type.
+Among several ranks, the host reads how many rows go to each rank, because an all-to-all of uneven parts needs these
+numbers. Gradients come from autograd. Two that PyTorch lacks are written here: the gradient of an all-to-all of uneven
+parts, and the gradient of a product of 16-bit factors whose result is in float32 (the logits).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def route(layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def experts(layer: Layer, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The results of this rank's experts for their rows. The rows of one expert follow those of another."""
+    """The results of this rank's experts for `rows`, which are sorted by expert: `counts` says how many each expert
+    has."""
     import torch
     from torch.nn.functional import gelu, silu
 
@@ -74,7 +75,7 @@ def forward(layer: Layer, x: torch.Tensor, splits: Splits | None = None) -> torc
         dist.all_to_all_single(theirs, counts)
         sent, received = splits or read_splits(layer, counts, theirs)
         arrived = _functions()["exchange"](rows, sent, received)
-        # The rows arrive by source, then by expert. They are sorted by expert.
+        # The rows arrive sorted by source rank, then by expert. The grouped GEMMs need them sorted by expert.
         of_expert = torch.arange(len(layer.own), device=x.device).repeat(run.ranks)
         of_row = torch.repeat_interleave(of_expert, theirs, output_size=sum(received))
         by_expert = of_row.argsort(stable=True)
@@ -92,12 +93,12 @@ def read_splits(layer: Layer, counts: torch.Tensor, theirs: torch.Tensor) -> Spl
 
 @functools.cache
 def _functions() -> dict[str, Callable[..., torch.Tensor]]:
-    """Functions with gradients of their own, made once PyTorch is imported."""
+    """Functions with gradients of their own. They are made here because this module imports PyTorch only when used."""
     import torch
     import torch.distributed as dist
 
     class Exchange(torch.autograd.Function):
-        """Sends numbers of rows to each rank, and receives rows from each; the gradients go the other way."""
+        """Sends `sent[q]` rows to rank q, and receives `received[q]` from it. The gradients go the other way."""
 
         @staticmethod
         def forward(ctx, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:

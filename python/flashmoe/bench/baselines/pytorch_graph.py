@@ -1,7 +1,7 @@
 """PyTorch's layer as a CUDA graph of one batch.
 
-Among several ranks, the graph is fixed to the numbers of rows that this one batch sends to each rank. No model could
-capture such a graph, so its time is less than what the layer costs.
+Among several ranks, the graph is fixed to the numbers of rows that this one batch sends to each rank. A model could not
+use such a graph, because its batches differ. So the graph's time is less than what the layer would cost in a model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""torchtitan's routed experts of one rank: rows are sorted, go through three of PyTorch's grouped GEMMs, and are added
-in a fixed order.
+"""torchtitan's routed experts of one rank: rows are sorted by expert, go through three of PyTorch's grouped GEMMs, and
+are added up in a fixed order.
 
-Written by reading torchtitan 0.3.0 (``torchtitan/models/common/moe.py``, ``token_dispatcher.py``). Its gate and up
-matrices are separate. Here they are views of our matrix, which its grouped GEMM accepts.
+Written by reading torchtitan 0.3.0 (``torchtitan/models/common/moe.py``, ``token_dispatcher.py``). torchtitan keeps
+gate and up matrices separate. Here they are views of the layer's one matrix; torchtitan's grouped GEMM accepts them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A block of Transformers' Qwen3-MoE with its experts as ``batched_mm``, which copies each row's matrices."""
+"""The experts of Transformers' Qwen3-MoE by ``batched_mm``, which copies an expert's matrices for each (token, k)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..run import Call, Run
 from . import transformers_grouped
 
 MOST_BYTES = 4 << 30
-"""The most bytes of copies: one matrix is copied for each (token, k)."""
+"""The most bytes of matrices that may be copied at once: the larger of an expert's matrices, for each (token, k)."""
 
 
 def too_many_copies(run: Run, sizes: Sizes) -> str | None:

@@ -1,4 +1,4 @@
-"""A block of Transformers' Qwen3-MoE with its experts as ``grouped_mm``."""
+"""The experts of Transformers' Qwen3-MoE by ``grouped_mm``, with the routing of the baseline `pytorch`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def call(layer: Layer) -> Call:
 
 
 def block(layer: Layer, implementation: str) -> Call:
-    """A block with the layer's own weights, and its router in float32: a router in bfloat16 rounds its logits, and
-    chooses other experts."""
+    """Transformers' experts with the layer's own weights. The routing is that of `pytorch.py`, from float32 logits:
+    with logits rounded to bfloat16, other experts would be chosen."""
     import torch
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts

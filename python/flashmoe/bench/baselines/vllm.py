@@ -1,7 +1,7 @@
 """vLLM's fused experts, its Triton kernels.
 
-Written by reading vLLM's source (``vllm/model_executor/layers/fused_moe``: `fused_experts` is exported where there is
-Triton). It has not been run here: no machine of ours has had a GPU and vLLM for CUDA at once.
+Written by reading vLLM's source (``vllm/model_executor/layers/fused_moe``, which exports `fused_experts` if Triton is
+installed). It has not been run here: no machine of ours has had a GPU and vLLM for CUDA at once.
 """
 
 from __future__ import annotations

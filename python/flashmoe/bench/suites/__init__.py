@@ -1,4 +1,4 @@
-"""The suites by name, in the order in which they run: those that most figures need come first."""
+"""The suites by name, in the order in which they take turns. Suites that most figures need come first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a layer's time is communication, and how much of that is hidden."""
+"""How much of a layer's time is communication, and how much of the communication is hidden behind computation."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, **sizes: Any) -> dict[str, Any]:
-    """Measures the layer beside PyTorch's layer, its GEMMs and its exchanges. ``hidden`` (several GPUs): what sending
-    rows adds to a call, over what collectives take, by `overlap.py`. ``phases``: the processors' time by
-    what they did."""
+    """Measures the layer beside PyTorch's layer, the GEMMs alone and the exchange alone. ``hidden`` (several GPUs): the
+    time that sending rows adds to a call, absolute and as a share of the collectives' time, by `overlap.py`.
+    ``phases``: the share of the processors' time that each of their activities took."""
     of = Sizes.of(**sizes)
     with Layer(run, of) as layer:
         check = layer.checked()

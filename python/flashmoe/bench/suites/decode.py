@@ -1,5 +1,5 @@
-"""Calls of few tokens: how long they take, and how fast experts' weights are read. On one GPU by
-`decoding.py`."""
+"""Calls of few tokens: how long they take, and how fast experts' weights are read. `decoding.py` measures the calls on
+one GPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from . import latency
 TOKENS = (1, 8, 64)
 """Tokens of each rank of a group."""
 GROUPS = (("qwen3-30b", "bf16", 8), ("deepseek-v3", "fp8", 4), ("qwen3-30b", "fp8", 8))
-"""Shape, weights, and the number of layers that take turns, so that no layer is in the L2. DeepSeek's layers are
-gigabytes each."""
+"""Shape, type of weights, and the number of layers that take turns, so that no layer is in the L2. DeepSeek has fewer
+layers here, because each has gigabytes of weights."""
 SUSTAINED, APART_US = 0.86, 25.0
-"""The share of a read's speed that a layer is held to, and microseconds in addition: ranks must meet twice in each
-layer."""
+"""Two bounds for a layer's time. The first is the time to read its weights at `SUSTAINED` times the measured speed of
+reading. The second adds `APART_US` microseconds, because ranks must meet twice in each layer."""
 
 
 def points(machine: Machine) -> Iterator[Point]:
@@ -54,8 +54,8 @@ def measure(run: Run, shape: str | None = None, weights: str = "bf16", **sizes: 
 
 
 def error(layers: Any, weights: str) -> tuple[float, float]:
-    """The error of the first layer's first tokens, and its bound. With weights in FP8 rows are in FP8, too: four bits,
-    off by up to 2^-4, in two products."""
+    """The error of the first layer's first tokens, and its bound. If weights are in FP8, the rows of both products are
+    rounded to FP8, too: with four significant bits, they are off by up to 2^-4 each time."""
     tensors = layers.weights[0]
     w1, w2 = (tensors[f"{name}_proj"].float() for name in ("gate_up", "down"))
     if weights == "fp8":
@@ -70,9 +70,9 @@ def error(layers: Any, weights: str) -> tuple[float, float]:
 
 
 def measure_group(run: Run, weights: str, layers: int, **sizes: Any) -> dict[str, Any]:
-    """Measures ranks with their own tokens: `layers` calls as one CUDA graph, with as many layers' weights. ``read``: a
-    sum over memory, in the same run. A layer's bound is the time to read what its tokens choose, on the rank that has
-    most of it, at `SUSTAINED` of that speed."""
+    """Measures ranks with their own tokens: one CUDA graph calls `layers` layers with different weights. ``read``: a
+    sum over a large tensor, timed in the same run, gives the speed of reading. A layer's bound is the time to read the
+    experts that its tokens choose, on the rank that has the most of them, at `SUSTAINED` times that speed."""
     of = Sizes.of(**sizes)
     kind = Quantised if weights == "fp8" else Layer
     with kind(run, of) as first:
@@ -102,7 +102,7 @@ def measure_group(run: Run, weights: str, layers: int, **sizes: Any) -> dict[str
 
 
 def of_all(run: Run, model: list[Layer], tokens: int) -> Call:
-    """One call of each layer, one after the other, on the first tokens of a batch."""
+    """Calls all layers once, one after the other, on the first `tokens` tokens of a batch."""
 
     def call(number: int) -> Any:
         return model[number].of(model[number].xs[0][:tokens])
@@ -116,7 +116,7 @@ def of_all(run: Run, model: list[Layer], tokens: int) -> Call:
 
 
 def run_data(run: Run) -> Any:
-    """The memory that is read beside the calls; it is larger than any cache."""
+    """The tensor whose sum gives the speed of reading; on a GPU it is much larger than the L2."""
     import torch
 
     from ..decoding import READ_BYTES
@@ -125,8 +125,8 @@ def run_data(run: Run) -> Any:
 
 
 def read_bytes(model: list[Layer], tokens: int) -> float:
-    """Bytes of the experts that all ranks' tokens choose, with their scales. For each layer, those on the rank that has
-    most."""
+    """Bytes (with scales) of the experts that any rank's tokens choose: for each layer those on the rank that has the
+    most of them, summed over the layers."""
     import torch
     import torch.distributed as dist
 

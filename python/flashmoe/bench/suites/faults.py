@@ -23,14 +23,15 @@ VICTIM = 1
 
 
 def points(machine: Machine) -> Iterator[Point]:
-    for ranks in machine.groups[1:]:  # MPS promises nothing to processes that share a GPU with a killed one
+    for ranks in machine.groups[1:]:  # not with a shared GPU: MPS promises nothing if one of its processes is killed
         sizes = {"timeout": 1.0, **small()} if machine.small else {"timeout": 4.0, "shape": "qwen3-30b", "tokens": 1024}
         yield Point(f"a rank killed x{ranks}", ranks, {"ranks": ranks, **sizes}, kills=True)
 
 
 def measure(run: Run, ranks: int, timeout: float, **sizes: Any) -> dict[str, Any]:
-    """Starts ranks of its own, and kills one of them between two calls. Raises `Voided` unless all others name it.
-    `timeout`: how many seconds a context waits for a rank before it looks what has become of that rank."""
+    """Starts ranks of its own. One of them is killed between two calls. Raises `Voided` unless all others name that
+    rank in their errors. `timeout`: how many seconds a context waits for a rank before it checks whether that rank is
+    still there."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (run.engine, free_port(), timeout, sizes, folder)
         try:
@@ -50,7 +51,8 @@ def measure(run: Run, ranks: int, timeout: float, **sizes: Any) -> dict[str, Any
 def _die(
     rank: int, ranks: int, name: str, engine: str, port: int, timeout: float, sizes: dict[str, Any], folder: str
 ) -> None:
-    """Writes what a rank is told to a file with its number, after the seconds that this took."""
+    """Runs in each rank. After some calls, the victim kills itself, and every other rank calls once more. Each of these
+    ranks writes to a file, named by the rank's number, the seconds that this call took and the error that it raised."""
     from ...errors import FlashMoEError
 
     join(engine, rank, ranks, port)

@@ -1,4 +1,4 @@
-"""Experts in e4m3, beside bare GEMMs in e4m3 and beside the same layer in bfloat16."""
+"""Experts in e4m3, beside the GEMMs alone in e4m3 and beside the same layer in bfloat16."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, **sizes: Any) -> dict[str, Any]:
-    """``gemms fp8``: PyTorch's GEMMs, with a scale for each row, on as many ready rows as the rank's tokens have."""
+    """``gemms fp8``: PyTorch's GEMMs, with a scale for each row, on ready rows, one for each (token, k) of a rank."""
     of = Sizes.of(**sizes)
     with Layer(run, of) as plain, Quantised(run, of) as layer:
         check = layer.checked()

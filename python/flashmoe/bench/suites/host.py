@@ -35,12 +35,12 @@ def launches(run: Run, **sizes: Any) -> dict[str, Any]:
 
 
 def on_gpu(call: Call) -> float:
-    """Kernels, copies and clears in a call."""
+    """The number of kernels, copies and memory clears in a call."""
     return gpu_operations(call, CALLS) / CALLS
 
 
 def operators(call: Call) -> float:
-    """PyTorch operators in a call on CPUs, where nothing is launched."""
+    """The number of PyTorch's operators in a call on CPUs, where nothing is launched."""
     return sum(event.count for event in profiled(call, False) if event.key.startswith("aten::")) / CALLS
 
 

@@ -1,4 +1,4 @@
-"""How long a layer takes, beside its floors and baselines: by tokens, ranks, experts, experts a token, precision."""
+"""How long a layer takes, beside its floors and baselines: by tokens, ranks, experts, experts per token, precision."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, table: str, ranks: int) -> dict[str, Any]:
-    """Computes a rank's bytes from the tables of fields that the engine itself allocates from."""
+    """Computes a rank's bytes from the same tables of fields by which the engine allocates its memory."""
     rows = flashdmoe(ranks) if table == "flashdmoe" else comet(ranks)
-    # Each row is checked by its own terms: their sum must be what the plan says.
+    # A row is checked against the plan's terms: their sum must be the plan's number of bytes.
     error = max(abs(row.pop("terms_bytes") - row["bytes"]) for row in rows)
     return {"check": run.check(error, 0.0, "the plan, beside the sum of its terms"), "values": {"rows": rows}}
 
@@ -48,7 +48,7 @@ def flashdmoe(ranks: int) -> list[dict[str, Any]]:
 
 
 def comet(ranks: int) -> list[dict[str, Any]]:
-    """Symmetric memory only, with room for any routing."""
+    """A row for each entry of `COMET`. The bytes are those of the heap only, which has room for any routing."""
     rows = []
     for name, published in COMET.items():
         hidden, inner, experts, top_k = SIZES[name]

@@ -22,7 +22,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32 as TF32": "float32"}
 _USED = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _SHARED = re.compile(r"\b(LDS|STS|LDSM|STSM|ATOMS|UBLKCP|UTMALDG|UTMASTG|UBLKRED|LDGSTS)\b")
-"""SASS instructions that read or write shared memory, or that make a copy engine do so."""
+"""SASS instructions that read or write shared memory, or that make the copy engine (TMA) do so."""
 COUNTED = (
     "smsp__sass_inst_executed_op_shared.sum",
     "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
@@ -33,7 +33,7 @@ COUNTED = (
 
 def points(machine: Machine) -> Iterator[Point]:
     yield Point("lines", 0, {"dtype": None})
-    if not machine.small:  # each takes minutes
+    if not machine.small:  # each of these compiles a kernel, for minutes
         yield from (Point(name, 0, {"dtype": dtype}) for name, dtype in DTYPES.items())
 
 
@@ -47,7 +47,7 @@ def shared_points(machine: Machine) -> Iterator[Point]:
 
 
 def lines() -> int:
-    """Lines of the device code in the package, without empty lines."""
+    """The number of lines in the package's `include` and `csrc` folders, without empty lines."""
     root = source_root()
     files = [path for folder in ("include", "csrc") for path in (root / folder).rglob("*") if path.is_file()]
     return sum(bool(line.strip()) for path in files for line in path.read_text().splitlines())
@@ -81,7 +81,7 @@ def metrics(run: Run, dtype: str | None) -> dict[str, Any]:
 
 def shared_memory(run: Run, dtype: str, counted: bool = False) -> dict[str, Any]:
     """Counts instructions on shared memory in the code of the kernel for SwiGLU. With `counted`, hardware counters
-    count them as they are executed, in a call of FlashDMoE's sizes."""
+    count the instructions that are executed in a call of FlashDMoE's sizes."""
     return executed(run, dtype) if counted else in_code(run, dtype)
 
 

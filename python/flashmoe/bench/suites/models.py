@@ -25,7 +25,8 @@ SMALL = {
 
 
 OF_GROUPS = {"": ["prefill 8192", "decode 1", "decode 32"], ", graphs": ["decode 1, graph", "decode 32, graph"]}
-"""The cases: tokens (prefill) and sequences (decode) of each rank."""
+"""For groups of ranks: the ends of points' names, and the cases that each point measures. The number in a case is that
+of each rank's tokens (prefill) or sequences (decode)."""
 MOST_TOKENS = 8192
 
 
@@ -69,14 +70,14 @@ def measure(run: Run, layers: int, cases: list[str]) -> dict[str, Any]:
 
 
 def bound(run: Run) -> float:
-    """The bound for logits. Each layer has another order of sums and other roundings, and what follows a router is not
-    continuous."""
+    """The bound for differences of logits. The two implementations sum in different orders and round differently, and a
+    small difference before a router may make it choose other experts."""
     return 1e-3 if run.small else 0.1
 
 
 def measure_group(run: Run, of: Any, build: Callable[[], Any], layers: int, cases: list[str]) -> dict[str, Any]:
-    """Both ways have the same number of tokens in all. Transformers' own expert parallelism requires that every rank
-    holds all of them; FlashMoE's ranks hold a share each. One model runs after the other."""
+    """Times Transformers' own expert parallelism and then FlashMoE's, with the same number of tokens in all.
+    Transformers' way requires that every rank holds all tokens; with FlashMoE, each rank holds its share of them."""
     import torch
     import torch.distributed as dist
 

@@ -16,7 +16,7 @@ LAYERS = (("qwen3-30b", 8192), ("qwen3-30b", 32), ("mixtral", 8192), ("paper-E64
 
 
 def points(machine: Machine) -> Iterator[Point]:
-    """Points of the baselines that can run here: a package that is installed later adds its own points."""
+    """Points of the baselines that can run here. If another package is installed later, its points are added."""
     layers = [small()] if machine.small else [{"shape": shape, "tokens": tokens} for shape, tokens in LAYERS]
     for name in baselines.MODULES:
         needs = baselines.module(name).NEEDS

@@ -1,4 +1,4 @@
-"""Experts that are spread in different ways, or chosen unevenly, by `spreading.py`."""
+"""Experts that are spread over the ranks in different ways, or chosen unevenly. `spreading.py` measures them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A layer with a shared expert, beside the bare GEMMs of both its parts and beside the layer without the shared
-expert."""
+"""A layer with a shared expert, beside the GEMMs alone of the routed experts and of the shared expert, and beside the
+layer without the shared expert."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, width: int, **sizes: Any) -> dict[str, Any]:
-    """Each rank has the whole shared expert, for its own tokens. ``gemms``: the GEMMs of the routed experts and then
-    those of the shared expert, on ready rows."""
+    """Each rank has the whole shared expert, and computes it for its own tokens. ``gemms``: the GEMMs of the routed
+    experts and then those of the shared expert, on ready rows."""
     import torch
 
     from ..floors import shared_gemms

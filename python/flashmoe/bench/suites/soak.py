@@ -16,8 +16,8 @@ from .latency import small
 LENGTHS = (0, 1, 7, 64)
 """Numbers of tokens of a batch; a third of the largest batch, and the largest, are added."""
 LOOK = 50
-"""How many calls lie between two results that are read. Reading waits for a call, and most calls are to follow one
-another."""
+"""Of so many calls, the result of one is read. Reading a result waits for its call, but most calls should follow one
+another without a pause."""
 
 
 def points(machine: Machine) -> Iterator[Point]:
@@ -32,8 +32,8 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, calls: int, **sizes: Any) -> dict[str, Any]:
-    """Each rank draws the number of tokens of each call: any number, or one of a few numbers, whose results are
-    compared bit by bit."""
+    """Each rank draws the number of tokens of each call at random: from all numbers, or, if the result is read, from a
+    few. Results of the same number of tokens are compared bit by bit."""
     of = Sizes.of(**sizes)
     draw = random.Random(run.rank)  # ranks have different numbers of tokens in one call, some have none
     lengths = [*(each for each in LENGTHS if each <= of.tokens), of.tokens // 3, of.tokens]

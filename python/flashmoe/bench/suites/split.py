@@ -1,5 +1,5 @@
-"""How many of a GPU's thread blocks send, and how many clusters stop early to reduce: COMET divides blocks between
-communication and computation in this way."""
+"""Times by the number of a GPU's thread blocks that send, and by the number of clusters that stop early to reduce.
+COMET divides thread blocks between communication and computation in this way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .latency import small
 SENDERS = (4, 8, 16, 24, 32, 48, 64)
 LINK_CLUSTERS = (0, 2, 4, 8, 16)
 LAGS = (66, 132, 264, 528, 1056)
-"""How many tasks GEMM 1 stays behind GEMM 0. One GPU alone has no other way to divide its blocks."""
+"""How many tasks GEMM 1 stays behind GEMM 0. This is measured on one GPU, where no blocks send or reduce."""
 
 
 def points(machine: Machine) -> Iterator[Point]:

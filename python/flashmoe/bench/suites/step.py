@@ -16,8 +16,8 @@ from .latency import small
 from .training import PASSES, SAMPLE
 
 LAYERS = 12
-"""Layers, of the 48 of Qwen3-30B-A3B. Two GPUs have room for the weights and gradients of this number, beside what
-PyTorch keeps of a step."""
+"""The number of layers; Qwen3-30B-A3B has 48. Two GPUs have room for the weights and gradients of so many layers,
+beside what PyTorch keeps of a step."""
 
 
 def points(machine: Machine) -> Iterator[Point]:
@@ -112,8 +112,8 @@ def error(layer: Layer) -> float:
 
 
 def voided(layer: Layer, forward: Forward, whole: Call) -> str:
-    """Why another implementation's step has no time: its gradients of x are wrong, or it has no memory for all layers.
-    Empty if it has a time."""
+    """Why another implementation's step is not timed: a layer's gradients of x fail or are wrong, or the step of all
+    layers fails, for example for lack of memory. Empty if it is timed."""
     import torch
 
     x = layer.xs[0].detach().requires_grad_()
@@ -122,14 +122,15 @@ def voided(layer: Layer, forward: Forward, whole: Call) -> str:
     if theirs is None:
         return reason
     error = layer.run.worst(apart(theirs[0][:SAMPLE], of_tokens(layer, x.detach(), dy)))
-    bound = 8 * layer.bound  # twice ours, because it rounds after every operation
+    bound = 8 * layer.bound  # twice the bound of FlashMoE's gradients, because it rounds after every operation
     if not error <= bound:
         return f"voided: expected an error of at most {bound:g}, got {error:g}"
     return tried(layer.run, lambda: whole(0))[1]
 
 
 def of_tokens(layer: Layer, x: Any, dy: Any) -> Any:
-    """[S, H]: the gradients of this rank's first tokens. Every rank computes its own experts' terms for all ranks."""
+    """The gradients [S, H] of this rank's first tokens. Every rank computes the terms of its own experts for the first
+    tokens of all ranks, and an all-reduce adds the terms up."""
     import torch
 
     gathered = [gather(layer, each[:SAMPLE]) for each in (x, dy)]

@@ -1,5 +1,5 @@
-"""What a collective makes ranks wait for: FlashDMoE's figure 3.1, by its definitions, and the layer in place of the
-collective."""
+"""How much longer the slowest rank takes than the fastest: in a collective, as FlashDMoE's figure 3.1 defines it, and
+in a call of the layer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def points(machine: Machine) -> Iterator[Point]:
 
 
 def measure(run: Run, **sizes: Any) -> dict[str, Any]:
-    """For every call: ``total``, the slowest rank's time, and ``fastest``, the fastest rank's time, which the paper
-    calls the actual time. All ranks begin at a barrier, and the host goes on as its rank leaves the barrier."""
+    """For every call, `total` is the slowest rank's time, and `fastest` is the fastest rank's time, which the paper
+    calls the actual time. All ranks begin at a barrier: each host makes its call as soon as it has left the barrier."""
     of = Sizes.of(**sizes)
     samples: dict[str, dict[str, list[float]]] = {}
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A backward pass beside its bare GEMMs, and the cost of a forward pass that keeps what the backward pass needs."""
+"""A backward pass beside its GEMMs alone, and the cost of a forward pass that keeps what the backward pass needs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ def measure(run: Run, **sizes: Any) -> dict[str, Any]:
         calls["gemms"] = backward_floor_call(
             of.tokens * of.top_k, of.hidden, of.intermediate, of.experts, layer.w1.detach(), layer.w2.detach()
         )
-        # Autograd takes the host longer than a launch, so the work that hides it is longer.
+        # Autograd takes the host longer than a launch does, so the work that occupies the GPU meanwhile is longer, too.
         samples = run.samples(calls, cycles=AUTOGRAD_CYCLES)
     return {"check": check, "samples": samples, "values": {"flops": 2 * of.flops}}
 
 
 def error(layer: Layer) -> float:
-    """The error of gradients of x, which follow from a token's own row. They have twice the roundings of a forward
-    pass."""
+    """The error of the gradients of x for the first tokens. The float64 reference needs only these tokens, because a
+    token's gradient depends on no other token. Gradients go through twice as many roundings as a forward pass's result.
+    """
     import torch
 
     x = layer.xs[0]
@@ -59,6 +60,6 @@ def error(layer: Layer) -> float:
 
 
 PASSES: tuple[dict[str, bool], ...] = ({}, {"keeps": True}, {"backward": True})
-"""The kernels of the forward pass without gradients, of the forward pass with them, and of the backward pass."""
+"""The kernels of a forward pass for inference, of a forward pass that keeps, and of a backward pass."""
 
 SUITE = Suite("training", "a backward pass, and a forward pass that keeps for it", (), points, measure, variants=PASSES)

@@ -1,4 +1,4 @@
-"""How much of the time a GPU's multiprocessors have work."""
+"""The share of the time in which a GPU's multiprocessors have work."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ COUNTED = ("flashmoe", "pytorch")
 
 def measure(run: Run, **sizes: Any) -> dict[str, Any]:
     """Measures three shares. ``with_tasks``: the share of the processors' time in which they have a task, from a traced
-    call. ``with_kernels``: the share of the time from a call's start to its end in which some kernel runs, by the
-    profiler. Neither is the paper's figure, which comes from hardware counters: the share of SM cycles with a warp in
-    flight. If ncu is installed, it gives this share for each kernel; ``sm_active`` is their sum over the time of the
-    call, including launches."""
+    call. ``with_kernels``: the share of a call's time, including launches, in which some kernel runs, by the profiler.
+    ``sm_active`` is the paper's figure, from hardware counters that ncu reads: the share of SM cycles with a warp in
+    flight. ncu gives this share for each kernel; here each is weighted by the kernel's time, and their sum is divided
+    by the call's time, including launches."""
     of = Sizes.of(**sizes)
     values: dict[str, Any] = {}
     with Layer(run, of) as layer:
@@ -50,7 +50,7 @@ def measure(run: Run, **sizes: Any) -> dict[str, Any]:
 
 
 def kernel_ms(call: Call, calls: int = 8) -> float:
-    """How long at least one kernel runs during a call."""
+    """The milliseconds of a call in which at least one kernel or copy runs."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

@@ -5,8 +5,8 @@
     spec = with_flashmoe(get_gpt_layer_local_spec(num_experts=64, moe_grouped_gemm=False), max_tokens=4096)
 
 Megatron's router, its losses and its shared experts stay. The operator takes the place of the experts, and of what
-sends tokens to them. In another release, importing this package warns, and `with_flashmoe` changes nothing, unless
-``FLASHMOE_UNTRIED=1``.
+sends tokens to them. In another release of Megatron-Core, importing this package warns, and `with_flashmoe` changes
+nothing, unless ``FLASHMOE_UNTRIED=1`` is set.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ all experts, [E, ...], with the shapes of the parameters here."""
 
 class Experts(nn.Experts):
     """Parameters named as in `flashmoe.nn.Experts`. The configuration's functions draw their values. If experts are
-    spread over ranks, the parameters are marked so: `allreduce` is False."""
+    spread over ranks, Megatron learns this from the parameters' attribute `allreduce`, which is then False."""
 
     def __init__(
         self, ids: list[int], layer: LayerSpec, *, bias: bool, config: Any, replica: int, device: torch.device
@@ -41,8 +41,9 @@ class Experts(nn.Experts):
     def reset_parameters(self) -> None:
         """Draws new weights, and clears the biases.
 
-        On a GPU, Megatron's generator for experts draws, of which each rank has its own. On a CPU, PyTorch's generator
-        draws, and every rank draws for all E experts: so a layer is the same however many ranks it is spread over.
+        On a GPU, the weights come from Megatron's generator for experts, and each rank has its own. On a CPU, they come
+        from PyTorch's generator, and every rank draws the weights of all E experts, so that a layer has the same
+        weights on any number of ranks.
         """
         config = self._config
         if not config.perform_initialization:
@@ -59,8 +60,8 @@ class Experts(nn.Experts):
                 torch.nn.init.zeros_(bias)
 
     def _places(self, parameter: Tensor, experts: Any) -> Iterator[Tensor]:
-        """The matrix to draw each of `experts` in. For an expert that is not here, this is a matrix that nobody
-        uses."""
+        """For each of `experts`, the matrix into which its weights are drawn. For an expert of another rank, this is a
+        matrix that nobody uses."""
         for expert in experts:
             yield parameter[self.ids.index(expert)] if expert in self.ids else torch.empty_like(parameter[0])
 

@@ -33,7 +33,7 @@ class FlashMoELayer(MoELayer):
         The most tokens S B that a rank of the expert-parallel group brings to a call. Needed and used only if that
         group has several ranks, since the group's memory is made once.
     more:
-        What later releases pass: `is_mtp_layer`, `name`.
+        Arguments that only later releases of Megatron-Core pass: `is_mtp_layer`, `name`.
 
     Raises
     ------
@@ -162,8 +162,8 @@ def chosen(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Tens
     """A token's K experts and their weights, [T, K] each, from what Megatron's router returns: probabilities and the
     map of choices, [T, E] each.
 
-    Ids ascend, so that the same map means the same bits. Where the router has dropped choices, a token has fewer than K
-    experts; other experts, with weight 0, fill its row up.
+    Ids ascend, so that equal maps give results that are equal bit by bit. If the router has dropped choices, a token
+    has fewer than K experts; other experts, with weight 0, fill its row up.
     """
     ids = routing_map.to(torch.uint8).topk(top_k, dim=-1).indices.sort(dim=-1).values
     return ids, probs.gather(-1, ids)
@@ -177,10 +177,11 @@ def _shared_experts(spec: Any, config: Any, groups: Any, name: str | None) -> to
 
 
 class _AddedToMainGrad(torch.autograd.Function):
-    """Marks the experts' parameters as Megatron's fused accumulation does: their gradients need not be added any more,
-    because the backward pass that follows is about to add them to `main_grad`.
+    """In the backward pass, marks the experts' parameters as Megatron's fused accumulation does: Megatron need not add
+    their gradients, because the operator's backward pass, which follows, adds them to `main_grad`.
 
-    Megatron's hooks, which run after that pass, may require that there is a gradient: this one has no memory.
+    Megatron's hooks, which run after that pass, may require that a parameter has a gradient. So each parameter gets one
+    of zeros, which has no memory of its own.
     """
 
     @staticmethod

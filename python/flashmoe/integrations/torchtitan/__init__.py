@@ -1,8 +1,8 @@
 """FlashMoE in torchtitan 0.3; see docs/torchtitan.md.
 
-This is an override, which torchtitan gets by name:
-``--override.imports flashmoe.integrations.torchtitan.flashmoe_experts``. In another release, importing this package
-warns, and the override replaces nothing, unless ``FLASHMOE_UNTRIED=1``.
+`flashmoe_experts` is an override, which torchtitan imports by name:
+``--override.imports flashmoe.integrations.torchtitan.flashmoe_experts``. In another release of torchtitan, importing
+this package warns, and the override replaces nothing, unless ``FLASHMOE_UNTRIED=1`` is set.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ else:
 
     @override(target=Configurable.Config, fqns=[], description="Nothing: this release of torchtitan is not known.")
     def flashmoe_experts(cfg: Any) -> Any:
-        """`cfg` as it is; torchtitan calls it for nothing."""
+        """`cfg` as it is. torchtitan calls this override for no configuration."""
         return cfg
 
 

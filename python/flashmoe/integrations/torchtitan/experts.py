@@ -23,9 +23,10 @@ _NAMES = ("x", "gate_up_proj", "down_proj", "topk_ids", "topk_weights")
 
 
 class FlashMoEExperts(GroupedExperts):
-    """The parameters of torchtitan's `GroupedExperts`: `w1_EFD` (gate), `w3_EFD` (up), `w2_EDF` (down), with its
-    initial weights and shardings. The call runs in this module's forward, so a wrapper of this module alone, such as
-    FSDP2, has the parameters in place."""
+    """The parameters of torchtitan's `GroupedExperts`: `w1_EFD` (gate), `w3_EFD` (up), `w2_EDF` (down), with the
+    initial weights and shardings that torchtitan gives them. The operator is called in this module's forward. So if
+    this module alone is wrapped, for example by FSDP2, the wrapper has gathered the parameters when the operator reads
+    them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -51,7 +52,7 @@ class FlashMoERoutedExperts(RoutedExperts):
     def __init__(self, config: Config) -> None:
         super(RoutedExperts, self).__init__()
         if type(config.inner_experts) is not FlashMoEExperts.Config:
-            # A converter has changed the configuration: the experts would be computed without its change.
+            # A converter has changed the configuration. FlashMoE would compute the experts without this change.
             got = type(config.inner_experts)
             raise refusal("inner_experts", FlashMoEExperts.Config.__qualname__, f"{got.__module__}.{got.__qualname__}")
         self.inner_experts = config.inner_experts.build()
@@ -109,8 +110,8 @@ class FlashMoERoutedExperts(RoutedExperts):
 
 
 class _Merged(torch.autograd.Function):
-    """A call with w1 and w3 side by side, as the operator reads them. The backward pass puts them side by side once
-    more. A copy that is kept would keep weights that FSDP has freed, for every layer."""
+    """A call with w1 and w3 joined into one tensor, as the operator reads them. The backward pass joins them once more.
+    If the joined tensor were kept instead, every layer would hold a copy of weights that FSDP frees."""
 
     @staticmethod
     def forward(

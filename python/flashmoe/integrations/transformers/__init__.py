@@ -9,7 +9,8 @@ or, for a model that is already loaded, ``model.set_experts_implementation("flas
 parameters, their names and its router; `flashmoe.moe` computes only its routed experts. If `flashmoe.moe` cannot
 compute the routed experts of a model, they are refused when the model is given the implementation ``"flashmoe"``
 (`check`), and again when they are called; the error names the class and the attribute. From release 5.23 on, an
-expert parallelism of that name is registered too: see `flashmoe.integrations.transformers.expert_parallel`.
+implementation of expert parallelism named ``"flashmoe"`` is registered, too: see
+`flashmoe.integrations.transformers.expert_parallel`.
 """
 
 from __future__ import annotations

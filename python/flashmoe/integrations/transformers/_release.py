@@ -1,5 +1,5 @@
-"""The releases of Transformers that this integration is for. Importing this module warns of a newer release, and raises
-`ImportError` where there is an older one, or none."""
+"""The releases of Transformers that this integration is for. Importing this module warns if a newer release is
+installed, and raises `ImportError` if an older one or none is."""
 
 from __future__ import annotations
 

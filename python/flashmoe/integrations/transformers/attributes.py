@@ -1,5 +1,5 @@
-"""Reads a module's attributes, and what follows from them, in little of the host's time, which bounds eager decoding.
-Also makes classes that compute by another function."""
+"""Reads a module's attributes, and remembers what follows from them, so that a call takes little of the host's time:
+the host's time limits the speed of eager decoding. Also makes classes whose modules compute by another function."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def tensor_of(module: torch.nn.Module, name: str) -> Tensor:
 
 
 class Remembered:
-    """A result, and what it was made of. A copy of the module begins without one: the result refers to the first
-    module's own submodules."""
+    """A result, and what it was made of. A copy of the module that keeps this begins with an empty one, because the
+    result refers to submodules of the module that was copied."""
 
     __slots__ = ("made_of", "result")
 

@@ -63,7 +63,7 @@ def _not_recognised(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _not_on_the_interface(model: torch.nn.Module) -> Iterator[str]:
-    """What is said of the outermost modules that have experts, none of which would be given to the implementation."""
+    """Refusals of the outermost modules that hold experts, if none of these experts are on Transformers' interface."""
     on_interface = {id(each) for each in experts_modules(model) if not is_of_llama4(each, "Llama4TextExperts")}
     within: set[int] = set()
     for name, module in model.named_modules():
@@ -119,7 +119,8 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _checked_when_made(method: Callable[..., Any], model: PreTrainedModel) -> None:
-    """A part of a larger model may have no experts, such as its vision encoder, so only experts are looked at."""
+    """A part of a larger model, such as its vision encoder, may have no experts. So a model without experts is not
+    refused here."""
     if getattr(model.config, "_experts_implementation", None) == NAME:
         _check_experts(model)
     method(model)

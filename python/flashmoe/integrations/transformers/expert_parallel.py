@@ -1,7 +1,7 @@
-"""Transformers' own expert parallelism, with FlashMoE sending its tokens: ``ep_implementation="flashmoe"``.
+"""Transformers' own expert parallelism, in which FlashMoE sends the tokens: ``ep_implementation="flashmoe"``.
 
-Transformers spreads the experts, by ``DistributedConfig(ep_size=...)``, and calls this implementation with what every
-rank's router has chosen. Only releases from 5.23 on have this interface.
+Transformers spreads the experts over ranks, by ``DistributedConfig(ep_size=...)``. On every rank it calls this
+implementation with what the rank's router has chosen. Only releases from 5.23 on have this interface.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def register() -> None:
 
 
 class ExpertParallel(EPImplementation):
-    """The experts of one module, whose tensors are this rank's share, as calls by all ranks of `ep_mesh`.
+    """Computes the experts of one module, whose tensors are this rank's share, by calls of all ranks of `ep_mesh`.
 
     Ranks of one `tp_mesh` hold the same batch: each brings its slice of the batch, and all get the whole result. Other
     ranks bring batches of any size, also empty ones.
@@ -63,7 +63,7 @@ class ExpertParallel(EPImplementation):
     def _context(self, sizes: tuple[int, int], mine: list[Tensor], rows: int) -> Context:
         """The group's context, with room for the most tokens that any rank brings to this call."""
         x, index, _ = mine
-        if not self.shares_batch:  # otherwise all ranks know the number
+        if not self.shares_batch:  # if all ranks share a batch, they know its number of tokens already
             most = torch.tensor(rows, device=x.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.ep_mesh.get_group())
             rows = int(most)

@@ -1,4 +1,4 @@
-"""The experts implementation ``"flashmoe"``: a model keeps its own routing, and `flashmoe.moe` computes its experts."""
+"""The experts implementation ``"flashmoe"``: a model keeps its own router, and `flashmoe.moe` computes its experts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def options_of(module: torch.nn.Module, options: ExpertsOptions, **routing: Any)
 
 
 def number_of(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared_intermediate: int = 0) -> int:
-    """The number that calls of the operator pass for the experts module's source of contexts."""
+    """The number by which calls of the operator name the experts module's source of contexts."""
     if torch.compiler.is_compiling():
         return _number_while_compiling(id(module), top_k)
     return _number(module, options, top_k, shared_intermediate)
@@ -201,7 +201,7 @@ def _refuse_distributed(module: torch.nn.Module, tensors: Tensors) -> None:
 
 
 def _number(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared_intermediate: int = 0) -> int:
-    """The number that calls of the operator pass for the module's source of contexts; see `growing`.
+    """The number by which calls of the operator name the module's source of contexts (see `contexts/growing.py`).
 
     The module holds the source, so the source lives no longer than the last module that shares it. Calls with a shared
     expert have a source of their own, since calls of both kinds may take turns.
@@ -225,8 +225,8 @@ def _number(module: torch.nn.Module, options: ExpertsOptions, top_k: int, shared
 
 @torch.compiler.assume_constant_result
 def _number_while_compiling(identity: int, top_k: int) -> int:
-    """`_number` as a constant in compiled code. PyTorch before 2.13 takes no module as an argument of such a function,
-    but takes the module's identity, and uses the compiled code with no other module. The module is alive: it is being
-    called."""
+    """`_number` as a constant in compiled code. PyTorch before 2.13 accepts no module as an argument of such a
+    function. So the argument is the module's `id`; PyTorch uses the compiled code for no other module. The id is valid,
+    because the module is being called."""
     module = ctypes.cast(identity, ctypes.py_object).value
     return _number(module, recognise(module), top_k)

@@ -25,13 +25,14 @@ Rule = Callable[[torch.nn.Module], dict[str, Any] | None]
 
 
 def _softmax(gate: torch.nn.Module) -> dict[str, Any]:
-    """A linear layer of the model's type, then the largest of a float32 softmax, divided by their sum or not."""
+    """The rule of a router that takes the K largest of a float32 softmax, and may divide them by their sum. The logits
+    come from a linear layer of the model's type."""
     rounded = tensor_of(gate, "weight").dtype != torch.float32
     return {"renormalize": vars(gate).get("norm_topk_prob", True), "round_logits": rounded}
 
 
 def _grouped_sigmoid(gate: torch.nn.Module) -> dict[str, Any]:
-    """DeepSeek-V3's router, whose logits are float32."""
+    """The rule of DeepSeek-V3's router, whose logits are float32."""
     bias = gate.e_score_correction_bias.float()  # usually float32 already
     return {"score": "sigmoid", "choice_bias": bias, **_of_groups(gate)}
 
@@ -46,17 +47,18 @@ def _of_groups(gate: torch.nn.Module) -> dict[str, Any]:
 
 
 def _grouped_softmax(gate: torch.nn.Module) -> dict[str, Any] | None:
-    """Mistral 4's router, whose softmax is of the model's type. The operator computes it in float32, so in a narrower
-    type it might choose other experts."""
+    """The rule of Mistral 4's router, whose softmax is of the model's type. The operator computes the softmax in
+    float32, so with a narrower type it might choose other experts than the model: then the router itself must
+    choose."""
     return _of_groups(gate) if tensor_of(gate, "weight").dtype is torch.float32 else None
 
 
 Forward = Callable[[Any, Tensor], Any]
-"""What a block computes from hidden states."""
+"""A function of a block and hidden states that computes what the block returns."""
 
 
 def softmax_forward(block: Any, hidden_states: Tensor) -> Tensor:
-    """Computes a block whose router takes the largest of a softmax, as one call of the operator."""
+    """Computes a block whose router takes the K largest of a softmax, as one call of the operator."""
     return _forward(block, hidden_states, _softmax)
 
 
@@ -144,7 +146,7 @@ def fuse(model: M) -> M:
     and those whose router has another type than x. All experts must be on this rank: see
     `parallelize` for other cases.
 
-    Weights of a token's experts stay float32, where models of a narrower type round them to that type.
+    Combine weights stay float32, whereas models of a narrower type round them to that type.
 
     Raises
     ------
@@ -210,13 +212,13 @@ def _router_of(block: torch.nn.Module) -> str:
 
 def _one_call_of(block: torch.nn.Module, x: Tensor, rule: Rule) -> Tensor:
     """[T, H]: what the block computes from x [T, H]."""
-    experts, gate = block._modules["experts"], block._modules["gate"]  # not as attributes: PyTorch looks there last
+    experts, gate = block._modules["experts"], block._modules["gate"]  # faster than reading them as attributes
     options, rule_of_gate, top_k = recognise(experts), rule(gate), gate.top_k
     weight = tensor_of(gate, "weight")
     if rule_of_gate is not None and weight.dtype is x.dtype:
         router = {"router": weight, "choice_bias": rule_of_gate.pop("choice_bias", None)}
         routing = rule_of_gate | {"top_k": top_k}
-    else:  # for example float32 beside x of 16 bits: the operator does not multiply these
+    else:  # for example a float32 router and x of 16 bits: the operator does not multiply these two types
         router, routing = chosen_by(gate, x), {}
     shared = shared_operands(block, options, x, top_k)
     tensors = operands_of(experts, options, x, **router, **shared)
@@ -226,7 +228,7 @@ def _one_call_of(block: torch.nn.Module, x: Tensor, rule: Rule) -> Tensor:
 
 
 def chosen_by(gate: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """What the model's own router chooses for x [T, H], as the operator takes it."""
+    """The ids and weights that the model's own router chooses for x [T, H], as the operator takes them."""
     _, weights, index = gate(x)
     return {"topk_ids": index.contiguous(), "topk_weights": as_taken(weights, x.dtype).contiguous()}
 

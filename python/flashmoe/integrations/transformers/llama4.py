@@ -1,5 +1,5 @@
-"""Llama 4's blocks, whose experts are not on Transformers' experts interface. There each expert takes all tokens,
-scaled by the router's scores. Here an expert takes only the tokens for which the block's own router has chosen it."""
+"""Llama 4's blocks, whose experts are not on Transformers' experts interface. In Transformers, each expert computes all
+tokens, scaled by the router's scores. Here an expert computes only the tokens for which the block's router chose it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .watched import is_watched
 def block_forward(block: torch.nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """What a Llama4TextMoe returns for hidden states [..., H]: its results [T, H], and its router's logits [T, E]."""
     experts = block.experts
-    of_group = type(experts).forward is experts_forward  # this rank's share, which no other forward takes
+    of_group = type(experts).forward is experts_forward  # a rank's share, which only this forward can compute
     if not of_group and is_watched(block, calls_router=True):
         return unpatched(type(block)).forward(block, hidden_states)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])

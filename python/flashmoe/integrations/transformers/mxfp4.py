@@ -1,9 +1,9 @@
 """gpt-oss with its experts in MXFP4, as its checkpoints have them: `load_mxfp4`.
 
-Without this module, Transformers computes such experts with kernels of the Hub, which lay them out anew, or converts
-them to bfloat16 when it loads them. A quantisation method of another name tells its loader to leave them in the
-parameters that `flashmoe.moe` takes: ``gate_up_proj_blocks``, ``gate_up_proj_scales`` and the two of ``down_proj``,
-uint8.
+Without this module, Transformers either computes such experts with kernels of the Hub, which need another layout of the
+weights, or converts them to bfloat16 when it loads them. This module adds a quantisation method of its own, with which
+Transformers' loader leaves the experts in the uint8 parameters that `flashmoe.moe` takes: ``gate_up_proj_blocks``,
+``gate_up_proj_scales`` and the two of ``down_proj``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def load_mxfp4(
     path: str | Path, *, model_class: type[transformers.PreTrainedModel] | None = None, **options: Any
 ) -> transformers.PreTrainedModel:
     """The model of a checkpoint of gpt-oss whose experts are in MXFP4. They stay in MXFP4, and `flashmoe.moe` computes
-    them, whatever implementation is chosen later. Saving the model makes such a checkpoint again. The model does not
-    train.
+    them, whatever implementation is chosen later. If the model is saved, its experts are in MXFP4 again. The model
+    cannot be trained.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def load_mxfp4(
 
 
 class Mxfp4ExpertsConfig(QuantizationConfigMixin):
-    """The quantisation configuration of such a model, and what is saved of it."""
+    """The quantisation configuration of a model that `load_mxfp4` has loaded. It is saved under the published name."""
 
     def __init__(self, modules_to_not_convert: list[str] | None = None, **_: Any) -> None:
         self.quant_method = METHOD
@@ -125,5 +125,5 @@ def _take_blocks(module: torch.nn.Module) -> None:
         for suffix, of_this in zip(encoding.suffixes, shapes, strict=True):
             data = torch.empty(of_this, dtype=torch.uint8, device=whole.device)
             module.register_parameter(name + suffix, torch.nn.Parameter(data, requires_grad=False))
-    module._is_hf_initialized = True  # the parameters that the model would initialise are gone
+    module._is_hf_initialized = True  # the model must not initialise the parameters that were deleted here
     always_here(module)

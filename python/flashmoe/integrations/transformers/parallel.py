@@ -31,7 +31,7 @@ from .recognise import ExpertsOptions, recognise
 if TYPE_CHECKING:
 
     class NamedModel(transformers.PreTrainedModel):
-        """For type checkers: of the class that a configuration names, which in nearly every checkpoint generates."""
+        """For type checkers: a model of the class that a configuration names, which nearly always has `generate`."""
 
         generate: Callable[..., Any]
 
@@ -223,7 +223,7 @@ def _load(
 
 
 def _together(group: Any, load: Callable[[], Any]) -> Any:
-    """What `load` returns, once all ranks have loaded, which takes them different times."""
+    """What `load` returns, once all ranks have loaded. (Some ranks may need much longer than others.)"""
     loaded = []
     together(group, lambda: loaded.append(load()), "load its share of the model")
     return loaded[0]
@@ -320,7 +320,7 @@ def _shrink(module: torch.nn.Module, mine: Sequence[int], slices: int) -> None:
     for name, ours in _names_of(options).items():
         whole = getattr(module, name)
         share = _cut_of(options, slices).share(ours, tuple(whole.shape), mine)
-        part = whole.detach().new_zeros(share.shape)  # memory of its own: a view would keep the memory of all
+        part = whole.detach().new_zeros(share.shape)  # a copy, because a view would keep the memory of all experts
         for place, box in share.parts:
             part[place] = whole.detach()[box]
         setattr(module, name, torch.nn.Parameter(part, requires_grad=whole.requires_grad))
@@ -328,8 +328,9 @@ def _shrink(module: torch.nn.Module, mine: Sequence[int], slices: int) -> None:
 
 @cache
 def _with_share(kind: type, mine: tuple[int, ...], slices: int) -> type:
-    """`kind`, but new models of it have only a share of their experts. Transformers' loader fills the parameters that a
-    model has. It finds out from name and module what the model is, so both stay as they are."""
+    """A class like `kind` whose new models have only a share of their experts. Transformers' loader fills the
+    parameters that a model has. The class has the name and module of `kind`, because the loader recognises a model by
+    them."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
@@ -374,8 +375,9 @@ class _Boxes:
 
 
 def _share_of(path: Path, part: _Part, files: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Names of the checkpoint's tensors, without those of other ranks' experts. With each comes an object that reads
-    the tensor when its values are asked for: a safetensors slice, or `_Boxes` of one. `files` closes what is opened."""
+    """Names of the checkpoint's tensors, without those of other ranks' experts. With each name comes an object that
+    reads the tensor when its values are asked for: a safetensors slice, or `_Boxes` of one. `files` will close the
+    files that are opened here."""
     opened: dict[Path, Any] = {}
     names, how = _names_of(part.options), _cut_of(part.options, part.slices)
     for name, file in tensor_files(path).items():

@@ -1,9 +1,9 @@
 """What an experts module of Transformers computes, in the words of `flashmoe.moe`.
 
 A module shows what it computes by three things: the attributes that ``use_experts_implementation`` has given it,
-`act_fn`, and `_apply_gate`. Transformers' own implementations (``grouped_mm``, ``batched_mm``) compute from these too.
-The name in the configuration shows nothing: gpt-oss has ``hidden_act="silu"`` and clamps in its own `_apply_gate`.
-An `_apply_gate` that is not Transformers' default is known by its class (`_OWN_GATES`).
+`act_fn`, and `_apply_gate`. Transformers' own implementations (``grouped_mm``, ``batched_mm``) read these, too.
+The configuration's name of the activation is not enough: gpt-oss has ``hidden_act="silu"`` and clamps in its own
+`_apply_gate`. An `_apply_gate` that is not Transformers' default is recognised by its class (`_OWN_GATES`).
 Llama 4's experts have no such attributes, and are recognised by their class. Anything unknown is refused, by class and
 attribute, because a result that is only nearly right would be taken for right.
 """
@@ -43,7 +43,7 @@ UNGATED = {kind: name for name, kinds in _KINDS.items() for kind in kinds}
 """The operator's activation if only `act_fn`, by its function or module class, lies between the two products."""
 
 GATED = {kind: BY_GATE[name] for kind, name in UNGATED.items() if name in BY_GATE}
-"""The operator's activation if `act_fn` is applied to the gate, and the result multiplies up."""
+"""The operator's activation if `act_fn` is applied to the gate, and the result is multiplied by up."""
 
 _BLOCKS = ENCODINGS[MXFP4].suffixes[0]
 """What follows the name of a matrix in the name of its elements in MXFP4."""
@@ -158,7 +158,7 @@ def _gate(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _place_of(function: Any) -> tuple[str, str]:
-    """The module of a function, and its name there. A function that is put on a class has another place than the
+    """The module of a function, and its name there. So a function that somebody has put on a class is not taken for the
     class's own."""
     return getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
 
@@ -168,7 +168,7 @@ def _plain_gate(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _clamped(limit: float, **others: Any) -> dict[str, Any]:
-    """SwiGLU whose gate is at most the limit, and whose up is within it."""
+    """SwiGLU whose gate is at most the limit, and whose up lies within plus and minus the limit."""
     return {"activation": "clamped_swiglu", "limit": limit, **others}
 
 
@@ -202,11 +202,11 @@ _OWN_GATES: dict[tuple[str, str], Callable[[Any], dict[str, Any]]] = {
         module.limit, module.alpha
     ),
 }
-"""What the gates compute that Transformers' classes of experts have of their own, by their place in Transformers."""
+"""What the `_apply_gate` functions compute that single classes of experts have, by their place in Transformers."""
 
 
 def _gate_of_fp8(module: torch.nn.Module) -> dict[str, Any]:
-    """What the gate of experts in FP8 computes. This class stands for the experts of all models in FP8."""
+    """What the gate of `FP8Experts` computes. Transformers uses this one class for the experts of all models in FP8."""
     if (softcap := getattr(module, "gate_softcap", None)) is not None:
         raise _refusal(module, "gate_softcap", "None", softcap)
     activation, limit = _activation(module, GATED), getattr(module, "limit", None)

@@ -40,8 +40,9 @@ def shared_operands(block: torch.nn.Module, options: ExpertsOptions, x: Tensor, 
     """The tensors of the block's shared expert, by the operator's names, if it can be computed with the block's routed
     experts in one call.
 
-    Nothing if there is no shared expert, or if its own module is to compute it. That is so in compiled code, if hooks
-    watch the module or it is not what it seems to be, if its width is no multiple of the experts', and in groups.
+    Empty if there is no shared expert, or if its own module must compute it: in compiled code, in groups, if its width
+    is no multiple of the experts' width, if somebody has put a hook or another forward on the module, or if the module
+    is not of a known kind.
     """
     if torch.compiler.is_compiling():
         return {}

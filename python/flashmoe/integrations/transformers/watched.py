@@ -1,4 +1,5 @@
-"""Whether a fused block may bypass the calls of its own modules, or something relies on these calls."""
+"""Whether a fused block may compute without calling its own modules, or whether something, such as a hook, relies on
+these calls."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _FOLDERS = tuple(str(Path(each.__file__).parent) for each in (transformers, torc
 _LOGITS = "the router's logits, which a model's caller has asked for"
 
 _usual: set[tuple[Any, ...]] = set()
-"""Classes, each with its forward, that have been found to be unchanged."""
+"""Classes and their forwards that have been found to be those of Transformers or PyTorch."""
 
 
 def are_usual(*kinds: type) -> bool:
@@ -59,7 +60,8 @@ def is_watched(block: Any, calls_router: bool = False) -> bool:
 
 
 def _found(gate: torch.nn.Module, experts: torch.nn.Module, attribute: str, router: str) -> tuple[str, str] | None:
-    """The place where something must be called, and what it is, in words; None: nothing."""
+    """The first thing found that relies on calls of the block's modules: its place, and what it is, in words; None:
+    nothing does."""
     if (found := own_forward(experts) or found_on(experts)) is not None:
         return "experts", found
     of_router = own_forward(gate) or _found_on_router(gate)
