@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import flashmoe
@@ -48,14 +49,41 @@ FP8_H, FP8_I = 192, 256
 LAYERS = itertools.count()
 
 
+def replaced() -> dict[str, object]:
+    """What the plugin may change in vLLM, as it is now."""
+    return {
+        "classes": dict(op_registry_oot),
+        "quantisation": dict(quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG),
+        "variables": dict(envs.environment_variables),
+    }
+
+
 @pytest.fixture(scope="module", autouse=True)
-def plugin():
-    register()
-    register()  # as vLLM may
+def plugin() -> Iterator[list[dict[str, object]]]:
+    """Puts the plugin in place. What it has replaced: before, when not asked for, in another release, and then."""
+    states = [replaced()]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("FLASHMOE_VLLM", raising=False)
+        register()
+        states.append(replaced())
+        patched.setenv("FLASHMOE_VLLM", "1")
+        patched.setattr(vllm, "__version__", "0.34.0")
+        register()
+        states.append(replaced())
     with set_current_vllm_config(VllmConfig()), pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FLASHMOE_VLLM", "1")
+        register()
+        register()  # as vLLM may
+        states.append(replaced())
         # vLLM asks for it where it makes parameters in FP8; there is no process group here.
         patched.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: 1)
-        yield
+        yield states
+
+
+def test_vllm_s_registries_are_untouched_unless_asked(plugin):
+    before, unasked, untried, then = plugin
+    assert before == unasked == untried
+    assert all(then[name] != before[name] for name in before)
 
 
 def config(
@@ -254,16 +282,124 @@ def test_a_layer_in_fp8_is_within_its_bound(options, dtype):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_block_size": [64, 64]}, r"weight_block_size: expected \[128, 128\], got \[64, 64\]"),
-        ({"weight_block_size": None}, r"weight_block_size: expected \[128, 128\], got None"),
+        ({"weight_block_size": [64, 64]}, r"weight_block_size: expected None or \[128, 128\], got \[64, 64\]"),
+        (
+            {"weight_block_size": None, "activation_scheme": "static"},
+            "activation_scheme: expected 'dynamic', got 'st.*'",
+        ),
         ({"store_dtype": "mxfp4"}, "store_dtype: expected None, got 'mxfp4'"),
     ],
 )
 def test_experts_in_another_fp8_are_refused_when_the_model_is_built(changes, message):
     with pytest.raises(flashmoe.InvalidArgument, match=rf"^{message}; FlashMoE does not compute these experts in vLLM"):
         Fp8Layer(config(hidden=FP8_H, inner=FP8_I), **changes)
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^tp_size: expected 1, got 2"):
-        Fp8Layer(config(parallel={"tp_size": 2}))
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^pcp_size: expected 1, got 2"):
+        Fp8Layer(config(parallel={"pcp_size": 2}))
+
+
+class ScaledLayer(torch.nn.Module):
+    """Random experts in FP8 with random scales of a kind, as parameters that vLLM's method has made."""
+
+    def __init__(self, moe: FusedMoEConfig, method_of) -> None:
+        super().__init__()
+        self.moe_config, self.activation = moe, moe.activation
+        self.apply_router_weight_on_input = False
+        self.global_num_experts, self.expert_map = moe.num_experts, None
+        self.method = method_of(self)
+        self.method.create_weights(self, E, moe.hidden_dim, moe.intermediate_size, moe.in_dtype, weight_loader=None)
+        random = torch.Generator().manual_seed(3)
+        for parameter in self.parameters():
+            if parameter.dtype == torch.float8_e4m3fn:
+                elements = torch.randn(parameter.shape, generator=random) * 16.0
+                parameter.data = elements.to(torch.float8_e4m3fn)
+            else:
+                parameter.data = torch.rand(parameter.shape, generator=random) / 64 + 0.001
+        self.loaded = {name: parameter.data.clone() for name, parameter in self.named_parameters()}
+        self.method.process_weights_after_loading(self)
+        self.method.process_weights_after_loading(self)  # as after an update of the weights
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        return self.method.apply(self, x, topk_weights, topk_ids, None, None)
+
+    def scales(self, name: str) -> Tensor:
+        """As they were loaded, in the shape of `flashmoe.moe`: of blocks, or a row's for each row."""
+        scale = self.loaded[f"{name}_{self.method.weight_scale_name}"]
+        if scale.ndim == 3:
+            return scale
+        rows = self.loaded[f"{name}_weight"].shape[1]
+        parts = 2 if name == "w13" else 1  # gate above up
+        return torch.stack([scale.reshape(E, parts)[:, parts * row // rows] for row in range(rows)], 1).unsqueeze(2)
+
+
+def own_format(block: list[int] | None):
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic"} | ({"weight_block_size": block} if block else {})
+    return lambda layer: hooks.FlashMoEFp8Method(get_quantization_config("fp8").from_config(said), layer)
+
+
+def compressed(strategy: str, activations: str, **more):
+    """By vLLM's configuration, as a checkpoint's `config.json` says it."""
+
+    def method_of(layer: torch.nn.Module):
+        numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+        weights = numbers | {"dynamic": False, "strategy": strategy} | more
+        inputs = numbers | {"dynamic": True, "strategy": activations}
+        if activations == "group":
+            inputs["group_size"] = 128
+        said = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": said}}
+        routed = RoutedExperts.__new__(RoutedExperts)
+        torch.nn.Module.__init__(routed)
+        routed.moe_config = layer.moe_config
+        names = ("gate", "up", "down")
+        routed.ckpt_gate_proj_name, routed.ckpt_up_proj_name, routed.ckpt_down_proj_name = (f"{n}_proj" for n in names)
+        kind = get_quantization_config("compressed-tensors")
+        return kind.from_config(config).get_quant_method(routed, "model.layers.0.mlp.experts")
+
+    return method_of
+
+
+SCALED = {
+    "own format, tensors": own_format(None),
+    "own format, blocks": own_format([128, 128]),
+    "compressed-tensors, tensors": compressed("tensor", "tensor"),
+    "compressed-tensors, channels": compressed("channel", "token"),
+    "compressed-tensors, blocks": compressed("block", "group", block_structure=[128, 128]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", SCALED)
+def test_scales_of_every_kind(kind, dtype):
+    """Gate and up have scales that are far apart, where scales are of tensors: none is quantised once more."""
+    layer = ScaledLayer(config(dtype=dtype, hidden=FP8_H, inner=FP8_I), SCALED[kind])
+    random = torch.Generator().manual_seed(2)
+    x = torch.randn(70, FP8_H, generator=random).to(dtype)
+    weights, ids = torch.rand(70, E, generator=random).topk(2)
+    y = layer(x, ids.to(torch.int32), weights)
+    assert (y.shape, y.dtype) == (x.shape, dtype)
+    elements = [
+        layer.loaded[f"{name}_weight"].view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn) for name in ("w13", "w2")
+    ]
+    scales = {"gate_up_scale": layer.scales("w13").numpy(), "down_scale": layer.scales("w2").numpy()}
+    routed = ids.numpy(), weights.numpy()
+    expected = moe_reference(*arrays(x), *elements, topk_ids=routed[0], topk_weights=routed[1], **scales)
+    allowed = call_error(*arrays(x), *elements, *routed, return_mode="direct", placement=[0] * E, **scales)
+    error = np.linalg.norm(y.double().numpy() - expected.y)
+    assert 0.0 < error <= allowed.bound < 0.05 * np.linalg.norm(expected.y)
+
+
+@pytest.mark.parametrize(
+    ("method_of", "message"),
+    [
+        (
+            compressed("block", "group", block_structure=[64, 128]),
+            r"weights.block_structure: expected \[128, 128\], got",
+        ),
+    ],
+)
+def test_experts_of_compressed_tensors_in_another_fp8_are_refused(method_of, message):
+    with pytest.raises(flashmoe.InvalidArgument, match=rf"^{message}.*; FlashMoE does not compute these experts in vL"):
+        ScaledLayer(config(hidden=FP8_H, inner=FP8_I), method_of)
 
 
 def test_vllm_s_configuration_gives_experts_in_fp8_our_method():
@@ -303,8 +439,7 @@ def test_a_sum_that_its_caller_reduces_is_none_that_is_reduced():
 
 
 REFUSED = {
-    "tensors over two ranks": ({"parallel": {"tp_size": 2}}, "tp_size: expected 1, got 2"),
-    "experts over two ranks": ({"parallel": {"ep_size": 2, "use_ep": True}}, "ep_size: expected 1, got 2"),
+    "contexts over two ranks": ({"parallel": {"pcp_size": 2}}, "pcp_size: expected 1, got 2"),
     "relu squared": ({"activation": MoEActivation.RELU2}, "activation: expected one of .*, got relu2"),
     "LoRA": ({"is_lora_enabled": True}, "is_lora_enabled: expected False, got True"),
     "float64": ({"dtype": torch.float64}, "in_dtype: expected one of .*, got float64"),
@@ -327,7 +462,9 @@ def test_bits_that_depend_on_no_batch_are_not_promised(monkeypatch):
 def test_a_map_of_experts_is_refused():
     layer = Layer(config())
     layer.expert_map = torch.arange(E, dtype=torch.int32)
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^expert_map: expected None, got a map of experts to ranks; "):
+    with pytest.raises(
+        flashmoe.InvalidArgument, match=r"^expert_map: expected None without .*, got a map of experts to"
+    ):
         layer(*routing(5, 2, torch.float32))
 
 

@@ -1503,7 +1503,7 @@ FRAMEWORKS = Topic(
         Promise(
             "Untried releases of vLLM and of training frameworks are left alone; those of Transformers get a warning.",
             VLLM,
-            "Other releases of vLLM** are left as they are",
+            "same holds in a release of vLLM other than these two, in which nobody has tried the plugin",
             (
                 "tests/test_transformers.py::test_an_older_release_is_refused",
                 "tests/test_transformers.py::test_a_newer_release_is_warned_of_and_used",
@@ -1511,6 +1511,39 @@ FRAMEWORKS = Topic(
                 "tests/integrations/training/test_megatron.py::test_another_release_is_left_as_it_is",
                 "tests/integrations/training/test_torchtitan.py::test_another_release_is_left_as_it_is",
             ),
+        ),
+        Promise(
+            "vLLM is left as it is unless it is asked for the plugin.",
+            VLLM,
+            "the plugin writes one line into the log and changes nothing in vLLM",
+            (
+                "tests/test_vllm.py::test_vllm_is_left_as_it_is_unless_asked",
+                "tests/test_vllm.py::test_one_process_of_vllm_s_says_so",
+                "tests/integrations/test_vllm_layers.py::test_vllm_s_registries_are_untouched_unless_asked",
+            ),
+        ),
+        Promise(
+            "Servers of several ranks generate what one rank does, with the same bits of a token in every call.",
+            VLLM,
+            "a token's result has the same bits on one rank and on several, however experts",
+            (
+                "tests/test_vllm.py::test_several_ranks_are_computed",
+                "tests/integrations/test_vllm_group.py::test_a_token_s_result_has_the_bits_of_one_rank_s",
+                "tests/integrations/test_vllm_group.py::test_experts_in_fp8_have_the_bits_of_one_rank_s",
+                "tests/integrations/test_vllm_group.py::test_experts_in_turn",
+                "tests/integrations/test_vllm_group.py::test_experts_that_vllm_balances",
+                "tests/integrations/test_vllm_group.py::test_ids_of_no_expert",
+                "tests/integrations/test_vllm_group.py::test_weights_that_change_in_place_are_used",
+                "tests/integrations/test_vllm_group.py::test_a_whole_layer",
+                "tests/integrations/test_vllm_serving.py::test_two_ranks_generate_what_one_does",
+                "tests/integrations/test_vllm_serving.py::test_two_ranks_answer_200_requests_of_any_length",
+            ),
+        ),
+        Promise(
+            "A server of vLLM's of which a rank is killed ends, and names the rank.",
+            VLLM,
+            "vLLM's engine names the worker",
+            ("tests/integrations/test_vllm_serving.py::test_a_killed_rank_is_named_and_the_server_ends",),
         ),
         Promise(
             "A server of vLLM's generates with the plugin what it does without.",
@@ -1528,6 +1561,7 @@ FRAMEWORKS = Topic(
             (
                 "tests/integrations/test_vllm_layers.py::test_a_layer_is_within_the_bound_of_its_definition",
                 "tests/integrations/test_vllm_layers.py::test_a_layer_in_fp8_is_within_its_bound",
+                "tests/integrations/test_vllm_layers.py::test_scales_of_every_kind",
             ),
         ),
         Promise(
@@ -1537,6 +1571,10 @@ FRAMEWORKS = Topic(
             (
                 "tests/test_vllm.py::test_what_is_not_computed_is_refused_by_name",
                 "tests/integrations/test_vllm_layers.py::test_what_is_not_computed_is_refused_when_the_model_is_built",
+                "tests/test_vllm.py::test_ranks_that_change_or_split_a_batch_are_refused_by_name",
+                "tests/test_vllm.py::test_experts_in_another_fp8_are_refused_by_name",
+                "tests/test_vllm.py::test_experts_of_compressed_tensors_in_another_fp8_are_refused_by_name",
+                "tests/integrations/test_vllm_group.py::test_another_way_to_send_tokens_is_refused",
                 "tests/integrations/test_vllm_serving.py"
                 "::test_experts_quantised_otherwise_are_refused_by_layer_and_kind",
             ),

@@ -15,8 +15,8 @@ UNTRIED = "FLASHMOE_UNTRIED"
 
 
 def release_of(integration: str, framework: str, oldest: Release, newest: Release) -> tuple[Release, str]:
-    """The release of `framework`, also as the framework writes it; its module has the same name in lower case. Raises
-    `ImportError` if there is none."""
+    """The release of `framework`, as numbers and as the framework writes it. The framework's module has the framework's
+    name in lower case. Raises `ImportError` if it cannot be imported."""
     try:
         said = importlib.import_module(framework.lower()).__version__
     except ImportError as error:
@@ -27,8 +27,8 @@ def release_of(integration: str, framework: str, oldest: Release, newest: Releas
 
 
 def check_release(integration: str, framework: str, oldest: Release, newest: Release) -> Release:
-    """The release of `framework`. Warns of one that is newer than `newest`. Raises `ImportError` if there is none, or
-    one older than `oldest`, which lacks what the integration uses."""
+    """The release of `framework`. Warns if it is newer than `newest`. Raises `ImportError` if there is none, or if it
+    is older than `oldest`, because older ones lack what the integration uses."""
     release, said = release_of(integration, framework, oldest, newest)
     expected = _expected(integration, framework, oldest, newest)
     if release < oldest:
@@ -38,16 +38,24 @@ def check_release(integration: str, framework: str, oldest: Release, newest: Rel
     return release
 
 
-def joins(integration: str, framework: str, oldest: Release, newest: Release) -> bool:
-    """Whether the integration works in this release of `framework`: one from `oldest` to `newest`, or any release if
-    `UNTRIED` is set. Otherwise warns that the framework is left as it is. Raises `ImportError` if there is none."""
+def untried(integration: str, framework: str, oldest: Release, newest: Release) -> str | None:
+    """What to say if the integration leaves `framework` as it is, because it has not been tried in this release. None
+    for a release from `oldest` to `newest`, and for any release if `UNTRIED` is set: there it works. Raises
+    `ImportError` if there is no such framework."""
     release, said = release_of(integration, framework, oldest, newest)
     if oldest <= release <= newest or os.environ.get(UNTRIED) == "1":
-        return True
+        return None
     expected = _expected(integration, framework, oldest, newest)
     left = f"FlashMoE leaves {framework} as it is; with {UNTRIED}=1 it does not"
-    warnings.warn(f"{expected}, got {said}, which has not been tried: {left}", stacklevel=2)
-    return False
+    return f"{expected}, got {said}, which has not been tried: {left}"
+
+
+def joins(integration: str, framework: str, oldest: Release, newest: Release) -> bool:
+    """Whether the integration works in this release of `framework`. Otherwise warns, in the words of `untried`."""
+    found = untried(integration, framework, oldest, newest)
+    if found is not None:
+        warnings.warn(found, stacklevel=2)
+    return found is None
 
 
 def _expected(integration: str, framework: str, oldest: Release, newest: Release) -> str:

@@ -17,29 +17,35 @@ from ...spec import Options
 from ...spec.tensors import Tensors
 from ..operands import as_taken
 from . import recognise
+from .group import Share
 
 
-class OneRank(PassThroughPrepareAndFinalize):
+class InOneCall(PassThroughPrepareAndFinalize):
     """Does nothing before the experts, and nothing after them."""
 
     def output_is_reduced(self) -> bool:
-        """False: a model may ask for sums that are not yet reduced over ranks. With one rank both are the same."""
+        """False: vLLM reduces the output over the ranks of a tensor-parallel group, together with that of shared
+        experts. See `FlashMoEExperts.apply` for what this rank's output is."""
         return False
 
 
 class FlashMoEExperts(mk.FusedMoEExpertsModular):
-    """Experts [E, ., .] of one rank, which also weigh and sum. Their calls take memory from `context`.
+    """The experts that a rank holds, which also weigh and sum. Their calls take memory from `context`: of a rank alone,
+    or of vLLM's expert-parallel group.
 
     vLLM calls the static methods only of its own kernels, to choose among them; here they state what `recognise`
     checks.
     """
 
-    def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, context: GrowingContext) -> None:
+    def __init__(
+        self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, context: GrowingContext, share: Share
+    ) -> None:
         super().__init__(moe_config, quant_config)
         given = (quant_config.gemm1_clamp_limit, quant_config.gemm1_alpha, quant_config.gemm1_beta)
         usual = (moe_config.swiglu_limit, moe_config.swiglu_alpha, moe_config.swiglu_beta)
         numbers = (of_model if own is None else own for own, of_model in zip(given, usual, strict=True))
         self._context = context
+        self._share = share
         self._options = recognise.activation_of(moe_config.activation.value, *numbers)
 
     def apply(
@@ -61,24 +67,36 @@ class FlashMoEExperts(mk.FusedMoEExpertsModular):
         apply_router_weight_on_input: bool,
     ) -> None:
         """Fills `output` [T, H]; T > 0. `w1` and `w2` are gate_up_proj and down_proj of `flashmoe.moe`. If these are in
-        FP8, `flashmoe.moe` quantises x itself."""
-        if expert_map is not None:
-            raise recognise.refusal("expert_map", "None", "a map of experts to ranks")
+        FP8, `flashmoe.moe` quantises x itself.
+
+        Where experts are spread over ranks, `topk_ids` are ids among all of them, and the context knows what
+        `expert_map` says. Ranks that hold the same tokens each bring a share of them: a rank's output has the results
+        of its share, and zeros elsewhere, and vLLM's sum over these ranks is the whole.
+        """
+        if expert_map is not None and not self.moe_config.use_ep:
+            raise recognise.refusal("expert_map", "None without expert parallelism", "a map of experts to ranks")
         if activation is not self.moe_config.activation:
             raise recognise.refusal("activation", self.moe_config.activation.value, activation)
+        mine = self._share.rows(hidden_states.shape[0])
+        weights = as_taken(topk_weights, hidden_states.dtype)
         tensors = Tensors(
-            hidden_states.contiguous(),
+            hidden_states[mine].contiguous(),
             w1,
             w2,
             gate_up_bias=self.w1_bias,
             down_bias=self.w2_bias,
             gate_up_scale=self.w1_scale,
             down_scale=self.w2_scale,
-            topk_ids=topk_ids.contiguous(),
-            topk_weights=as_taken(topk_weights, hidden_states.dtype).contiguous(),
+            topk_ids=topk_ids[mine].contiguous(),
+            topk_weights=weights[mine].contiguous(),
         )
         options = Options(weights_on_input=apply_router_weight_on_input, **self._options)
-        output.copy_(call(self._context.number, tensors, options))
+        y = call(self._context.number, tensors, options)
+        if self._share.ranks == 1:
+            output.copy_(y)
+        else:
+            output.zero_()
+            output[mine].copy_(y)
 
     def workspace_shapes(self, M: int, N: int, K: int, *others: Any) -> tuple[tuple[int, ...], ...]:
         """No workspace for the products: the context has memory of its own."""
@@ -113,4 +131,4 @@ class FlashMoEExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        return all(getattr(moe_parallel_config, name) == 1 for name in recognise.PARALLEL)
+        return recognise.unsupported_parallelism(moe_parallel_config) is None

@@ -11,25 +11,25 @@ from typing import Any
 from ...errors import InvalidArgument
 from ...spec import BY_GATE, DTYPES, SCALE_BLOCK
 
-ADVICE = "set VLLM_PLUGINS to the plugins that are to be loaded, without flashmoe"
+ADVICE = "unset FLASHMOE_VLLM to leave all experts to vLLM"
 """How to use vLLM without this plugin."""
 
-PARALLEL = ("tp_size", "dp_size", "pcp_size", "ep_size", "sp_size")
-"""Attributes of a layer's `moe_parallel_config`: the number of ranks over which tensors, batches, experts and sequences
-are spread."""
+BACKENDS = ("allgather_reducescatter", "passthrough")
+"""Values of vLLM's ``--all2all-backend`` beside which this package sends the tokens: the default, and the one that says
+that experts send them by themselves. Another value asks for another library's sending."""
 
 FLAGS = {"moe_backend": "auto", "is_lora_enabled": False}
 """Attributes of a layer's `FusedMoEConfig` for which the operator supports only this value."""
 
 FP8_FLAGS = {
-    "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
     "activation_scheme": "dynamic",
     "store_dtype": None,
     "is_checkpoint_fp8_serialized": True,
 }
-"""Attributes of vLLM's `Fp8Config` for which the operator supports only this value. (Checkpoints with one scale for
-each matrix are refused, too. In these, gate and up have a scale each. vLLM makes one matrix of the two and quantises it
-again, so that it has one scale.)"""
+"""Attributes of vLLM's `Fp8Config` for which the operator supports only this value."""
+
+BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
+"""Rows and columns of a matrix that share a scale, where scales are of blocks."""
 
 ACTIVATIONS = (*BY_GATE, "swigluoai", "swigluoai_uninterleave")
 """Values of vLLM's `MoEActivation` that the operator supports."""
@@ -37,15 +37,12 @@ ACTIVATIONS = (*BY_GATE, "swigluoai", "swigluoai_uninterleave")
 
 def check(moe: Any) -> None:
     """Raises `InvalidArgument` for a layer that the operator does not compute. `moe`: vLLM's `FusedMoEConfig`."""
-    for name in PARALLEL:
-        if (got := getattr(moe.moe_parallel_config, name)) != 1:
-            raise refusal(name, "1", got)
-    if moe.moe_parallel_config.enable_eplb:
-        raise refusal("enable_eplb", "False", True)
+    if (found := unsupported_parallelism(moe.moe_parallel_config)) is not None:
+        raise refusal(*found)
     for name, value in FLAGS.items():
         if (got := getattr(moe, name)) != value:
             raise refusal(name, repr(value), repr(got))
-    if moe.num_local_experts != moe.num_experts:
+    if not moe.moe_parallel_config.use_ep and moe.num_local_experts != moe.num_experts:
         raise refusal("num_local_experts", f"all {moe.num_experts} experts", moe.num_local_experts)
     dtype = str(moe.in_dtype).removeprefix("torch.")
     if dtype not in DTYPES:
@@ -53,11 +50,48 @@ def check(moe: Any) -> None:
     activation_of(moe.activation.value, moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)
 
 
+def unsupported_parallelism(parallel: Any) -> tuple[str, str, object] | None:
+    """What of vLLM's `FusedMoEParallelConfig` the operator does not compute: its name, what is expected, and what is
+    there. None: it computes all."""
+    if parallel.pcp_size != 1:
+        return "pcp_size", "1", parallel.pcp_size
+    if parallel.use_ep:
+        if parallel.all2all_backend not in BACKENDS:
+            return "all2all_backend", f"one of {', '.join(BACKENDS)}", parallel.all2all_backend
+        return None
+    if parallel.dp_size != 1:
+        return "dp_size", "1 without --enable-expert-parallel", parallel.dp_size
+    if parallel.enable_eplb:
+        return "enable_eplb", "False without --enable-expert-parallel", True
+    return None
+
+
+def check_engine(parallel: Any) -> None:
+    """Raises `InvalidArgument` for a way to run ranks that the operator does not support. `parallel`: vLLM's
+    `ParallelConfig`."""
+    for name in ("enable_elastic_ep", "use_ubatching"):
+        if getattr(parallel, name):
+            raise refusal(name, "False", True)
+
+
 def check_fp8(config: Any) -> None:
     """Raises `InvalidArgument` for experts in FP8 that the operator does not compute. `config`: vLLM's `Fp8Config`."""
     for name, value in FP8_FLAGS.items():
         if (got := getattr(config, name)) != value:
             raise refusal(name, repr(value), repr(got))
+    if config.weight_block_size not in (None, BLOCK):
+        raise refusal("weight_block_size", f"None or {BLOCK}", config.weight_block_size)
+
+
+def check_compressed(weights: Any, activations: Any) -> None:
+    """Raises `InvalidArgument` for experts of compressed-tensors in FP8 that the operator does not compute. `weights`
+    and `activations`: what compressed-tensors says of their quantisation."""
+    if not activations.dynamic:
+        raise refusal("input_activations.dynamic", "True", activations.dynamic)
+    if weights.num_bits != 8:
+        raise refusal("weights.num_bits", "8", weights.num_bits)
+    if weights.strategy == "block" and list(weights.block_structure) != BLOCK:
+        raise refusal("weights.block_structure", BLOCK, list(weights.block_structure))
 
 
 def activation_of(name: str, limit: float | None, alpha: float | None, beta: float | None) -> dict[str, Any]:
@@ -82,7 +116,7 @@ def activation_of(name: str, limit: float | None, alpha: float | None, beta: flo
     return {"activation": "clamped_swiglu", "limit": limit, "alpha": alpha, "up_offset": beta}
 
 
-def refusal(name: str, expected: str, got: object) -> InvalidArgument:
+def refusal(name: str, expected: object, got: object) -> InvalidArgument:
     return InvalidArgument(
         f"{name}: expected {expected}, got {got}; FlashMoE does not compute these experts in vLLM, {ADVICE}"
     )
