@@ -1,5 +1,5 @@
-"""A small model with FlashMoE beside the same model with Transformers' eager experts: by the implementation's name, as
-fused blocks, saved and read again."""
+"""Compares a small model that uses FlashMoE with the same model with Transformers' eager experts: if FlashMoE is chosen
+by its name, if the model's blocks are fused, and after the model was saved and read again."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 STEPS = 8
-"""Tokens that a model adds to a prompt."""
+"""How many tokens a model adds to a prompt."""
 BAR = 1e-5
-"""The largest difference of logits and of gradients, relative to the largest of them."""
+"""The largest allowed difference from eager logits or gradients, relative to the largest of these."""
 
 
 class Result(NamedTuple):
-    """What is compared."""
+    """The results of a model that are compared."""
 
     logits: Tensor
     gradients: dict[str, Tensor]
@@ -38,9 +38,9 @@ def prompt() -> Tensor:
 
 
 def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The logits of a model with a head; of a text model without one, the products with its embeddings."""
+    """The model's logits. For a model without a head: the products of its last hidden states with its embeddings."""
     further = {}
-    if "moe_mm_token_type_ids" in inspect.signature(model.forward).parameters:  # images' tokens have other experts
+    if "moe_mm_token_type_ids" in inspect.signature(model.forward).parameters:  # tokens of images use other experts
         further["moe_mm_token_type_ids"] = (ids % 3 == 0).int()
     output = model(input_ids=ids, use_cache=False, **further)
     if getattr(output, "logits", None) is not None:
@@ -67,13 +67,14 @@ def result_of(model: PreTrainedModel) -> Result:
 
 
 def difference(got: Tensor, expected: Tensor, largest: float | None = None) -> float:
-    """The largest difference, relative to `largest`, by default that of the expected values."""
+    """The largest difference of two elements, relative to `largest` (by default the largest expected value)."""
     return (got - expected).abs().max().item() / (largest or expected.abs().max().item())
 
 
 def compared(got: Result, expected: Result) -> dict[str, float]:
-    """Differences of logits, of all gradients relative to the largest of the model, and of the experts' gradients, each
-    relative to its own largest. Raises `AssertionError` if one is above `BAR`, or if a token is another."""
+    """Three differences: of the logits; of all gradients, relative to the model's largest gradient; and of the experts'
+    gradients, where each parameter's is relative to the parameter's own largest. Raises `AssertionError` if a
+    difference is above `BAR`, or if generated tokens differ."""
     assert got.gradients.keys() == expected.gradients.keys()
     largest = max(each.abs().max().item() for each in expected.gradients.values())
     pairs = {name: (got.gradients[name], each) for name, each in expected.gradients.items()}
@@ -89,7 +90,7 @@ def compared(got: Result, expected: Result) -> dict[str, float]:
 
 @contextmanager
 def calls() -> Iterator[list[torch.nn.Module]]:
-    """The experts modules that the implementation of our name is called for."""
+    """Yields a list to which an experts module is added whenever FlashMoE's implementation is called for it."""
     called: list[torch.nn.Module] = []
 
     def counted(module: torch.nn.Module, *arguments: Any, **options: Any) -> Tensor:
@@ -104,7 +105,7 @@ def calls() -> Iterator[list[torch.nn.Module]]:
 
 
 def effect_of_experts(model: PreTrainedModel, logits: Tensor) -> float:
-    """How far logits are from those of the model without its experts."""
+    """The difference between `logits` and the logits that the model has if its experts compute zeros."""
     modules = experts_modules(model)
     kept = [each.down_proj.data for each in modules]
     for each in modules:
@@ -117,7 +118,7 @@ def effect_of_experts(model: PreTrainedModel, logits: Tensor) -> float:
 
 
 def by_name(model: PreTrainedModel, expected: Result) -> dict[str, float]:
-    """The differences once FlashMoE is chosen by its name, for which it is called by all experts."""
+    """The differences if FlashMoE is chosen by its name. Asserts that it is then called for all experts modules."""
     model.set_experts_implementation(NAME)
     with calls() as called:
         found = compared(result_of(model), expected)
@@ -126,8 +127,8 @@ def by_name(model: PreTrainedModel, expected: Result) -> dict[str, float]:
 
 
 def read_again(model: PreTrainedModel, folder: Path, choose: Callable[[PreTrainedModel], Any]) -> None:
-    """Saves the model, reads it, and compares what was read, once `choose` has chosen FlashMoE for it. (The bits of
-    PyTorch's own products depend on where the weights lie.)"""
+    """Saves the model, reads it again, has `choose` choose FlashMoE for the model that was read, and compares weights
+    and logits. (Logits may differ by `BAR`: the bits of PyTorch's own products depend on the weights' addresses.)"""
     model.save_pretrained(folder)
     again = type(model).from_pretrained(folder, attn_implementation="eager").eval()
     choose(again)
@@ -139,7 +140,8 @@ def read_again(model: PreTrainedModel, folder: Path, choose: Callable[[PreTraine
 
 
 def fused(model: PreTrainedModel, expected: Result) -> dict[str, float]:
-    """The differences once the model's blocks are fused. In a block that is one call, nobody calls the experts."""
+    """The differences if the model's blocks are fused. Asserts that experts modules are called only in blocks that
+    `fuse` has not turned into one call."""
     fuse(model)
     kept = [
         each for each in model.modules() if hasattr(each, "experts") and not hasattr(type(each), "_flashmoe_computes")
@@ -155,8 +157,9 @@ def can_fuse(folder: str) -> bool:
 
 
 def outcome(folder: str, saved: Path) -> dict[str, Any]:
-    """What FlashMoE makes of the folder's model: the differences by name and fused, or what a refusal says. Raises
-    `AssertionError` for a model that it takes and computes wrongly."""
+    """What FlashMoE does with the model of a folder of Transformers: the differences if it is chosen by its name and if
+    blocks are fused, or the text of the refusal. Raises `AssertionError` for a model that it takes and computes
+    wrongly."""
     model = small_model(folder)
     on_interface = {type(each).__name__ for each in experts_modules(model)}
     experts = sorted(on_interface) or classes_of_experts(folder)

@@ -1,4 +1,4 @@
-"""DLPack capsules that say what they are told to say."""
+"""Makes DLPack capsules with the contents that a test asks for, wrong ones among them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from flashmoe.calls.capsule import NAME, DLManagedTensor, DLTensor
 
 CPU, CUDA, CUDA_HOST = (1, 0), (2, 0), (3, 0)
 TYPES = {"int32": (0, 32, 1), "int64": (0, 64, 1), "float32": (2, 32, 1), "float64": (2, 64, 1)}
-"""Code, bits and lanes."""
+"""By name of an element type: DLPack's code, bits and lanes."""
 
 exported: dict[int, Any] = {}
-"""What was exported and not yet given back, by address."""
+"""What exported tensors need until they are given back, by the address of the `DLManagedTensor`."""
 
 _python = ctypes.PyDLL(None)
 _new = _python.PyCapsule_New
 _new.restype = ctypes.py_object
 _new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-# Within a destructor nothing may hold the capsule: its address alone.
+# A destructor must not make a reference to its capsule, so these two functions take the capsule's address.
 _is_valid = _python.PyCapsule_IsValid
 _is_valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
 _pointer = _python.PyCapsule_GetPointer
@@ -33,13 +33,14 @@ def _delete(address: int) -> None:
 
 @ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 def _destroy(capsule: int) -> None:
-    """Of a capsule that nobody has taken, as DLPack asks of who makes one."""
+    """The destructor of capsules. It releases a tensor that nobody has taken, as DLPack requires of an exporter."""
     if _is_valid(capsule, NAME):
         del exported[_pointer(capsule, NAME)]
 
 
 def capsule(tensor: DLTensor, alive: Any, name: bytes = NAME, deleter: bool = True) -> Any:
-    """A capsule of `tensor`, which keeps `alive` until it is given back; `deleter`: whether it says how to do that."""
+    """A capsule of `tensor`. The object `alive` is kept until the tensor is given back. `deleter`: whether the tensor
+    has the function that gives it back."""
     managed = DLManagedTensor(tensor=tensor, deleter=ctypes.cast(_delete, ctypes.c_void_p) if deleter else None)
     address = ctypes.addressof(managed)
     exported[address] = managed, alive, name

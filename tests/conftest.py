@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Before numpy loads its BLAS: the ranks need the cores, and its threads would spin on them.
+# Set before numpy loads its BLAS, whose threads would spin on cores that the ranks need.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Before PyTorch loads its OpenMP: its threads sleep between parallel regions. By default they spin, on cores that the
-# ranks and the other process of tests need.
+# Set before PyTorch loads its OpenMP, so that OpenMP's threads sleep between parallel regions. By default they spin, on
+# cores that the ranks and the other processes of pytest-xdist need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# As wide as each test says: consoles keep what they find first, and a process of pytest-xdist finds 80.
+# Tests set the width of the output themselves. Otherwise a console keeps the width that it finds when it is made, which
+# is 80 characters in a process of pytest-xdist.
 os.environ.update(COLUMNS="", LINES="")
 
 import flashmoe
@@ -37,7 +38,8 @@ def ranks() -> Iterator[Ranks]:
 
 
 class RenewedPool(RankPool):
-    """One whose processes are others once any has ended: a test that had one killed is not to fail all that follow."""
+    """A pool that starts new processes if one has ended, so that a test which kills one does not make later tests
+    fail."""
 
     def call(self, *args: Any, **options: Any) -> list[Any]:
         if any(worker.ending() is not None for worker in self._workers):
@@ -48,14 +50,14 @@ class RenewedPool(RankPool):
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Four processes for functions of the tests' own: those of torch.distributed, for the most part."""
+    """Four processes that call functions of the tests, most of which use torch.distributed."""
     with RenewedPool(4) as pool:
         yield pool
 
 
 @pytest.fixture
 def released() -> Iterator[None]:
-    """No context of calls that were given none is open before the test, nor behind it."""
+    """Closes, before and after the test, the contexts that the package keeps for calls that are given no context."""
     flashmoe.release()
     yield
     flashmoe.release()
@@ -63,7 +65,8 @@ def released() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Of PyTorch: its threads and the engine's wait for one another where there are fewer cores than both."""
+    """Gives PyTorch one thread during the test. With more, PyTorch's threads and the engine's wait for one another if
+    there are fewer cores than threads."""
     import torch
 
     before = torch.get_num_threads()
@@ -81,7 +84,7 @@ class SecondUser:
     uid: int = 61002
 
     def does(self, act: Callable[[], object]) -> None:
-        """Call `act` in a process of that user; what it raises is a failure here."""
+        """Call `act` in a process of this user. Fails if `act` raises an exception."""
         process = os.fork()
         if process == 0:
             status = 1

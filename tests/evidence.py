@@ -1,10 +1,10 @@
-"""What a run of tests in frameworks, or of a night, leaves: how many of each file passed, failed or were skipped, on
-what, of which sources. (For GPU tests: tools/gpu_evidence.)
+"""Records a run of the tests in frameworks, or of the nightly tests: for each test file, how many tests passed, failed
+or were skipped, on which machine, of which sources. (tools/gpu_evidence does this for GPU tests.)
 
-`make test-integrations` names the folder in FLASHMOE_EVIDENCE. A file is recorded as soon as all its tests are over, so
-that a run which is stopped, or killed, leaves those that it came to the end of. A run of some whole files
-(`PYTEST_FLAGS=tests/integrations/test_vllm.py`) adds to what is there, if that is of the same sources on the same
-machine; less than a whole file is not recorded.
+`make test-integrations` names the folder of records in FLASHMOE_EVIDENCE. A file is recorded as soon as all its tests
+are over, so that a run which is stopped or killed leaves the files that it has completed. A run of some whole files
+(`PYTEST_FLAGS=tests/integrations/test_vllm.py`) adds to an earlier record, if this is of the same sources on the same
+machine. A file is not recorded if only a part of it was selected.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 class Suite(NamedTuple):
-    """Tests that run where CI does not."""
+    """A suite of tests that is run outside of CI, so that its runs are recorded."""
 
     name: str
     tests: str
-    """Their folder in `tests/`."""
+    """The tests' folder in `tests/`."""
     results: str
-    """The folder in `benchmarks/results/` for what runs leave."""
+    """The folder in `benchmarks/results/` for the records of runs."""
     sources: tuple[str, ...]
-    """The folders that the digest is of."""
+    """The folders whose files the digest covers."""
     without: tuple[str, ...] = ()
-    """Folders in them that it is not of."""
+    """Folders inside of `sources` that the digest leaves out."""
 
     def digest(self) -> str:
-        """Of code without comments and docstrings, which no test runs."""
+        """The digest of the sources without comments and docstrings, because these do not change what tests run."""
         return digest_of(ROOT, *self.sources, without=self.without, read=code_of)
 
     def digest_of_all(self) -> str:
-        """Of everything: quick to compute."""
+        """The digest of the sources with comments and docstrings. It is quicker to compute."""
         return digest_of(ROOT, *self.sources, without=self.without)
 
 
@@ -58,7 +58,8 @@ TRAINING = Suite(
 
 
 class Evidence:
-    """A plugin of pytest that counts, and writes `path`. `origin`: what it says besides, as the device."""
+    """A plugin of pytest that counts outcomes of tests, and writes them to `path`. `origin`: what else the file says,
+    such as the device."""
 
     def __init__(self, suite: Suite, path: Path, origin: dict[str, Any]) -> None:
         sources = {"sources": list(suite.sources), "sources_sha256": suite.digest()}
@@ -66,20 +67,21 @@ class Evidence:
         self._start = time.monotonic()
         self._seconds, self._files = recorded(path, self._origin)
         self._reason: str | None = "the run was stopped"
-        self._in_part: set[str] = set()  # files
-        self._left: Counter[str] = Counter()  # tests of a file that are not over
-        self._outcomes: dict[str, dict[str, str]] = {}  # by the file, and the test's id
+        self._in_part: set[str] = set()  # files of which only a part was selected
+        self._left: Counter[str] = Counter()  # by file: how many of its tests are not over
+        self._outcomes: dict[str, dict[str, str]] = {}  # by file, and by the test's id
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         self._session = session
-        # With pytest-xdist its processes collect the tests.
+        # With pytest-xdist, its processes collect the tests, and report them to the hook below.
         if not session.config.pluginmanager.has_plugin("dsession"):
             self._begin([item.nodeid for item in session.items])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
-        """Each process has the same tests; so has one that follows on another which crashed."""
+        """Takes the tests from the first process that reports them: all processes report the same tests, and so does
+        a process that replaces a crashed one."""
         if not self._left:
             self._begin(ids)
 
@@ -89,8 +91,9 @@ class Evidence:
         self._left = Counter(map(file_of, tests))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test has three parts; it failed if one of them did, and was skipped before it or in it. One whose process
-        crashed ends with a part of no name."""
+        """Counts one part of a test: its setup, its call or its teardown. A test failed if one of its parts failed;
+        otherwise it was skipped if a part was skipped. If the process of a test crashes, the test's last report has
+        none of these names."""
         file = file_of(report.nodeid)
         outcomes = self._outcomes.setdefault(file, {})
         parts = {outcomes.get(report.nodeid, "passed"), report.outcome}
@@ -114,7 +117,7 @@ class Evidence:
                 say(f"\nnot recorded in {self._path}: {reason}: {', '.join(files)}")
 
     def _counts(self, file: str) -> dict[str, Any]:
-        """What is said of a file whose tests are over."""
+        """What the record says of a file whose tests are over."""
         counts = Counter(self._outcomes[file].values())
         return {each: counts[each] for each in OUTCOMES}
 
@@ -125,7 +128,7 @@ class Evidence:
 
 
 def recorded(path: Path, origin: dict[str, Any]) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Seconds and files of the run in `path`, if it is of this origin; else none."""
+    """The seconds and the files of the record in `path`, if the record has this origin; otherwise 0 and no files."""
     said = json.loads(path.read_text()) if path.exists() else {}
     if any(said.get(name) != value for name, value in origin.items()):
         return 0, {}
@@ -133,7 +136,7 @@ def recorded(path: Path, origin: dict[str, Any]) -> tuple[int, dict[str, dict[st
 
 
 def partial(session: pytest.Session) -> str | None:
-    """Why no file's tests are known to be all there; None if they are."""
+    """Why the run may lack tests of any of its files. None if no option leaves tests out."""
     option = session.config.option
     if session.testsfailed:
         return "some files could not be collected"
@@ -145,19 +148,19 @@ def partial(session: pytest.Session) -> str | None:
 
 
 def selected_in_part(session: pytest.Session, tests: Sequence[str]) -> set[str]:
-    """The files that the command line names some of these tests of."""
+    """The files of `tests` of which the command line names parts (`FILE::TEST`)."""
     start = session.config.invocation_params.dir
     named = {(start / each.partition("::")[0]).resolve() for each in session.config.args if "::" in each}
     return {file for file in map(file_of, tests) if (session.config.rootpath / file).resolve() in named}
 
 
 def committed(suite: Suite) -> list[Path]:
-    """The files of earlier runs."""
+    """The paths of the records that earlier runs of the suite have left."""
     return sorted((ROOT / "benchmarks" / "results" / suite.results).glob("*.json"))
 
 
 def outdated(suite: Suite, paths: Sequence[Path]) -> list[str]:
-    """What is to be said of those that are of other sources than there are now, or lack a file of tests."""
+    """A message for each record that is of other sources than today's, and for each test file that a record lacks."""
     now = suite.digest()
     tests = {f"tests/{suite.tests}/{path.name}" for path in (ROOT / "tests" / suite.tests).glob("test_*.py")}
     said = []

@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed, over gloo, for the tests: processes of a `RankPool`."""
+"""Ranks of torch.distributed over gloo, for tests. The ranks are processes of a `RankPool`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from problems import PATIENCE
 
 
 class Gloo:
-    """Calls a function in so many ranks of the pool, ``fn(rank, *args)``; by rank what they return."""
+    """Calls ``fn(rank, *args)`` in as many ranks of the pool as asked for. Returns what each rank returned, by rank."""
 
     def __init__(self, pool: RankPool, folder: Path) -> None:
         self._pool = pool
@@ -29,7 +29,7 @@ def _as_rank(rank: int, ranks: int, _: str, store: str, fn: Callable[..., Any], 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     try:
-        dist.barrier()  # one that is connected may end before another is, whose connecting then fails
+        dist.barrier()  # otherwise a rank may end before another has connected to it, and the other fails
         return fn(rank, *args)
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Hosts of tests' own: network namespaces on this machine, each with a name, an address and a /dev/shm of its own."""
+"""Hosts that tests make: network namespaces on this machine, each with a name, an address and a /dev/shm of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIME_WAIT, LAST_ACK, CLOSING."""
 
 
 class Host:
-    """A process that keeps namespaces of network, mounts and host name open, and whose end closes them."""
+    """A host: a process with namespaces of its own for network, mounts and host name, which exist until it ends."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -37,7 +37,7 @@ class Host:
             ["unshare", "--net", "--mount", "--uts", "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE
         )
         assert self._keeper.stdout is not None
-        self._keeper.stdout.read(1)  # it is in them
+        self._keeper.stdout.read(1)  # waits for a newline, which says that the process is in its namespaces
 
     @property
     def pid(self) -> int:
@@ -51,16 +51,17 @@ class Host:
         _run(*self.inside(*command))
 
     def processes(self) -> list[int]:
-        """Those that have its network."""
+        """The ids of the processes in this host's network namespace."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 if os.readlink(path / "ns/net") == os.readlink(f"/proc/{self.pid}/ns/net"):
                     found.append(int(path.name))
         return found
 
     def sockets(self) -> list[str]:
-        """Lines of /proc/net/tcp and udp, but for connections that are closed and wait for what is still on its way."""
+        """The host's lines in /proc/net/tcp and udp, without connections that every process has closed and that only
+        wait for packets on their way."""
         found = []
         for kind in ("tcp", "tcp6", "udp", "udp6"):
             lines = Path(f"/proc/{self.pid}/net/{kind}").read_text().splitlines()[1:]
@@ -75,7 +76,8 @@ class Host:
 
 
 def serve(pipe: Any, keeper: int, environment: dict[str, str]) -> None:
-    """A rank's life on the host of that keeper: it calls what it is told, and says what that has returned or raised."""
+    """What a rank does on the host whose process is `keeper`: it enters the namespaces, and calls functions as
+    `answer` describes."""
     for kind in ("net", "uts", "mnt"):
         with open(f"/proc/{keeper}/ns/{kind}") as namespace:
             enter(namespace.fileno())
@@ -84,7 +86,7 @@ def serve(pipe: Any, keeper: int, environment: dict[str, str]) -> None:
 
 
 def answer(pipe: Any) -> None:
-    """Calls what it is told, and says what that has returned or raised, for ever."""
+    """Calls each function that arrives through the pipe, and sends back what it has returned or raised, for ever."""
     while True:
         fn, arguments = pipe.recv()
         try:
@@ -95,7 +97,7 @@ def answer(pipe: Any) -> None:
 
 
 class Network:
-    """Hosts 10.77.0.1, 10.77.0.2, ... that reach one another through a switch, or by a cable that is not good."""
+    """Hosts 10.77.0.1, 10.77.0.2, ... that are joined by a switch, or by a cable with faults if one is given."""
 
     def __init__(self, hosts: int, processes: Processes, cable: Cable | None = None) -> None:
         self._processes = processes
@@ -133,7 +135,7 @@ class Network:
         return carrier
 
     def carried(self) -> Carried:
-        """By the cable, so far."""
+        """What the cable has carried so far."""
         self._carrier.tell("how much?")
         return self._carrier.hear()
 
@@ -145,18 +147,18 @@ class Network:
         return [self._processes.start(serve, self.hosts[host].pid, environment) for host in spread]
 
     def cut(self, host: int) -> None:
-        """Nothing gets to or from that host any more."""
+        """Cuts the host off: no packet gets to it or comes from it any more."""
         self._switch.run("ip", "link", "set", f"port{host + 1}", "down")
 
     def mend(self, host: int) -> None:
         self._switch.run("ip", "link", "set", f"port{host + 1}", "up")
 
     def slow(self, host: int, *how: str) -> None:
-        """Shapes what gets to that host, in tc's words."""
+        """Slows the packets on their way to this host. `how`: the arguments of `tc`."""
         self._switch.run("tc", "qdisc", "replace", "dev", f"port{host + 1}", "root", *how)
 
     def left(self) -> list[str]:
-        """What is still there, once all ranks have ended: processes, names in shared memory, sockets."""
+        """What ranks have left on the hosts, once all ranks have ended: processes, names in shared memory, sockets."""
         found = []
         for host in self.hosts:
             found += [f"{host.name} has process {pid}" for pid in host.processes() if pid != host.pid]
@@ -192,7 +194,7 @@ def why_not() -> str | None:
 
 @pytest.fixture
 def network(processes: Processes) -> Iterator[Callable[..., Network]]:
-    """Makes a network of so many hosts, and at the end sees that ranks have left nothing there."""
+    """A function that makes a network of hosts. After the test, asserts that ranks have left nothing on the hosts."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     made: list[Network] = []
@@ -204,7 +206,7 @@ def network(processes: Processes) -> Iterator[Callable[..., Network]]:
     try:
         yield make
     finally:
-        processes.end()  # before their hosts are gone
+        processes.end()  # before the processes' hosts are gone
         left = [each.left() for each in made]
         for each in made:
             each.close()

@@ -1,4 +1,4 @@
-"""What experts of published models have besides SwiGLU, for the tests of both engines."""
+"""Options of layers besides plain SwiGLU, most of them from published models, for the tests of both engines."""
 
 from __future__ import annotations
 
@@ -42,4 +42,4 @@ WITH_SHARED: dict[str, dict[str, Any]] = {
     "interleaved, transposed": {"shared": 2, "shared_gate": True, "interleaved": True, "transposed": True, **CLAMPED},
     "a capacity": {"shared": 2, "capacity_factor": 0.5, "skew": 3.0},
 }
-"""Layers of 16 experts with a shared one, `shared` times as wide as these."""
+"""Options of layers of 16 experts with a shared expert, which is `shared` times as wide as an expert."""

@@ -1,4 +1,4 @@
-"""Linux's namespaces, entered by the process that calls."""
+"""Lets the calling process enter a namespace of Linux."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def enter(namespace: int) -> None:
-    """The one that this descriptor is of, which /proc/PID/ns has."""
+    """Enters the namespace of an open file of /proc/PID/ns, whose descriptor is `namespace`."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, 0) != 0:
         raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")

@@ -1,10 +1,11 @@
-"""What `make nightly` leaves of the Python tests: of each file how many passed, failed or were skipped, why, and in how
-many seconds, with how many examples, of which sources.
+"""Records the Python tests of `make nightly`: for each test file, how many tests passed, failed or were skipped, why
+they were skipped, and in how many seconds; also the number of examples and the sources.
 
-It names the folder in FLASHMOE_NIGHTLY_EVIDENCE. A night may be spread over several: a file is recorded as soon as all
-its tests are over, and a later run of the same sources with as many examples, of whatever commit, leaves it out. So it
-does where a test failed, since other random examples may pass: then that run fails too. Files that the command line
-names run in any case, and what passes then counts.
+`make nightly` names the folder of records in FLASHMOE_NIGHTLY_EVIDENCE. The tests may be spread over several runs: a
+file is recorded as soon as all its tests are over, and a later run of the same sources with as many examples leaves the
+file out, whatever its commit. A file with a failed test is left out too, because the test might pass by chance with
+other random examples; the later run then fails as well. Files that the command line names are run in any case, and if
+such a file passes, it counts as passed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ NIGHTLY = Suite(
     "nightly tests", "", "nightly", ("include", "csrc", "python", "tests"), without=("tests/gpu", "tests/integrations")
 )
 NIGHT = {"FLASHMOE_EXAMPLES": "10000", "FLASHMOE_PROGRAMS": "1000", "FLASHMOE_LONG_TESTS": "1"}
-"""What `make nightly` sets."""
+"""The environment variables that `make nightly` sets."""
 
 
 class Nightly(Evidence):
-    """Counts what the digest is of, with seconds and reasons."""
+    """Evidence of those tests that the digest covers, with seconds, reasons for skips, and failures."""
 
     def __init__(self, path: Path, origin: dict[str, Any]) -> None:
         super().__init__(NIGHTLY, path, origin)
@@ -76,13 +77,13 @@ class Nightly(Evidence):
 
 
 class GoesOn:
-    """Leaves out what earlier runs have ended, in each process of pytest-xdist."""
+    """A plugin of pytest that leaves out the test files in `ended`, also in each process of pytest-xdist."""
 
     def __init__(self, ended: Iterable[str]) -> None:
         self._ended = sorted(ended)
 
     def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
-        """True: it is left out; None: others may say."""
+        """True: the file is left out. None: other plugins decide."""
         return os.path.relpath(collection_path, config.rootpath) in self._ended or None
 
     @pytest.hookimpl(optionalhook=True)
@@ -94,12 +95,13 @@ class GoesOn:
 
 
 def begin(config: pytest.Config) -> None:
-    """Where a folder for it is named, this run goes on with what is left, and is recorded."""
+    """If FLASHMOE_NIGHTLY_EVIDENCE names a folder, has this run recorded there, and leaves out the files that the
+    folder's records have."""
     if (worker := getattr(config, "workerinput", None)) is not None:
         if "ended" in worker:
             config.pluginmanager.register(GoesOn(worker["ended"]))
         return
-    folder = os.environ.pop(FOLDER, "")  # processes that tests start record nothing
+    folder = os.environ.pop(FOLDER, "")  # so that processes that tests start record nothing
     if not folder or config.option.collectonly:
         return
     if other := differing():
@@ -130,8 +132,8 @@ def why_skipped(report: pytest.TestReport) -> str:
 
 
 def last_runs(paths: Iterable[Path], environment: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """By file, what records of today's sources and of this environment say of it: where several do, one in which it
-    passed."""
+    """By test file, what the records of today's sources and of this environment say of the file. If several records
+    have the file, one in which it passed is taken."""
     now, files = NIGHTLY.digest(), {}
     for record in map(json.loads, map(Path.read_text, sorted(paths))):
         if (record["sources_sha256"], record["environment"]) == (now, environment):
@@ -140,7 +142,7 @@ def last_runs(paths: Iterable[Path], environment: dict[str, str]) -> dict[str, d
 
 
 def outdated() -> list[str]:
-    """What is to be said of the committed runs: the files that none of today's sources has, or that failed."""
+    """Messages about the committed records: which tests failed, and how many files have no record of these sources."""
     files = last_runs(committed(NIGHTLY), NIGHT)
     failed = [f"{test} failed" for _, each in sorted(files.items()) for test in each["failures"]]
     there = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}

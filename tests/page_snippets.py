@@ -1,4 +1,4 @@
-"""The Python snippets of README.md and of two pages: what they take from the page's text, and what they need to run.
+"""The Python snippets of README.md and of two pages of docs/, with the code that each needs around it to run.
 
 tests/test_snippets.py runs them; tests/test_types.py has type checkers read them.
 """
@@ -13,20 +13,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The page's fenced blocks of a language."""
+    """The contents of the page's fenced blocks in this language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 class Snippet(NamedTuple):
     page: str
     numbers: tuple[int, ...]
-    """Which of the page's blocks, in one file."""
+    """The numbers, from 0, of the page's Python blocks that are run as one file."""
     before: str = ""
-    """What the page leaves to the reader: the reader's own tensors and imports."""
+    """Code in front of the blocks: tensors and imports, which the page leaves to its reader."""
     after: str = ""
-    """What is to hold afterwards: types, for type checkers too, and values."""
+    """Code behind the blocks: assertions of types, which type checkers check too, and of values."""
     gpus: int = 0
-    """How many it needs; each is a process that ``torchrun`` starts if there are several."""
+    """How many GPUs the snippet needs. If it needs several, ``torchrun`` starts a process for each GPU."""
 
     def code(self) -> str:
         of_page = blocks(ROOT / self.page, "python")
@@ -79,7 +79,8 @@ SNIPPETS = {
         "README.md",
         (0, 1),
         before=_TYPES,
-        # Sums of K = 4 rows in another order: three additions, each rounded to 2^-24 of a sum of at most 4 rows.
+        # Several ranks add K = 4 rows in another order than one: three additions, each rounded by at most 2^-24 of a
+        # sum, which is at most 4 rows.
         after="""
     assert_type(ys, list[np.ndarray[tuple[Any, ...], np.dtype[Any]]])
     alone = flashmoe.moe(x, gate_up_proj, down_proj, router=router, top_k=K)

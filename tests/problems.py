@@ -1,4 +1,4 @@
-"""Calls of a group of ranks for the tests: the inputs, how ranks make them, the check of what they get."""
+"""Calls of a group of ranks for the tests: their inputs, the ranks that make them, and the check of their results."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
 ROUTER_OPTIONS = ("renormalize", "score", "routed_scale", "round_logits", "groups", "top_groups")
 SHAPE_OPTIONS = ("activation", "interleaved", "limit", "alpha", "up_offset", "transposed", "weights_on_input")
-"""What `reference` and `tolerance` ask of the experts."""
+"""The options of experts that `reference` and `tolerance` take."""
 DEFAULT_TILE = (128, 256)
-"""The engine's rows and columns of a tile."""
+"""The CPU engine's rows and columns of a tile."""
 PATIENCE = 20.0
 """Seconds without progress after which a rank gives up."""
 
@@ -61,7 +61,7 @@ class Problem:
     x_scale: list[np.ndarray] | None = None
     placement: list[int | list[int]] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """Further ones of `flashmoe.moe`, such as activation, renormalize, capacity_factor, return_mode."""
+    """Further options of `flashmoe.moe`, such as activation, renormalize, capacity_factor, return_mode."""
 
     @property
     def ranks(self) -> int:
@@ -69,7 +69,7 @@ class Problem:
 
     @property
     def dtype(self) -> str:
-        """That of y."""
+        """The element type of y."""
         return "bfloat16" if self.x_scale is not None else self.x[0].dtype.name
 
     @property
@@ -90,7 +90,8 @@ class Problem:
         return [expert for expert, entry in enumerate(self.owners()) if rank in _several(entry)]
 
     def destinations(self, rank: int) -> list[int]:
-        """Of each expert, the rank that computes it for this one's tokens: this one, else by turns."""
+        """For each expert, the rank that computes it for the tokens of `rank`: `rank` itself if it has the expert.
+        Otherwise, the ranks that lack the expert are assigned in turn to the ranks that have it."""
         chosen = []
         for holders in map(_several, self.owners()):
             without = [q for q in range(self.ranks) if q not in holders]
@@ -99,11 +100,11 @@ class Problem:
 
     @property
     def weight_dtype(self) -> str:
-        """That of the experts' matrices."""
+        """The element type of the experts' matrices."""
         return self.dtype if self.gate_up_scale is None else STORED_AS[self.down_proj.dtype.name]
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """The shape of the matrices of that name, as numbers."""
+        """The shape of the matrices of that name, in numbers. (A stored element may hold two numbers.)"""
         encoding, shape = ENCODINGS.get(self.weight_dtype), getattr(self, name).shape
         return shape if encoding is None else encoding.numbers(shape)
 
@@ -142,7 +143,7 @@ class Problem:
             arguments["placement"] = self.placement
         else:
             arguments |= {"topk_ids": self.topk_ids[rank], "topk_weights": self.topk_weights[rank]}
-            arguments["placement"] = self.owners()  # it says how many experts there are
+            arguments["placement"] = self.owners()  # the call learns from it how many experts there are
         return arguments
 
 
@@ -157,7 +158,7 @@ class Outcome:
     y: np.ndarray
     report: CallReport
     reference: ReferenceResult | None = None
-    """Set by `check`, as is `allowed`."""
+    """`check` sets this and `allowed`."""
     allowed: CallError | None = None
 
 
@@ -180,14 +181,15 @@ def random_problem(
     shared_gate: bool = False,
     **options: Any,
 ) -> Problem:
-    """Normal inputs with results about as large as `scale`; `biases`: of the router, gate_up_proj, down_proj.
+    """Normally distributed inputs, with results about as large as `scale`. `biases`: whether there are biases of the
+    router, of gate_up_proj and of down_proj.
 
-    `shared`: how many times as wide as an expert the shared one is, 0: there is none; `shared_gate`: whether it has a
-    gate.
+    `shared`: how many times as wide as an expert the shared expert is (0: there is none); `shared_gate`: whether the
+    shared expert has a gate.
 
-    `skew` spreads the experts' mean logits: from 0, all equally likely, to 50, nearly all tokens to the same
-    ones. With a capacity, tokens whose top-k is beyond float32's judgement are left out: it decides who else
-    is dropped.
+    `skew` spreads the experts' mean logits: with 0, all experts are equally likely; with 50, nearly all tokens choose
+    the same experts. With a capacity, tokens are left out if float32 cannot decide which experts are their top-k,
+    because their choice would decide which other tokens are dropped.
     """
     rng = np.random.default_rng(seed)
     kind = DTYPES[dtype]
@@ -196,7 +198,7 @@ def random_problem(
         return (size * rng.standard_normal(shape)).astype(kind)
 
     rows = intermediate * (2 if options.get("activation", "swiglu") in GATED else 1)
-    # Drawn as it is not transposed, so that the two are one layer.
+    # Matrices are drawn untransposed, so that a layer has the same weights with `transposed` as without it.
     as_stored = (lambda matrices: matrices.swapaxes(1, 2).copy()) if options.get("transposed") else np.asarray
     preference = skew * rng.permutation(np.linspace(0.0, 1.0, experts))
     x = [normal(count, hidden, size=scale) for count in tokens]
@@ -237,7 +239,7 @@ def random_problem(
 
 
 def quantised(problem: Problem, scales: str = "block", x: bool = False) -> Problem:
-    """The problem with its experts' matrices in FP8; with given routing also `x`."""
+    """The problem with its experts' matrices in FP8. With `x`, the tokens' rows are in FP8 too."""
     gated = problem.options.get("activation", "swiglu") in GATED and not problem.options.get("interleaved")
     made: dict[str, Any] = {}
     for name, halves in (("gate_up_proj", 2), ("down_proj", 1), ("shared_gate_up", 2), ("shared_down", 1)):
@@ -251,7 +253,7 @@ def quantised(problem: Problem, scales: str = "block", x: bool = False) -> Probl
 
 
 def in_mxfp4(problem: Problem) -> Problem:
-    """The problem with its experts' matrices in MXFP4, which are not transposed then."""
+    """The problem with its experts' matrices in MXFP4. Matrices that were transposed no longer are."""
     turned = bool(problem.options.get("transposed"))
     made: dict[str, Any] = {}
     for name in ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down"):
@@ -263,15 +265,16 @@ def in_mxfp4(problem: Problem) -> Problem:
 
 
 def is_certain(problem: Problem, x: np.ndarray) -> np.ndarray:
-    """bool [T]: what the k-th and the next expert are chosen by differs by more than float32 may misjudge."""
+    """bool [T]: whether the values by which the K-th and the next expert are chosen differ by more than float32's
+    error may be."""
     _, values, _, slack, _ = routed(problem, x)
     falling = np.concatenate([-np.sort(-values, axis=1), np.full((len(x), 1), -np.inf)], axis=1)
     return falling[:, problem.top_k - 1] - falling[:, problem.top_k] > 2.0 * slack
 
 
 def routed(problem: Problem, x: np.ndarray) -> tuple[np.ndarray, ...]:
-    """By a float64 router: logits and what experts are chosen by, [T, E], ids [T, K], the slack of the choice [T], the
-    weights' variance [T, K]."""
+    """The results of a float64 router: the logits [T, E], the values by which experts are chosen [T, E], the ids
+    [T, K]; and for a router in float32, the slack of the choice [T] and the variance of the weights [T, K]."""
     options = {name: problem.options[name] for name in ROUTER_OPTIONS if name in problem.options}
     renormalize = options.pop("renormalize", True)
     scale, rounded = options.pop("routed_scale", 1.0), options.pop("round_logits", False)
@@ -340,9 +343,9 @@ def check(
 
 
 def _fused_routing(problem: Problem, x: np.ndarray, report: CallReport) -> tuple[np.ndarray, ...]:
-    """ids, weights and their variance, by a float64 router.
+    """ids, weights and the weights' variance, by a float64 router.
 
-    Where two experts are too close for float32 to tell apart, in the order that the engine reports.
+    If two experts are too close for float32 to tell them apart, the ids have the engine's choice and order.
     """
     logits, values, ids, slack, variance = routed(problem, x)
     assert check_topk(values, report.topk_ids, slack).all()
@@ -356,7 +359,7 @@ def _fused_routing(problem: Problem, x: np.ndarray, report: CallReport) -> tuple
 
 
 class Ranks:
-    """Eight processes, and in them contexts which many calls of different shapes share."""
+    """Eight processes, which have contexts that many calls of different shapes share."""
 
     def __init__(self) -> None:
         self._start()
@@ -370,9 +373,9 @@ class Ranks:
     ) -> list[list[Outcome]]:
         """Make several calls, one after the other, in one context; the outcomes of each, by rank.
 
-        The context has these limits (default: as tight as the first problem allows); with `keep`, later calls
-        with the same limits and number of ranks find it again. `how`: see `_in_context`. After a failure all
-        processes and contexts are new.
+        The context has these limits (default: as tight as the first problem allows). With `keep`, later calls with the
+        same limits and number of ranks use the same context. `how`: see `_in_context`. After a failure, all processes
+        and contexts are new.
         """
         ranks = problems[0].ranks
         limits = problems[0].limits() if limits is None else limits
@@ -398,8 +401,8 @@ class Ranks:
         self._names: dict[tuple, str] = {}
 
 
-_contexts: dict[str, flashmoe.Context] = {}  # of this process, if it is a rank
-_tiles: dict[str, tuple[int, int]] = {}  # theirs; set only on change, as that takes a fresh workspace
+_contexts: dict[str, flashmoe.Context] = {}  # this process's contexts by name, if it is a rank
+_tiles: dict[str, tuple[int, int]] = {}  # of these; set only if it changes, which makes a new workspace
 
 
 def _call(
@@ -428,7 +431,7 @@ def _in_context(
     perturb: Sequence[int] = (0,),
     tile: tuple[int, int] = DEFAULT_TILE,
 ) -> list[Outcome]:
-    """`perturb`: seeds of disturbed schedules, one per call in turn, 0 for none. `tile`: rows and columns."""
+    """`perturb`: seeds of random delays in calls, one per call in turn (0: none). `tile`: a tile's rows and columns."""
     outcomes = []
     if _tiles.get(context.name, DEFAULT_TILE) != tile:
         context._engine.set_tile(*tile)

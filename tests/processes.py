@@ -1,4 +1,5 @@
-"""Processes of tests that join groups by themselves: as any user, stopped, killed, or told what to do."""
+"""Processes that tests start to join groups. A test may run them as another user, stop them, kill them, or tell them
+what to do."""
 
 from __future__ import annotations
 
@@ -20,17 +21,18 @@ import pytest
 from flashmoe import _ffi
 
 MARGIN = 15.0
-"""Seconds that a busy machine may need for what takes milliseconds."""
+"""Seconds that a busy machine may need for what takes milliseconds on an idle one."""
 LIMITS = {"hidden": 16, "intermediate": 12, "experts": 4, "top_k": 2, "max_tokens": 20, "dtype": "float32"}
 SHARED_MEMORY = Path("/dev/shm")
 
-# A server that has imported what takes long forks each process: starting one takes milliseconds, not seconds.
+# Each process is forked from a server that has imported the slow modules, so that a start takes milliseconds, not
+# seconds.
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(["flashmoe", "tvm_ffi"])
 
 
 class Process:
-    """`fn(pipe, *args)` in a process of its own, as the user `uid` if one is given, which needs root."""
+    """Runs `fn(pipe, *args)` in a process of its own. If `uid` is given, that user runs it, which needs root."""
 
     def __init__(self, fn: Callable[..., None], *args: Any, uid: int | None = None) -> None:
         self._pipe, theirs = _FORKSERVER.Pipe()
@@ -43,7 +45,7 @@ class Process:
         return self._process.pid
 
     def hear(self, seconds: float = MARGIN) -> Any:
-        """What it says next."""
+        """The process's next message."""
         assert self._pipe.poll(seconds), f"nothing heard for {seconds} s"
         try:
             return self._pipe.recv()
@@ -66,7 +68,7 @@ class Process:
 
 def _run(uid: int | None, fn: Callable[..., None], pipe: Any, *args: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _ffi.library()  # as this user, who may read it
+    _ffi.library()  # loaded before the user changes, because the other user may be unable to read it
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -96,7 +98,8 @@ def join(pipe: Any, name: str, rank: int, ranks: int, timeout: float) -> None:
 
 
 class Processes:
-    """Those of one test, and the name of its group. All end with it, and what they have left of it is removed."""
+    """The processes of one test, and the name of its group. After the test, all of them are ended, and what they have
+    left in shared memory under this name is removed."""
 
     def __init__(self) -> None:
         self.name = f"test-{secrets.token_hex(6)}"
@@ -112,7 +115,7 @@ class Processes:
         return self.start(join, self.name, rank, ranks, timeout, uid=uid)
 
     def path(self, rank: int) -> Path:
-        """Of a rank's segment while it joins."""
+        """The path that a rank's segment has while the rank joins."""
         return SHARED_MEMORY / f"flashmoe-{self.name}-{rank}"
 
     def await_path(self, rank: int) -> Path:

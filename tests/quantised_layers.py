@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 
 def layer_and_call(draw: st.DrawFn, size: st.SearchStrategy[int], activation: str) -> tuple[dict, dict]:
-    """The arguments of `random_problem` for a layer of 1, 2 or 4 ranks, H and I of `size`; and how to call it."""
+    """Arguments of `random_problem` for a layer on 1, 2 or 4 ranks, with H and I drawn from `size`, and the options
+    `how` of `Ranks.call`."""
     count = draw(st.sampled_from([1, 2, 4]))
     experts = draw(st.integers(1, 24))
     holders = st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True)

@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shared, interleaved, transposed": {"shared": 2, "shared_gate": True, "interleaved": True, "transposed": True},
     "shared without a gate": {"shared": 2, "activation": "gelu"},
 }  # fmt: skip
-"""By name, what differs from a SwiGLU layer with a softmax router."""
+"""By name, the options in which a layer differs from a SwiGLU layer with a softmax router."""
 
 
 def random_call(
@@ -54,7 +54,7 @@ def random_call(
     given: bool = False,
     **options: Any,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors of a call with all E experts, float64, and its options."""
+    """The float64 tensors of a call, with all E experts, and the call's options."""
     gated = options.get("activation", "swiglu") in GATED
     rows, order = intermediate * (2 if gated else 1), -1 if options.get("transposed") else 1
 

@@ -1,4 +1,4 @@
-"""What was said in the TCP connections of a recorded cable (relay.py)."""
+"""Finds, in the packets that a cable has recorded (relay.py), the bytes that TCP connections have sent."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 TCP = 6
-"""The protocol's number in an IPv4 header."""
+"""TCP's protocol number in an IPv4 header."""
 
 
 class Side(NamedTuple):
-    """Who says it to whom, addresses and ports."""
+    """One direction of a TCP connection: the addresses and ports of its sender and receiver."""
 
     source: str
     source_port: int
@@ -20,7 +20,8 @@ class Side(NamedTuple):
 
 
 def streams(packets: Iterable[bytes]) -> dict[Side, bytes]:
-    """By side of a connection, what was said, from its beginning on as far as nothing is missing."""
+    """For each direction of each connection, the bytes that were sent: from the beginning of the connection up to the
+    first byte that no packet has."""
     begins: dict[Side, int] = {}
     parts: dict[Side, dict[int, bytes]] = {}
     for packet in packets:

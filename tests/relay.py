@@ -1,5 +1,6 @@
-"""A cable of tests' own between hosts: a process that has the other end of each host's network interface, and hands IP
-packets on later than they came, and now and then none for a while. It loses none and keeps their order."""
+"""A cable with faults between the hosts of tests: a process that has the other end of each host's network interface.
+It passes each IP packet on after a delay, and now and then it stalls: for a while, it passes no packet on. It loses no
+packet and keeps their order."""
 
 from __future__ import annotations
 
@@ -16,21 +17,22 @@ from namespaces import enter
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 DESTINATION = slice(16, 20)
-"""Of an IPv4 packet: the address it goes to."""
+"""The bytes of an IPv4 packet that have its destination's address."""
 
 
 class Cable(NamedTuple):
-    """What is wrong with it."""
+    """The faults of a cable, and whether it records."""
 
     delay: float
-    """Seconds, each way."""
+    """Seconds from a packet's arrival to its passing on, in each direction."""
     stall: float
-    """Seconds for which nothing gets through, and all comes after."""
+    """Seconds that a stall lasts. Packets that arrive in a stall are passed on after it."""
     packets: int
-    """From one stall to the next, on average: half as many to half as many again."""
+    """How many packets arrive from one stall to the next, on average. (The number is random, from 0.5 to 1.5 times
+    this.)"""
     seed: int
     records: bool = False
-    """Whether every packet is kept, for who asks what was carried."""
+    """Whether the cable keeps every packet, for `Carried.record`."""
 
 
 GOOD = Cable(delay=0.0, stall=0.0, packets=1 << 40, seed=0)
@@ -40,18 +42,18 @@ class Carried(NamedTuple):
     packets: int
     stalls: int
     record: list[bytes]
-    """All packets so far, of a cable that records."""
+    """All packets so far if the cable records, otherwise none."""
 
 
 def carry(pipe: Any, keepers: list[int], addresses: list[bytes], cable: Cable) -> None:
-    """Makes the interface eth0 of each keeper's namespace, says so, and carries; told anything, says what it has
-    carried."""
+    """Makes the interface eth0 in each keeper's namespace, sends "ready" through `pipe`, and carries packets. It
+    answers every message in `pipe` with what it has carried so far."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     ends = dict(zip(addresses, map(_interface, keepers), strict=True))
     enter(home)
     pipe.send("ready")
     rng = random.Random(cable.seed)
-    held: deque[tuple[float, int, bytes]] = deque()  # when, to which interface, what
+    held: deque[tuple[float, int, bytes]] = deque()  # the time to pass it on, the interface, the packet
     packets = stalls = 0
     record: list[bytes] = []
     next_stall, stalled_until = _until_stall(rng, cable), 0.0
@@ -66,7 +68,7 @@ def carry(pipe: Any, keepers: list[int], addresses: list[bytes], cable: Cable) -
                 pipe.send(Carried(packets, stalls, record))
                 continue
             packet = os.read(end, 65536)
-            to = ends.get(packet[DESTINATION])  # else to nobody here: what hosts say to all neighbours
+            to = ends.get(packet[DESTINATION])  # None: it goes to no host here, but to all neighbours
             if to is None:
                 continue
             held.append((now + cable.delay, to, packet))

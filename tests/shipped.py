@@ -1,4 +1,4 @@
-"""The trained model that the package ships, for tests of both engines: what it writes, and how well it foretells."""
+"""The trained model that the package ships, for tests of both engines: the texts that it writes, and its perplexity."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ ASSETS = Path(str(resources.files("flashmoe"))) / "assets"
 FOLDER = ASSETS / "tiny-qwen3-moe"
 STEPS = 200
 PROMPTS = ("It was a truth", "The family of Dashwood had", "She had been", "Mr. Elton")
-"""A rank's own."""
+"""One for each rank."""
 WINDOW = 512
-"""Tokens that are read at once."""
+"""Tokens that the model reads at once."""
 ALIKE = 0.002
-"""The most by which perplexities in bfloat16 may differ: three times what eager experts' differs by from float32's."""
+"""The most by which the perplexity may differ from that of eager experts, relative to it, both in bfloat16: three times
+the difference between eager experts in bfloat16 and in float32."""
 
 
 def loaded(**options: Any) -> torch.nn.Module:
@@ -35,14 +36,14 @@ def text_of(model: torch.nn.Module, prompt: str, **options: Any) -> str:
 
 
 def windows() -> list[torch.Tensor]:
-    """A passage of 2048 tokens from the end of Persuasion, which the model was not trained on, in parts."""
+    """A passage of 2048 tokens from the end of Persuasion, on which the model was not trained, in parts of `WINDOW`."""
     with safe_open(ASSETS / "tiny-qwen3-moe-hidden-states.safetensors", "pt") as file:
         return list(file.get_tensor("token_ids").long().split(WINDOW))
 
 
 @torch.no_grad()
 def losses_of(model: torch.nn.Module, mine: list[torch.Tensor]) -> float:
-    """Nats that the windows cost in all."""
+    """The sum of the cross-entropies of the windows' tokens, in nats."""
     total = 0.0
     for ids in mine:
         ids = ids.to(model.device)

@@ -1,4 +1,4 @@
-"""How far a result may be off, from the sizes of a layer alone."""
+"""A bound of a result's error, from the sizes of a layer alone."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ def error_bound(
     *,
     activation: str = "swiglu",
 ) -> float:
-    """Bound of `relative_error` from the sizes alone, for many tokens of data that are random in this sense:
+    """Bound of `relative_error` from the sizes alone, for calls with many tokens of random data.
 
-    dot products about as large as their products' norm, and terms of a token in unrelated directions. It adds
-    the variances of the roundings 1 to 4 and of the two dot products (n/2 each; the first counts once per
-    factor of the activation), each at the mantissa that is worst for it, u / sqrt 3. Mantissas are in fact
-    spread, which makes the error about two thirds of the bound; an engine whose roundings are one bit worse
-    exceeds it. `call_error` is sharper, and holds for any data.
+    Random means here: dot products are about as large as the norm of their products, and the terms of a token have
+    unrelated directions. The bound adds the variances of the roundings 1 to 4 of `flashmoe.tolerance`, and of dot
+    products (n/2 roundings for n products; GEMM0's count twice if the activation has two factors). For each rounding,
+    it takes the mantissa with the largest relative error, which has a root mean square of u / sqrt 3. Real mantissas
+    vary, so the error is about two thirds of the bound. An engine whose roundings are one bit worse exceeds the bound.
+    `call_error` is sharper, and holds for any data.
     """
     several = top_k > 1
     roundings = 2 + several + (several and return_mode == "reduced")

@@ -1,7 +1,7 @@
 """Small random models, one for each modeling file of the installed Transformers that has experts.
 
 The files are found by their sources. A configuration begins with the defaults of its class, and `SMALL` replaces the
-sizes in it by their names. `OWN` has what a model needs besides.
+sizes in it by their names. `OWN` has what single models need besides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 MODELS = Path(transformers.__file__).parent / "models"
 OF_EXPERTS = re.compile(r"(Experts|MoE|Moe|M[Oo][Ee]Block|MoELayer)$")
-"""How the names of classes end that hold experts."""
+"""Matches the ends of the names of classes that hold experts."""
 
 VOCABULARY = 256
 SIZES = {
@@ -45,7 +45,7 @@ SIZES = {
     VOCABULARY: "vocab_size vocab_size_per_layer_input max_position_embeddings",
 }
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()}
-"""Sizes and tokens by the names that configurations have for them."""
+"""Sizes and ids of special tokens, by the names that configurations have for them."""
 
 PER_HEAD = {"num_key_value_heads": 4}  # attention in which each head has keys of its own
 SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
@@ -109,14 +109,14 @@ OWN: dict[str, dict[str, Any]] = {
     "vitpose_backbone": {"num_experts": 2, "part_features": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a configuration of a folder's model has besides `SMALL`."""
+"""By folder: what the configuration of its model has besides `SMALL`."""
 
 MODEL = {
     "diffusion_gemma": "DiffusionGemmaEncoderTextModel",
     "ernie4_5_vl_moe": "Ernie4_5_VLMoeTextModel",
     "qwen3_omni_moe": "Qwen3OmniMoeThinkerTextModel",
 }
-"""The class to be tried where a folder has several that would do."""
+"""By folder: the model class to be tested, if the folder has several that would do."""
 
 
 def classes_of_experts(folder: str) -> list[str]:
@@ -139,7 +139,7 @@ def is_on_interface(folder: str) -> bool:
 
 
 def class_of(folder: str) -> type[PreTrainedModel]:
-    """The model to be tried: one with a head for text, else the text model itself, else whatever the file has."""
+    """The class to be tested: a model with a head for text, else a text model without a head, else another model."""
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     if folder in MODEL:
         return getattr(module, MODEL[folder])
@@ -151,7 +151,7 @@ def class_of(folder: str) -> type[PreTrainedModel]:
 
 
 def small_config(kind: type[PretrainedConfig], own: Mapping[str, Any]) -> PretrainedConfig:
-    """A configuration of `kind` with the sizes of `SMALL`, as far as it has them, and with `own`."""
+    """A configuration of `kind` with those sizes of `SMALL` that `kind` has, and with `own`."""
     default = kind()
     said = default.to_dict()
     aliases = getattr(kind, "attribute_map", {})
@@ -161,8 +161,8 @@ def small_config(kind: type[PretrainedConfig], own: Mapping[str, Any]) -> Pretra
 
 
 def small_model(folder: str) -> PreTrainedModel:
-    """The folder's model with random weights, in float32, for inference. Matrices keep the size of what they multiply,
-    so that experts matter beside the residual stream."""
+    """The folder's model with random weights, in float32, for inference. The weights are so large that a matrix's
+    product is about as large as the row it multiplies, so that experts matter beside the residual stream."""
     kind = class_of(folder)
     config = small_config(kind.config_class, OWN.get(folder, {}))
     config._attn_implementation = "eager"

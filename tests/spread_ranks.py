@@ -1,4 +1,5 @@
-"""Ranks of groups on several machines, hosts of tests' own (hosts.py): what they do, and how they are told."""
+"""Ranks of groups on several machines, which are hosts that tests make (hosts.py): functions that the ranks call, and
+functions by which tests tell the ranks to call them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from hosts import Network
 from processes import MARGIN, Process
 
 LONG = os.environ.get("FLASHMOE_LONG_TESTS") == "1"
-"""Whether to call 2,000 times, and try 200 examples (``make nightly``)."""
+"""Whether tests make 2,000 calls and try 200 examples, as in ``make nightly``, instead of fewer."""
 nightly = pytest.mark.skipif(not LONG, reason="expected FLASHMOE_LONG_TESTS=1, as make nightly sets it")
 SECRET = "a secret of tests' own"
 PORT = 7788
@@ -59,7 +60,7 @@ def enter(
     machines: Sequence[int] = (),
     **options: Any,
 ) -> float:
-    """Joins; the seconds that took."""
+    """Joins a group. Returns the seconds that joining took."""
     cpu.machines = tuple(machines)
     since = time.monotonic()
     sizes = {"max_tokens": 200, "hidden": H, "intermediate": I, "experts": E, "top_k": K, "dtype": "float32"}
@@ -77,7 +78,7 @@ def enter(
 
 
 def compute(x: np.ndarray, seed: int, calls: int = 1) -> np.ndarray:
-    """The last of so many calls; all must have the same bits."""
+    """Makes `calls` calls, whose results must all have the same bits. Returns the last result."""
     ctx, layer = OPEN["it"], Layer.random(seed)
     own = ctx.local_experts()
     first = None
@@ -89,7 +90,7 @@ def compute(x: np.ndarray, seed: int, calls: int = 1) -> np.ndarray:
 
 
 def gradients(x: np.ndarray, dy: np.ndarray, seed: int) -> list[np.ndarray]:
-    """Of x and the router, and of the own experts' weights."""
+    """The gradients of x, of the router, and of the weights of this rank's experts."""
     import torch
 
     ctx, layer = OPEN["it"], Layer.random(seed)
@@ -105,7 +106,7 @@ def crossed() -> Any:
 
 
 def token_blocks() -> int:
-    """Of the last call."""
+    """The number of this rank's token blocks in the last call."""
     return OPEN["it"].last_call.tasks["gate"]
 
 
@@ -114,7 +115,7 @@ def last_call() -> CallReport:
 
 
 def leave() -> tuple[float, list[str]]:
-    """Closes; the seconds that took, and what is left in shared memory."""
+    """Closes the context. Returns the seconds that closing took, and the names that are left in shared memory."""
     since = time.monotonic()
     OPEN.pop("it").close()
     return time.monotonic() - since, glob.glob("/dev/shm/*flashmoe*")
@@ -132,7 +133,7 @@ def all_of(ranks: Sequence[Process], fn: Any, each: Sequence[tuple], seconds: fl
 def formed(
     net: Network, spread: Sequence[int], mode: str = "direct", timeout: float = 30.0, **options: Any
 ) -> list[Process]:
-    """Ranks that have joined, spread over the hosts like that."""
+    """Ranks that have joined a group, each on the host that `spread` says."""
     ranks = net.start(spread, FLASHMOE_SECRET=SECRET)
     join(ranks, f"{net.address(spread[0])}:{PORT}", mode, timeout, **options)
     return ranks
@@ -158,7 +159,8 @@ def told(process: Process, fn: Any, *arguments: Any, seconds: float = 4 * MARGIN
 
 
 def check_leaving(ranks: Sequence[Process], seconds: float = MARGIN, on_hosts: bool = True) -> None:
-    """Ranks close, in time, and leave nothing on hosts of the test's own. (This machine's memory others use, too.)"""
+    """Has ranks close. Each must need less than `seconds`, and leave nothing in its host's shared memory. (The latter
+    is not checked without `on_hosts`, because other processes use this machine's shared memory too.)"""
     for took, left in all_of(ranks, leave, [()] * len(ranks)):
         assert took < seconds
         assert left == [] or not on_hosts

@@ -1,4 +1,4 @@
-"""Where processors' time went, by events that are made up and by those of the CPU engine."""
+"""Accounts of where processors' time went, from events that are made up and from events of the CPU engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALL = [
     span("gate", 100, 150),
     span("dispatch", 150, 200),
     span("send", 200, 300),
-    span("dispatch", 210, 290),  # of the sending
+    span("dispatch", 210, 290),  # inside of the send span, so it counts as sending
     span("wait", 310, 400),
     span("gemm0", 400, 500),
     span("epilogue", 480, 500),
@@ -38,7 +38,7 @@ CALL = [
     span("combine", 700, 750),
     span("reduce", 750, 760),
     span("form", 90, 350, warp=11),
-    span("combine", 400, 900, warp=9),  # beside the first warp: not its time
+    span("combine", 400, 900, warp=9),  # of another warp than the first, so it does not count
     Event("os", "schedule", 90, 950, 0, 0, 11),
 ]
 PARTS_OF_CALL = {
@@ -79,7 +79,8 @@ def test_what_is_left_out_is_not_the_tail():
 
 
 def test_packets_are_under_way_until_the_last_rank_has_dispatched():
-    """Where no former says until when; by one clock."""
+    """In traces without formers. On the CPU engine, waits count as waits for packets until the last rank has
+    dispatched, by one clock for all ranks. On a GPU, a trace without formers has no waits for packets."""
     own = made([span("dispatch", 0, 100), span("wait", 100, 1000)])
     other = CallTrace(
         1, False, 1, 5000, 6000, [span("dispatch", 5000, 5400), span("wait", 5400, 6000)], offset_ns=-5000
@@ -93,8 +94,8 @@ def test_packets_are_under_way_until_the_last_rank_has_dispatched():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_time_is_counted_twice(seed):
-    """Spans at random, also such as no warp leaves: those that begin within others and end behind them. Each nanosecond
-    that one of them has, a piece has, and no other nanosecond."""
+    """Spans are random. Some begin within another span and end after it, as no warp's spans do. Pieces cover each
+    nanosecond that a span covers, once, and no other nanosecond."""
     chance = random.Random(seed)
     starts = [chance.randrange(300) for _ in range(40)]
     events = [span(chance.choice(("wait", "gemm0")), start, start + chance.randrange(60)) for start in starts]
@@ -119,7 +120,7 @@ def test_a_call_without_time():
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_cpu_engine(backward):
-    """All of its processors' time is accounted for, and tasks have their experts."""
+    """All time of the CPU engine's processors is accounted for, and events of tasks name the tasks' experts."""
     torch.manual_seed(0)
     experts, hidden, inner, top_k, tokens = 4, 32, 16, 2, 50
     x, router = torch.randn(tokens, hidden), torch.randn(experts, hidden)

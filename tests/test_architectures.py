@@ -1,5 +1,5 @@
-"""Checkpoints of every architecture that is known, as Transformers writes them: the layer that is read from one against
-the block of the model that wrote it."""
+"""Checkpoints of every architecture that is known, as Transformers writes them. The layer that is read from a
+checkpoint is compared with the block of the model that was saved."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ FOLDERS = (
 )
 """Further models, by their folders in Transformers."""
 ODD = "Qwen3Next"
-"""The one whose shared expert is not as wide as several experts."""
+"""The model in which the width of the shared expert is no multiple of an expert's."""
 SHARED = ("Qwen2Moe", "DeepseekV3", "Glm4Moe", "Qwen3Next", "Llama4")
 LAYER = 1
-"""That every model here has with experts."""
+"""The number of a layer that has experts in every model here."""
 
 
 def random_model(name, **changes):
-    """A model whose biases are no zeros."""
+    """A model in which the biases of routers are not zero."""
     model = model_of(name, **changes)
     for key, tensor in (*model.named_parameters(), *model.named_buffers()):
         if key.endswith(("e_score_correction_bias", "router.bias")):
@@ -59,14 +59,14 @@ def random_model(name, **changes):
 
 
 def block_of(model):
-    """The block of the layer that is read."""
+    """The Mixture-of-Experts block of the model's layer `LAYER`."""
     layer = getattr(model, "model", model).layers[LAYER]
     return layer.feed_forward if hasattr(layer, "feed_forward") else layer.mlp
 
 
 @torch.no_grad()
 def routed_by(block, x):
-    """[T, H], what the block makes of x [T, H], and what its router says."""
+    """The block's result [T, H] for x [T, H], and what its router returns."""
     router = block.router if hasattr(block, "router") else block.gate
     y = block(x[None])
     return (y[0] if isinstance(y, tuple) else y).reshape(x.shape).numpy(), router(x)
@@ -87,7 +87,8 @@ def called(layer, x, **given):
 
 
 def compare(model, folder):
-    """The layer's result against the block's, with the routing of the model's router where it is the model's own."""
+    """Compares the layer's result with the block's, and returns the layer. If `flashmoe.moe` does not compute the
+    model's router (`own_router`), the call is given the routing of that router."""
     layer, x = load_layer(folder, LAYER), tokens_for(model)
     block = block_of(model)
     for name in {name.removesuffix("_gate") for name in layer.left_out}:
@@ -104,7 +105,7 @@ def compare(model, folder):
 
 
 def merged(model, folder):
-    """The checkpoint with the names that the tensors have in memory."""
+    """Writes the model's checkpoint with the names that its tensors have in memory."""
     model.config.save_pretrained(folder)
     tensors = {name: each.contiguous() for name, each in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors")
@@ -164,14 +165,14 @@ COMPUTED = [
     ("Mixtral", {"hidden_act": "gelu"}),
     ("Mixtral", {"hidden_act": "gelu_pytorch_tanh"}),
     ("Mixtral", {"num_experts_per_tok": 3}),
-    ("Mixtral", {"router_jitter_noise": 0.5}),  # of training
+    ("Mixtral", {"router_jitter_noise": 0.5}),  # read in training only
     ("Qwen2Moe", {"norm_topk_prob": True}),
     ("Qwen2Moe", {"shared_expert_intermediate_size": 40}),
     ("Qwen3Moe", {"norm_topk_prob": True}),
     ("Qwen3Moe", {"moe_intermediate_size": 40}),
     ("Qwen3Moe", {"hidden_act": "swish"}),
     ("Olmoe", {"norm_topk_prob": True}),
-    ("Phimoe", {"router_jitter_noise": 0.3}),  # of the sparsemixer, which the caller computes
+    ("Phimoe", {"router_jitter_noise": 0.3}),  # read by the sparsemixer, which the caller computes
     ("DeepseekV3", {"norm_topk_prob": False}),
     ("DeepseekV3", {"routed_scaling_factor": 0.7}),
     ("DeepseekV3", {"n_group": 2, "topk_group": 1}),
@@ -180,7 +181,7 @@ COMPUTED = [
     ("Glm4Moe", {"n_group": 4, "topk_group": 2}),
     ("GptOss", {"swiglu_limit": 0.5}),
     ("GptOss", {"swiglu_alpha": 0.4}),
-    ("GptOss", {"hidden_act": "gelu"}),  # which no code of the model reads
+    ("GptOss", {"hidden_act": "gelu"}),  # no code of the model reads it
     ("Llama4", {"num_experts_per_tok": 2}),
     ("Llama4", {"hidden_act": "gelu"}),
     ("Qwen3Next", {"norm_topk_prob": False}),
@@ -239,7 +240,8 @@ def test_dense_layers_are_said_to_be(tmp_path, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpoints_in_fp8(tmp_path, name):
-    """A model's layer once its checkpoint is quantised: the same as quantised once it is read."""
+    """A layer of a quantised checkpoint is the same as a layer that is quantised after it was read. A model with
+    transposed experts is refused."""
     source, target = tmp_path / "source", tmp_path / "target"
     model_of(name).save_pretrained(source)
     layer = load_layer(source, LAYER)
@@ -292,7 +294,7 @@ def test_a_tensor_that_the_architecture_has_is_missed(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_runs_a_layer_of_a_checkpoint(tmp_path, capsys, name):
-    """In bfloat16, where most routers round their logits."""
+    """It runs in bfloat16, in which most models' routers round their logits."""
     random_model(name).save_pretrained(tmp_path / "model")
     command = ["run", "--engine", "cpu", "--ranks", "2", "--tokens", "60", "--checkpoint", str(tmp_path / "model")]
     command += ["--layer", str(LAYER), "--dtype", "bfloat16", "--out", str(tmp_path)]

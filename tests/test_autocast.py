@@ -1,4 +1,4 @@
-"""Calls within torch.autocast: what is cast, what is not, and that training comes out as PyTorch's own layers do."""
+"""Calls within torch.autocast: what is cast, what is not, and that training is about as exact as with linear layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tensors(**more: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_call_is_that_of_cast_tensors_with_a_linear_layers_logits(ctx, dtype):
-    """Bit for bit, gradients included, which have the types of what was cast."""
+    """Results and gradients are equal bit for bit. Gradients have the types that their tensors had before the cast."""
     given, choice_bias = tensors(), torch.linspace(-1, 1, E)
     for each in given.values():
         each.requires_grad_()
@@ -93,7 +93,8 @@ def test_quantised_experts_are_not_touched():
 @pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_module_of_float32_in_bfloat16(ctx, of_x, compiled):
-    """Behind a layer that autocast has rounded, and behind one that it has not. The logits are a linear layer's."""
+    """x is in bfloat16, as after a layer that autocast casts, or in float32, as after one that it does not cast. The
+    logits are those of a linear layer within autocast."""
     torch.manual_seed(0)
     layer = MoE(ctx, *SIZES.values(), shared_intermediate=I, shared_gate=True)
     x = torch.randn(T, H).bfloat16().to(of_x)
@@ -121,7 +122,8 @@ def test_main_grad_of_another_type_is_refused(ctx):
 
 
 def test_no_cast_outlives_its_use(ctx):
-    """Outside of autograd nothing keeps a cast; PyTorch's own cache of casts is not filled either."""
+    """Outside of autograd, neither the layer nor autocast's own cache keeps a cast: the next call sees weights that
+    have changed in place."""
     layer, x = MoE(ctx, *SIZES.values()), torch.randn(T, H)
     with torch.no_grad(), within(torch.bfloat16):
         first = layer(x)
@@ -133,7 +135,7 @@ def test_no_cast_outlives_its_use(ctx):
 
 
 class Model(torch.nn.Module):
-    """A layer between two others, with a residual stream."""
+    """A model with the layer between an embedding and a head, and with a residual stream."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -145,7 +147,7 @@ class Model(torch.nn.Module):
 
 
 class Eager(torch.nn.Module):
-    """The same layer, of PyTorch's operations alone."""
+    """The layer with the same weights, computed by PyTorch's operations alone."""
 
     def __init__(self, layer: MoE) -> None:
         super().__init__()
@@ -164,7 +166,8 @@ class Eager(torch.nn.Module):
 
 
 def trained(model: torch.nn.Module, dtype: torch.dtype) -> Run:
-    """Steps within autocast, with a scaled loss as float16 needs it; in float32 without autocast."""
+    """Trains the model for `STEPS` steps: within autocast, in float16 with a scaled loss; in float32 without
+    autocast."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
     ids, losses, before = torch.arange(64) * 7 % 17, [], parameters_of(model)

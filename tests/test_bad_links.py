@@ -1,4 +1,5 @@
-"""Groups over a network that is slow, far away, or still for a second at a time: the same bits, and every wait ends."""
+"""Groups on a network that is slow, or has long delays and stalls for a second now and then: results have the same bits
+as on one rank, and every wait ends."""
 
 from __future__ import annotations
 
@@ -26,16 +27,16 @@ from spread_ranks import (
 
 __all__ = ["network", "processes"]  # fixtures
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork of a process with threads
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # about forks of a process with threads
 
 CALLS = 2000 if LONG else 50
 EXAMPLES = 200 if LONG else 10
 SEED = int(os.environ.get("FLASHMOE_SEED") or 0)
 SPREAD = [0, 1, 1, 0]
 TIMEOUT = 10.0
-"""Of a rank's waits: more than the longest stall, with room for a busy machine."""
+"""Seconds after which a rank's wait expires: more than the longest stall, with room for a busy machine."""
 SLOWEST_CALL = 0.4
-"""Seconds of a call at most, on average: crossings, and a stall now and then."""
+"""The most seconds that a call may take on average, with its crossings between hosts and a stall now and then."""
 
 
 def ten_megabits(make: MakeNetwork) -> Network:

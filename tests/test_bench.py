@@ -1,4 +1,4 @@
-"""`flashmoe bench`: suites in their small form, going on where a run stopped, what is compared, and the page."""
+"""`flashmoe bench`: suites in their small form, runs that go on where one stopped, comparisons, and the page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = Machine("cpu", 0)
 
 
 def fake(name: str, answers: dict[str, list[float]], shows: str = "") -> Suite:
-    """A suite without ranks, whose points take no time."""
+    """A suite without ranks. `answers`: the times of each point; a point without times is voided."""
 
     def measure(run, key):
         if not answers[key]:
@@ -51,7 +51,8 @@ def run(out: Path, *suites: Suite, budget: float | None = None) -> runner.Outcom
 
 
 def test_suites_in_their_small_form(tmp_path, capsys):
-    """One run of those whose measuring differs: each point is checked, and has what its page shows."""
+    """One run of suites that measure in different ways: the results have each of the suites' points, and every point's
+    error is within its bound."""
     pytest.importorskip("torch")
     names = (
         "memory",
@@ -80,7 +81,7 @@ def test_suites_in_their_small_form(tmp_path, capsys):
     assert [set(point["samples"]) >= {"flashmoe", "pytorch", "gemms"} for point in gpus] == [True, True]
     assert "exchange" in gpus[1]["samples"] and len(gpus[0]["samples"]["flashmoe"]["plain"]) == runner.REPEATS["cpu"]
     assert main(["bench", "--engine", "cpu", "--out", str(tmp_path), *chosen]) == 0
-    assert "0 points in" in capsys.readouterr().out  # all are of these sources
+    assert "0 points in" in capsys.readouterr().out  # all points were measured from these sources before
 
 
 def test_every_suite_has_a_small_form_and_points_of_one_name_each():
@@ -105,12 +106,13 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(runner.time, "monotonic", lambda: float(next(clock)))
     suite = fake("tokens", {"a": [1.0], "b": [2.0], "c": [3.0]})
-    outcome = run(tmp_path, suite, budget=5.0)  # a look before each point, two around it
+    # Each reading of the clock is a second later. The clock is read once before each point, and twice around it.
+    outcome = run(tmp_path, suite, budget=5.0)
     assert (outcome.measured, outcome.left) == (2, 1)
     outcome = run(tmp_path, suite)
     assert (outcome.measured, outcome.known, outcome.left) == (1, 2, 0)
     monkeypatch.setattr(store, "sources_digest", lambda: "another")
-    assert run(tmp_path, suite).measured == 3  # of other sources
+    assert run(tmp_path, suite).measured == 3  # the earlier measurements are of other sources
     assert [point["sources_sha256"] for point in store.read(outcome.files[0])["points"]] == ["another"] * 3
 
 
@@ -146,7 +148,8 @@ def test_points_of_some_ranks_in_the_order_of_their_suites():
 
 
 def test_kernels_are_compiled_before_ranks_wait():
-    """Of all points at once: what a suite's passes need, among several ranks another than alone."""
+    """`kernels_of` names the kernels that a suite's passes need at a point, so that the kernels of all points can be
+    compiled together. Passes among several ranks need other kernels than those of one rank."""
 
     def kernels(name: str, ranks: int) -> set[Variant]:
         points = [point for point in SUITES[name].points(Machine("cuda", 2)) if point.ranks == ranks]
@@ -168,14 +171,14 @@ def test_what_another_package_fails_in_is_said():
 
 
 def test_efficiency_is_beside_two_ranks():
-    """Of points that have as many tokens a rank."""
+    """The efficiency compares points of two and of more ranks that have the same number of tokens on each rank."""
     medians = {"a x2": {"flashmoe": 3.0}, "a x4": {"flashmoe": 4.0}, "b x4": {"flashmoe": 1.0}}
     said = [measure._scaled({"name": name, "ranks": int(name[-1])}, medians) for name in medians]
     assert said == [[], ["T(2)/T(4) 0.750"], []]
 
 
 def test_a_call_that_is_wrong_has_no_time():
-    """The check of a layer sees a single wrong row of those that it looks at."""
+    """The check of a layer finds a single wrong row among those that it compares, and voids the point."""
     torch = pytest.importorskip("torch")
     from flashmoe.bench.run import apart
 
@@ -246,7 +249,7 @@ def test_versions_are_those_of_the_packages_that_are_needed():
 
 
 def wrong_baseline(monkeypatch) -> SimpleNamespace:
-    """A layer of which a baseline's result is wrong."""
+    """A layer for which every baseline's result is wrong."""
     wrong = SimpleNamespace(NEEDS=Needs(), call=lambda layer: lambda i: i)
     monkeypatch.setattr(baselines, "module", lambda name: wrong)
     return SimpleNamespace(run=Run("cpu", 0, 1, 4), sizes=SIZES, error=lambda y: 1.0, bound=0.25)
@@ -258,7 +261,7 @@ def test_a_baseline_that_is_wrong_has_no_time(monkeypatch):
 
 
 def test_the_point_of_a_baseline_that_is_wrong_has_no_figures(monkeypatch):
-    """It is measured again, when another release of the package is right."""
+    """The point is voided, so that it is measured again, perhaps with a release of the package that is right."""
     absent = {"absent": {"other": "voided: expected an error of at most 0.5, got 1"}}
     monkeypatch.setattr(packages, "measure_layer", lambda run, **sizes: absent)
     with pytest.raises(Voided, match=r"at most 0\.5, got 1"):
@@ -266,7 +269,8 @@ def test_the_point_of_a_baseline_that_is_wrong_has_no_figures(monkeypatch):
 
 
 def test_liger_tries_few_of_its_configurations(monkeypatch):
-    """All that it has are these, of liger-kernel 0.8.5: 32 of either GEMM, 40 of the sum."""
+    """The test makes the same configurations that liger-kernel 0.8.5 has: 32 for each of the two GEMMs, 40 for the
+    sum."""
 
     def grid(warps: tuple[int, ...], stages: tuple[int, ...], **blocks: tuple[int, ...]) -> SimpleNamespace:
         of_blocks = [dict(zip(blocks, each, strict=True)) for each in itertools.product(*blocks.values())]
@@ -298,11 +302,11 @@ def test_packages_that_are_not_installed_have_no_points(monkeypatch):
     monkeypatch.setattr(needs_module, "_there", lambda package: package.startswith(("liger", "triton")))
     assert names() == {"pytorch", "pytorch_graph", "liger", "liger_cute"}
     monkeypatch.setattr(needs_module, "_there", lambda package: package != "liger_cute_kernels")
-    assert names() == set(baselines.MODULES) - {"liger_cute", "deepep"}  # which wants several ranks
+    assert names() == set(baselines.MODULES) - {"liger_cute", "deepep"}  # deepep needs several ranks
 
 
 def test_ranks_share_a_gpu_where_they_may(monkeypatch):
-    """Only of what says nothing with one rank, and where a machine has but one GPU."""
+    """Ranks share a GPU only in the suites that need several ranks, and only if the machine has a single GPU."""
     alone, shared, two = Machine("cuda", 1), Machine("cuda", 1, True), Machine("cuda", 2, True)
     for name, suite in SUITES.items():
         if name in ("stragglers", "parallelism", "imbalance"):
@@ -361,7 +365,8 @@ def test_other_suites_are_not_compared(tmp_path, capsys):
 
 
 def test_the_page_is_of_the_files_that_are_there(tmp_path):
-    """Page and pictures made again: the same text, and pictures of the same files."""
+    """The page and its pictures are made again: the text is the committed text, and the pictures are drawn from the
+    same files as the committed pictures."""
     drawn = report.write(RESULTS, tmp_path / "performance.md")
     assert PAGE.read_text() == (tmp_path / "performance.md").read_text(), "tools/performance_page.py writes it anew"
     committed = PAGE.parent / report.PICTURES
@@ -371,7 +376,7 @@ def test_the_page_is_of_the_files_that_are_there(tmp_path):
 
 
 def drawn_from(picture: Path) -> str:
-    """The digest of results that a picture carries."""
+    """The digest of the results that a picture was drawn from; the picture's file has it."""
     from PIL import Image
 
     with Image.open(picture) as image:

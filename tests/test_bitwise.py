@@ -30,7 +30,7 @@ def test_fifty_disturbed_schedules(ranks, dtype, return_mode, tile):
 
 
 def split(problem, cuts):
-    """The same tokens, in order, over the ranks that `cuts` divides them into."""
+    """The problem with the same tokens in the same order, cut at `cuts` into the tokens of each rank."""
     return replace(problem, x=np.split(np.concatenate(problem.x), cuts), options={"return_mode": "direct"})
 
 

@@ -1,4 +1,5 @@
-"""One header, spec/build.h, reads what a build is told by -D, and nobody else has the preprocessor choose."""
+"""Only the header spec/build.h reads the macros that a build defines by -D. Elsewhere, the preprocessor chooses by none
+of the project's macros."""
 
 from __future__ import annotations
 
@@ -15,19 +16,20 @@ READER = "include/flashmoe/spec/build.h"
 
 
 def sources(root: Path) -> Iterator[Path]:
-    """All that a C++ compiler or nvcc reads."""
+    """All files that a C++ compiler or nvcc reads."""
     for folder in ("include", "csrc"):
         yield from sorted(p for p in (root / folder).rglob("*") if p.suffix in {".h", ".cuh", ".cpp", ".cu"})
 
 
 def options(root: Path) -> list[str]:
-    """The macros by which a build is told what it is."""
+    """The names of the macros by which a build gets its options."""
     text = (root / READER).read_text()
     return [*re.findall(r"ROW\(\w+, (FLASHMOE_\w+)\)", text), *re.findall(r"#ifndef (FLASHMOE_\w+)", text)]
 
 
 def readers(root: Path) -> list[str]:
-    """Who else names such a macro, or has the preprocessor choose by one of ours."""
+    """The lines of other files that name such a macro, or have the preprocessor choose by any macro FLASHMOE_...
+    (except include guards)."""
     names = re.compile(rf"\b(?:{'|'.join(options(root))})\b")
     chooses = re.compile(r"^\s*#\s*(?:if|ifdef|ifndef|elif)\b.*\bFLASHMOE_(?!H\b|\w+_H\b)")
     found = []
@@ -47,7 +49,7 @@ def test_one_header_reads_what_a_build_is_told() -> None:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    """A tree of the switchboard alone, to which a test adds what is to be found."""
+    """A source tree that has only the header `READER`. Tests add the file that is to be found."""
     (tmp_path / READER).parent.mkdir(parents=True)
     (tmp_path / READER).write_text((ROOT / READER).read_text())
     return tmp_path

@@ -1,4 +1,4 @@
-"""The benchmark of a call's cost on the host: what it counts, and what it makes of the rounds."""
+"""The benchmark of a call's cost on the host: which calls it times, and how it sums up its rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness import Tree
 
 
 def test_a_call_is_timed(monkeypatch):
-    """Every call, and only those behind the warm-up; the calling thread cannot be busy for longer than a call takes."""
+    """The calls after the warm-up are timed. The calling thread cannot be busy for longer than a call takes."""
     monkeypatch.setattr(host_calls, "WARM_UP", 2)
     monkeypatch.setattr(host_calls, "CALLS", 5)
     calls = []
@@ -22,7 +22,7 @@ def test_a_call_is_timed(monkeypatch):
 
 
 def test_blocks_of_transformers_are_timed():
-    """Each case is one call of the operator's context, of the size that the function's cases have."""
+    """Each case calls a module of Transformers once, with the sizes that the cases of `flashmoe.moe` have."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_rounds_are_summed_up_by_case():
 
 
 def test_cases_that_differ_are_an_error():
-    """Rounds of which one lacks a case are no figures."""
+    """If one round lacks a case, no figures are computed."""
     row = {"engine": "cpu", "tensors": "numpy", "call_us": 1.0, "host_us": 1.0}
     assert len(call_overhead.over_rounds([[row]])) == 1
     with pytest.raises(ValueError, match="zip"):

@@ -22,7 +22,7 @@ from problems import Outcome, Problem, check, random_problem
 
 EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "500")) // 5
 TILE = (8, 16)
-"""Rows and columns of a tile: small, so that there are many."""
+"""Rows and columns of a tile: so few that there are many tiles."""
 SIZES = {"hidden": 24, "intermediate": 20, "experts": 8, "top_k": 2}
 
 
@@ -32,7 +32,7 @@ def limits_of(ranks: int, **limits: Any) -> dict[str, Any]:
 
 
 def room_of(limits: dict[str, Any]) -> Room:
-    """What calls of a context with these arguments may be, on rank 0."""
+    """How large the calls of a context with these arguments may be, on rank 0."""
     unsaid = {"placement": None, "return_mode": "auto", "capacity_factor": None, "transport": "auto"}
     return Room.of(checked_context(engine="cpu", **unsaid | limits), 0)
 
@@ -61,13 +61,14 @@ def run(ranks, problem: Problem, limits: dict[str, Any]) -> list[Outcome]:
 
 
 def every_expert_full(tokens: int, experts: int, top_k: int) -> np.ndarray:
-    """int32 [T, K]: in turn, so that every expert gets the same number of tokens, or one more."""
+    """Ids, int32 [T, K], that name the experts in turn, so that each gets the same number of tokens, or one more."""
     return ((np.arange(tokens)[:, None] * top_k + np.arange(top_k)) % experts).astype(np.int32)
 
 
 @pytest.mark.parametrize("return_mode", ["direct", "reduced"])
 def test_the_room_is_used_to_the_last_row(ranks, return_mode):
-    """Every expert keeps what it may: 64 tokens, K = 2, E = 8, so 16 rows of a rank; 2 experts on each of 4 ranks."""
+    """Every expert gets as many rows as it may keep. With 64 tokens, K = 2 and E = 8, that is 16 rows of each rank;
+    each of the 4 ranks has 2 experts."""
     problem = random_problem(1, [64] * 4, **SIZES, fused=False, capacity_factor=1.0, return_mode=return_mode)
     problem.topk_ids = [every_expert_full(64, 8, 2)] * 4
     limits = limits_of(4, capacity_factor=1.0)
@@ -86,7 +87,8 @@ def test_all_tokens_to_one_expert(ranks, factor):
 
 
 def test_calls_of_less_fit(ranks):
-    """Fewer tokens, experts of a token, a smaller factor; and fewer experts, of which no rank has a larger share."""
+    """Calls fit that have fewer tokens, fewer experts per token or a smaller factor. So do calls with fewer experts, if
+    no rank has a larger share of them."""
     limits = limits_of(4, capacity_factor=1.5)
     for tokens, experts, top_k, factor in ((64, 8, 2, 1.5), (5, 8, 2, 1.5), (64, 4, 2, 1.5), (64, 8, 1, 0.2)):
         changes = {"experts": experts, "top_k": top_k, "capacity_factor": factor}
@@ -95,7 +97,7 @@ def test_calls_of_less_fit(ranks):
 
 @st.composite
 def cases(draw) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A context, and a call within its limits but for the rows that it may keep."""
+    """A context's arguments, and a call within the context's limits, except that it may keep too many rows."""
     count = draw(st.integers(1, 4), label="ranks")
     experts = draw(st.integers(1, 24), label="experts")
 
@@ -132,7 +134,7 @@ def cases(draw) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def most_kept(limits: dict[str, Any], call: dict[str, Any]) -> int:
-    """Rows of one rank, with as many tokens as it may have, that the call may keep on another."""
+    """The most rows of one rank, if it has `max_tokens` tokens, that the call may keep on another rank."""
     tokens, local = limits["max_tokens"], most_local(call["placement"], limits["ranks"])
     capacity = math.ceil(call["capacity_factor"] * (tokens * call["top_k"]) / call["experts"])
     return min(local * capacity, tokens * min(local, call["top_k"]))
@@ -154,7 +156,8 @@ def test_calls_are_right_or_refused(ranks, case):
 
 
 def test_fewer_experts_on_one_rank_are_refused_by_all(ranks):
-    """Of 4 experts each keeps 32 rows of a rank, where of 8 it is 16: 2 a rank keep 64 as 4 of 8 do, 3 are too many."""
+    """The context has memory for 64 rows of another rank: 4 of 8 experts, which keep 16 rows each. If a call has 4
+    experts, each keeps 32 rows. So 2 of them on a rank fit, and 3 are too many."""
     limits = limits_of(2, capacity_factor=1.0)
     sizes = SIZES | {"experts": 4, "capacity_factor": 1.0}
     run(ranks, random_problem(4, [64, 64], **sizes), limits)

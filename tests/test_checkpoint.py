@@ -469,7 +469,7 @@ def test_shipped_hidden_states_route_unevenly():
 
 
 def test_shipped_router_was_trained():
-    """A router at its initial weights, of scale 0.02, is far less sure of its first choice."""
+    """A router with its initial weights, of scale 0.02, would give its first choice a far lower probability."""
     layer, hidden_states = shipped_layer()
     first_choice = router_probabilities(layer, hidden_states).max(axis=1)
     assert np.median(first_choice) > 4 / layer.experts
@@ -485,7 +485,7 @@ def test_shipped_token_ids_belong_to_the_hidden_states():
 
 
 def test_the_shipped_folder_is_a_plain_checkpoint():
-    """Some loaders take every safetensors file in it for a part of the model."""
+    """It has only one safetensors file, because some loaders take every such file for a part of the model."""
     folder = resources.files("flashmoe") / "assets" / "tiny-qwen3-moe"
     assert [file.name for file in folder.iterdir() if file.name.endswith(".safetensors")] == ["model.safetensors"]
 
@@ -496,12 +496,12 @@ def test_shipped_files_stay_small():
     assert sum((folder / name).stat().st_size for name in names) <= 8_000_000
 
 
-# --- A rank's part of it --------------------------------------------------------------------------------
+# --- A rank's part of a layer ---------------------------------------------------------------------------
 
 
 @dataclass
 class Reads:
-    """What is read of a file by place: bytes in all."""
+    """How many bytes `os.preadv` has read in all."""
 
     bytes: int = 0
 
@@ -520,7 +520,7 @@ def reads(monkeypatch) -> Reads:
 
 
 def of_gpt_oss() -> dict[str, np.ndarray]:
-    """Transposed and interleaved, with biases."""
+    """One layer's tensors as gpt-oss has them: transposed and interleaved, with biases."""
     return {
         f"{BLOCK}.router.weight": random_array(EXPERTS, HIDDEN),
         f"{BLOCK}.router.bias": random_array(EXPERTS),
@@ -561,7 +561,7 @@ def test_of_a_rank_s_part_no_other_byte_is_read(write, reads, layout: str, slice
     assert (part.experts, part.intermediate, part.slices) == (EXPERTS, INTERMEDIATE // slices, slices)
     assert part.held == (None if held is None else tuple(held))
     assert part.rule() == whole.rule() | ({"slices": slices} if slices > 1 else {})
-    # Every byte of the part once; of a later slice's second bias, which is 0, none.
+    # Every byte of the part is read once, except the down_bias of an expert's later slices, which is 0 and is not read.
     later = 0 if whole.down_bias is None else sum(each % slices != 0 for each in mine) * HIDDEN
     assert reads.bytes == 2 * (sum(each[mine].size for each in expected.values()) - later)
 

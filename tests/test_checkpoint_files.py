@@ -1,5 +1,5 @@
-"""Files of a checkpoint as somebody else may have made them: whatever is in them, the answer is a layer or one error of
-the package, without the memory that they claim and without waiting."""
+"""Checkpoint files that a stranger may have made. Whatever is in them, loading ends with a layer or with an error of
+the package, does not allocate the memory that the files claim, and does not wait."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refused(*parts: str) -> Iterator[None]:
 
 
 def header(shapes: dict[str, list[int]], dtype: str = "F32", element: int = 4) -> dict[str, Any]:
-    """Of a file that has these tensors, one after another."""
+    """The header of a file that has these tensors, one after another."""
     said, begin = {}, 0
     for name, shape in shapes.items():
         end = begin + element * int(np.prod([int(size) for size in shape], dtype=object))
@@ -47,7 +47,7 @@ def header(shapes: dict[str, list[int]], dtype: str = "F32", element: int = 4) -
 
 
 def write(path: Path, said: Any, size: int | None = None) -> Path:
-    """A file with that header, parsed or as text, and so many bytes of zeros, of which none is stored."""
+    """Writes a file with the header `said` (an object, or bytes) and `size` zeros, which take no room on the disk."""
     text = said if isinstance(said, bytes) else json.dumps(said).encode()
     if size is None:
         size = max((each["data_offsets"][1] for each in said.values()), default=0)
@@ -59,7 +59,7 @@ def write(path: Path, said: Any, size: int | None = None) -> Path:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A checkpoint that is as it should be."""
+    """The folder of a correct checkpoint, which tests then damage."""
     write(tmp_path / "model.safetensors", header(SHAPES))
     (tmp_path / "config.json").write_text('{"hidden_size": 8, "num_experts_per_tok": 2}')
     assert load_layer(tmp_path).experts == 4
@@ -68,7 +68,7 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture
 def small_machine(monkeypatch):
-    """A machine that has 16 GiB."""
+    """The package takes this machine to have 16 GiB of memory."""
     monkeypatch.setattr(planned, "machine_bytes", lambda: 2**34)
 
 
@@ -83,8 +83,8 @@ def little_memory(small_machine):
 
 
 def grown(act) -> int:
-    """Bytes by which the memory that this process has had at most grows while `act` runs."""
-    Path("/proc/self/clear_refs").write_text("5")  # from now on
+    """The bytes by which the peak of this process's memory grows while `act` runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
     peak = re.compile(r"VmHWM:\s*(\d+)")
     before = int(peak.search(Path("/proc/self/status").read_text())[1])
     act()
@@ -119,7 +119,7 @@ def test_json_that_is_none(folder, name, content, why):
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_a_value_nested_as_deeply_as_json_may_be(folder, name):
-    """Showing it must not go deeper than parsing it did."""
+    """To show the value in an error must not need a deeper stack than to parse it did."""
 
     def at_depth(depth: int) -> None:
         if depth:
@@ -134,7 +134,7 @@ def test_a_value_nested_as_deeply_as_json_may_be(folder, name):
 
 @pytest.mark.parametrize("name", ["config.json", INDEX, "model.safetensors"])
 def test_a_file_that_claims_terabytes_of_json(folder, name):
-    """None of which is allocated: a limit of the process would turn that into another error."""
+    """The file is refused by its size, before memory is allocated: to allocate so much would cause another error."""
     if name == "model.safetensors":
         with (folder / name).open("wb") as file:
             file.write((2**43).to_bytes(8, "little"))
@@ -154,7 +154,7 @@ def test_json_that_is_no_object(folder, value):
         (folder / name).unlink()
 
 
-# ---- files that are none ---------------------------------------------------------------------------------------------
+# ---- paths that name no regular file ---------------------------------------------------------------------------------
 
 MAKERS = {
     "a pipe": os.mkfifo,
@@ -168,7 +168,7 @@ MAKERS = {
 @pytest.mark.parametrize("name", ["config.json", INDEX, "model.safetensors"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_what_is_no_regular_file(folder, name, kind):
-    """Nor does reading it wait."""
+    """It is refused at once: a pipe, for example, is not waited for."""
     (folder / name).unlink(missing_ok=True)
     MAKERS[kind](folder / name)
     with refused("path: expected", name, f"got {kind}"):
@@ -193,7 +193,7 @@ def test_a_file_that_may_not_be_read(folder, monkeypatch):
 
 
 def test_links_are_followed(folder):
-    """As folders of Hugging Face's cache have them."""
+    """The folders of Hugging Face's cache have such links."""
     os.rename(folder / "model.safetensors", folder / "blob")
     os.symlink("blob", folder / "model.safetensors")
     assert load_layer(folder).experts == 4
@@ -237,7 +237,8 @@ def test_a_weight_map_of_another_type(folder, value):
 
 
 def test_a_header_is_read_once(folder, monkeypatch):
-    """Else the time would be the product of the number of tensors and the header's size."""
+    """If each tensor had the header read again, the time would be the product of the number of tensors and the header's
+    size."""
     read, read_header = [], files.read_header
     monkeypatch.setattr(files, "read_header", lambda path: read.append(path) or read_header(path))
     load_layer(index_of(folder, dict.fromkeys(SHAPES, "model.safetensors")))
@@ -304,7 +305,7 @@ def test_a_header_that_is_no_object(folder, said, shown):
 
 
 def test_a_tensor_twice(folder):
-    """The last one does not stand for both."""
+    """A header that has one name twice is refused. (Python's JSON parser would keep the last tensor of the name.)"""
     end = header(SHAPES)[DOWN]["data_offsets"][1]
     text = json.dumps(header(SHAPES)).replace("{", '{"%s": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]},', 1)
     with refused("path: expected a complete safetensors file", f"the name '{ROUTER}' twice"):
@@ -326,7 +327,7 @@ def test_a_header_s_length(folder, size):
 
 
 def test_tensors_of_other_types_beside_it(folder):
-    """Also of types that are unknown here: what is not read need not be understood."""
+    """A file may have further tensors, even of types that the package does not know, because they are not read."""
     said = header(SHAPES)
     end = said[DOWN]["data_offsets"][1]
     said["other"] = {"dtype": "F4", "shape": [3, 7], "data_offsets": [end, end + 11]}
@@ -396,7 +397,8 @@ LARGE = {ROUTER: [2**20, 8], GATE_UP: [2**20, 2**15, 8], DOWN: [2**20, 8, 2**14]
 
 
 def test_a_layer_larger_than_the_machine(folder, small_machine):
-    """What it says is consistent, and it takes a few blocks of the disk."""
+    """The file's header is consistent, and the file takes only a few blocks on the disk: only the machine's memory is
+    too small."""
     write(folder / "model.safetensors", header(LARGE, "BF16", 2))
     needed = 2**20 * 2**15 * 8 * 2
     with refused(GATE_UP, f"expected memory for 512 GiB ({needed} bytes) of {folder}", "got the 16.0 GiB that this"):
@@ -405,7 +407,7 @@ def test_a_layer_larger_than_the_machine(folder, small_machine):
 
 @pytest.mark.parametrize("layout", ["fused", "per expert"])
 def test_an_allocation_that_fails(folder, layout, little_memory):
-    """Of a layer for which the machine might have memory: 4 GiB."""
+    """The layer takes 3 GiB, which the machine might have, but this process may not allocate that much."""
     if layout == "fused":
         shapes, first = {ROUTER: [4, 8], GATE_UP: [4, 2**25, 8], DOWN: [4, 8, 2**24]}, GATE_UP
     else:
@@ -497,6 +499,6 @@ def test_a_rule_of_another_type(folder, key, value):
 
 
 def test_infinity_where_it_is_not_read(folder):
-    """Configs of some models have it."""
+    """Configs of some models have Infinity in fields that the package does not read."""
     (folder / "config.json").write_text('{"num_experts_per_tok": 2, "time_step_limit": [0.0, Infinity]}')
     assert load_layer(folder).top_k == 2

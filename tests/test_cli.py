@@ -46,7 +46,7 @@ def small_shared_memory(monkeypatch) -> None:
 
 
 def run_failing(capsys, *arguments: str) -> str:
-    """Run a command that cannot run; its one line of error."""
+    """Run a command that is refused, and return its error, which must be one line."""
     assert main([*arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
@@ -55,7 +55,7 @@ def run_failing(capsys, *arguments: str) -> str:
 
 @pytest.fixture
 def kept_ranks(monkeypatch, pool) -> None:
-    """`flashmoe run` with processes that there are already, for tests that look at something else than these."""
+    """Has `flashmoe run` use the processes of `pool`, for tests that are not about starting processes."""
     monkeypatch.setattr(run, "run_ranks", lambda ranks, fn, arguments: pool.call(fn, arguments, ranks))
 
 
@@ -216,7 +216,8 @@ def test_run_refuses_bad_arguments_in_one_line(tmp_path, monkeypatch, capsys, op
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """A machine with two GPUs and all that the CUDA engine needs; call it with a thing's name to take that away."""
+    """Makes this machine seem to have two GPUs and all that the CUDA engine needs. Returns a function that takes the
+    thing with the given name away."""
     torch = pytest.importorskip("torch")
     has = {
         "driver": ("flashmoe.cli.device.loads", lambda library: "nvshmem" in library, lambda library: True),
@@ -320,12 +321,12 @@ def test_seeded_experts_differ():
 
 
 def make_on_cpu(weights: device.SeededWeights) -> object:
-    """In place of `device.to_device`, where there is no GPU."""
+    """Replaces `device.to_device`, because there is no GPU here."""
     return weights.made("cpu")
 
 
 def call_without_gpu(rank, ranks, name, settings, layer, x):
-    """`run.call_on_rank` with the CPU engine, of a layer whose experts this rank makes."""
+    """Replaces `run.call_on_rank`: calls the CPU engine, for a layer whose experts this rank makes."""
     with mock.patch.object(device, "to_device", make_on_cpu):
         return run.call_on_rank(rank, ranks, name, {**settings, "engine": "cpu"}, device.layer_on_host(layer), x)
 
@@ -344,7 +345,8 @@ def test_run_of_experts_that_the_ranks_make(tmp_path, capsys, monkeypatch, gpus,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_sample_is_judged_as_the_whole(dtype, monkeypatch):
-    """Results of tokens whose experts are among a few; the routing of all."""
+    """If a layer has too many weights, results are checked only for tokens whose experts are all among a few chosen
+    experts, and the routing is checked for all tokens."""
     pytest.importorskip("torch")
     monkeypatch.setattr(device, "to_device", make_on_cpu)
     layer, x = seeded_layer(dtype)
@@ -396,7 +398,7 @@ def test_run_refuses_a_layer_with_a_broken_header(tmp_path, shipped, capsys):
 
 
 def command_line(*arguments: str, before: str = "", **changes) -> subprocess.CompletedProcess:
-    """`flashmoe` in a process of its own, as a shell runs it; `before` runs first there."""
+    """Runs `flashmoe` in a process of its own, as a shell does. The code `before` runs first in that process."""
     program = f"{before}\nimport sys\nfrom flashmoe.cli import main\nsys.exit(main(sys.argv[1:]))"
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120, **changes}
     return subprocess.run([sys.executable, "-c", program, *arguments], **options)
@@ -441,7 +443,7 @@ def test_a_full_standard_output(arguments):
 
 
 def test_a_standard_output_that_is_closed():
-    """As in ``flashmoe memory | head -1``."""
+    """Nobody reads the pipe any more, as in ``flashmoe memory | head -1``."""
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as closed:
@@ -490,7 +492,7 @@ SIZES = "--hidden 24 --intermediate 8 --experts 4 --top-k 2 --tokens 9 --activat
     ids=["ranks", "backward", "fp8"],
 )
 def test_trace(tmp_path, capsys, options, passes):
-    """What is printed, and that both files say the same."""
+    """The command prints what it should, and its two files say the same."""
     assert main(["trace", *options, "--pairs", "2", "--out", str(tmp_path / "new")]) == 0
     printed = capsys.readouterr().out
     for name in passes:
@@ -539,16 +541,17 @@ def test_memory_explains_every_term(capsys):
     )
     for term in plan.terms:
         assert term.name in printed and memory.format_bytes(term.bytes) in printed
-    assert "3 x 64 x 4,096 B" in printed  # rows: 3 peers, 64 tokens, H bfloat16
+    assert "3 x 64 x 4,096 B" in printed  # the term `rows`: 3 peers, 64 tokens, H elements of bfloat16
     assert "fits" in printed
 
 
 def test_memory_of_training(capsys):
-    """A row of Qwen3's keeps 2 I bfloat16, its place and weight; K of them a token."""
+    """Each of a token's K rows keeps 2 I elements of bfloat16 (I without a gate), and 32 bytes for its home, token and
+    weight."""
     assert main(["memory", "--model", "qwen3-30b-a3b", "--tokens", "64", "--training"]) == 0
     printed = capsys.readouterr().out
     assert f"64 x 8 x {2 * 2 * 768 + 32:,} B" in printed and "per layer and token" in printed
-    assert "64 x 3 x 4,096 B" in printed  # x of a token, on three other ranks
+    assert "64 x 3 x 4,096 B" in printed  # x of each of 64 tokens, on three other ranks
     assert main(["memory", "--model", "qwen3-30b-a3b", "--tokens", "64", "--training", "--activation", "silu"]) == 0
     assert f"64 x 8 x {2 * 768 + 32:,} B" in capsys.readouterr().out
     for encoding in ("float8_e4m3fn", "mxfp4"):
@@ -557,8 +560,9 @@ def test_memory_of_training(capsys):
 
 
 def test_memory_of_training_on_a_gpu(capsys):
-    """Kept: 2 I and 8 bytes a choice, and 4 E; in the pass 3 I a row of tiles, of which each expert may have one that
-    is not full, and a float for each choice, 256 columns and half of a pair of blocks."""
+    """A call keeps 2 I elements and 8 bytes for each choice, and E floats for each token. A backward pass takes 3 I
+    elements for each row of tiles (each expert may have a tile that is not full), and for each choice a float for every
+    256 columns of I and each of a cluster's two blocks. Without a gate, 2 I and 3 I are I and 2 I."""
     command = ["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda", "--tokens", "1000", "--training"]
     assert main([*command, "--ranks", "1"]) == 0
     printed = capsys.readouterr().out
@@ -586,14 +590,15 @@ def test_memory_of_training_on_a_gpu(capsys):
 
 @pytest.mark.parametrize("redispatch", [False, True])
 def test_memory_of_training_on_gpus(redispatch):
-    """Besides, tokens received, each by three others at most, and 256 rows of tiles for each of 32 experts."""
+    """Ranks also receive other ranks' tokens: each token is received by three other ranks at most. Each of a rank's 32
+    experts may have a tile of 256 rows that is not full."""
     sizes = {"max_tokens": 1000, "hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8, "ranks": 4}
     plan = memory.plan_memory(engine="cuda", training=True, redispatch=redispatch, **sizes)
     assert plan.ranks == 4
     terms = {term.name: term.bytes for term in plan.terms if term.region in ("kept", "pass", "call")}
     received, tile_rows = 1000 * 3 * 2048 * 2, (8000 // 256 + 32) * 256
     assert terms["kept_rows"] == 8000 * 2 * 768 * 2 and terms["kept_logits"] == 1000 * 128 * 4
-    assert terms["kept_numbers"] - 4 * (4 * 1000 + 33) in range(32)  # aligned to 16 bytes
+    assert terms["kept_numbers"] - 4 * (4 * 1000 + 33) in range(32)  # and padding: parts are aligned to 16 bytes
     assert (terms.get("kept_tokens", 0), terms["pass_tokens"]) == (
         (0, 2 * received) if redispatch else (received, received)
     )
@@ -605,7 +610,7 @@ def test_memory_of_training_on_gpus(redispatch):
 
 @pytest.mark.parametrize("engine", ["cpu", "cuda"])
 def test_what_each_way_to_train_costs(capsys, engine):
-    """To keep x of other ranks' tokens, to send it again, or to compute again."""
+    """The ways are to keep x of other ranks' tokens, to send x again, or to compute everything again."""
     sizes = {"max_tokens": 1000, "hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8}
     keep, again, compute = memory.training_costs(engine=engine, ranks=4, **sizes)
     row = 2048 * 2
@@ -627,8 +632,8 @@ def test_memory_depends_on_sizes_and_return_mode():
     sizes = {"max_tokens": 128, "hidden": 256, "intermediate": 128, "experts": 16, "top_k": 4}
     direct = memory.plan_memory(ranks=2, **sizes, return_mode="direct")
     reduced = memory.plan_memory(ranks=2, **sizes, return_mode="reduced")
-    assert direct.heap_bytes > reduced.heap_bytes  # K = 4 return rows per token, or R = 2
-    assert direct.workspace_bytes < reduced.workspace_bytes  # which stages what it sums
+    assert direct.heap_bytes > reduced.heap_bytes  # direct has K = 4 return rows per token, reduced R = 2
+    assert direct.workspace_bytes < reduced.workspace_bytes  # reduced stages the rows that it sums
     wide = memory.plan_memory(ranks=2, **sizes, return_mode="direct", dtype="float32")
     assert 1.8 < wide.heap_bytes / direct.heap_bytes <= 2
 
@@ -681,12 +686,12 @@ def test_memory_says_what_it_did_not_compare(capsys):
 
 
 def test_memory_of_the_cuda_engine(capsys):
-    """That there is no GPU here, and little shared memory, does not matter."""
+    """The plan needs no GPU, and does not depend on this machine's shared memory."""
     sizes = {"ranks": 4, "max_tokens": 4096, "hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8}
     plan = memory.plan_memory(engine="cuda", **sizes)
     assert plan == memory.plan_memory(engine="cuda", processors=132, **sizes)
     terms = {term.name: term for term in plan.terms}
-    assert terms["intermediate"].shape[1:3] == (256, 1536)  # rows of a tile, bytes of one
+    assert terms["intermediate"].shape[1:3] == (256, 1536)  # rows of a tile, bytes of a row
     assert terms["out_entries"].bytes > 0
     assert main(["memory", "--model", "qwen3-30b-a3b", "--engine", "cuda"]) == 0
     printed = capsys.readouterr().out
@@ -699,8 +704,8 @@ def test_memory_of_ranks_that_put(capsys):
     sizes = {"engine": "cuda", "ranks": 4, "max_tokens": 512, "hidden": 1024, "intermediate": 256, "experts": 32}
     sizes |= {"top_k": 4, "return_mode": "reduced"}
     mapped, puts = (memory.plan_memory(**sizes, transport=transport) for transport in ("auto", "rdma"))
-    # Those whose memory is mapped may train: gradients of combine weights come home into the heap, [T, K] float32. And
-    # each says there why it refuses a call.
+    # Ranks whose memory is mapped may train: gradients of combine weights come home to the heap, [T, K] float32. Such
+    # ranks also say in the heap why they refuse a call.
     more = {term.name: term.bytes for term in set(mapped.terms) - set(puts.terms)}
     assert more == {"weight_gradients": 512 * 4 * 4, "x_rows": 0, "refusal_reason": 4 * 512}
     assert mapped.heap_bytes == puts.heap_bytes + 512 * 4 * 4 + 4 * 512
@@ -715,7 +720,7 @@ def test_memory_of_ranks_that_put(capsys):
 
 
 def test_memory_of_several_machines(capsys):
-    """Of 3 and 2 ranks: a rank of the smaller machine is the relay of up to two sources."""
+    """The machines have 3 and 2 ranks, so a rank of the smaller machine is the relay of up to two sources."""
     tokens, hidden, local, top_k, most, slots = 100, 64, 4, 6, 3, 2
     sizes = {"ranks": 5, "max_tokens": tokens, "hidden": hidden, "intermediate": 32, "experts": 16, "top_k": top_k}
     sizes |= {"return_mode": "reduced"}
@@ -766,7 +771,7 @@ def test_memory_counts_processors():
     sizes = {"ranks": 1, "max_tokens": 8, "hidden": 64, "intermediate": 32, "experts": 4, "top_k": 2}
     for engine, few, many in (("cpu", 1, 1000), ("cuda", 2, 1000)):
         plans = [memory.plan_memory(engine=engine, processors=count, **sizes) for count in (few, many)]
-        assert plans[0].workspace_bytes < plans[1].workspace_bytes  # the queue holds a stop word for each
+        assert plans[0].workspace_bytes < plans[1].workspace_bytes  # the ready queue has a stop word for each cluster
 
 
 def test_memory_of_given_sizes(capsys):
@@ -776,7 +781,8 @@ def test_memory_of_given_sizes(capsys):
 
 
 def test_memory_of_copies(capsys):
-    """That of a context with such a placement: 10 experts on the fullest of 4 ranks, of 36 in all."""
+    """The memory is that of a context for a placement with copies. 32 experts and 5 copies are 37, so the fullest of 4
+    ranks has 10."""
     sizes = {"hidden": 64, "intermediate": 32, "experts": 32, "top_k": 2, "ranks": 4, "max_tokens": 16}
     options = [f"--{name.replace('_', '-').replace('max-', '')}={size}" for name, size in sizes.items()]
     assert main(["memory", *options, "--copies", "5"]) == 0

@@ -1,4 +1,4 @@
-"""What tools/compile_cuda.py refuses, and what it needs for that."""
+"""tools/compile_cuda.py: which kernels it compiles, which it refuses, and which programs and headers it needs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SASS = """\
 def tool() -> ModuleType:
     spec = importlib.util.spec_from_file_location("compile_cuda", TOOL)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look
+    sys.modules[spec.name] = module  # dataclasses look modules up there
     spec.loader.exec_module(module)
     return module
 
@@ -67,7 +67,7 @@ def test_report(tool, capsys):
 
 
 def variants(every: bool = False, **options: Any) -> list[jit.Variant]:
-    """Of the units, those with these options."""
+    """The kernels among the units that have these options."""
     found = [unit.variant for unit in cuda_units.units(every) if unit.variant]
     return [each for each in found if all(getattr(each, name) == value for name, value in options.items())]
 
@@ -82,9 +82,10 @@ def test_exact_instances_need_no_tensor_cores(tool, capsys, few):
 
 @pytest.mark.parametrize("every", [False, True])
 def test_instances(tool, every):
-    """Each once, and `every` one includes all others; no source is left out."""
+    """Each instance occurs once, and no source is left out. With `every`, there are also all instances that there are
+    without it."""
     units = cuda_units.units(every)
-    assert len(units) == len(set(units)) == len({unit.title for unit in units})  # of which files have their names
+    assert len(units) == len(set(units)) == len({unit.title for unit in units})  # files are named after titles
     assert {unit for unit in cuda_units.units() if unit.variant} <= set(cuda_units.units(True))
     assert all(bool(unit.nvshmem) == (unit.variant is not None and unit.variant.rdma) for unit in units)
     assert {unit.source for unit in units} == {*(ROOT / "csrc").rglob("*.cu"), *(ROOT / "benchmarks").rglob("*.cu")}
@@ -92,7 +93,7 @@ def test_instances(tool, every):
 
 
 NIGHTLY = 1176
-"""As the tool's description says, rounded."""
+"""The number of units with `every`. The tool's description has it rounded up to the next ten."""
 
 
 def test_the_description_says_how_many(tool):
@@ -100,7 +101,7 @@ def test_the_description_says_how_many(tool):
 
 
 def test_a_unit_is_told_what_the_compiler_on_first_use_is(tool, monkeypatch, tmp_path):
-    """But for warnings, which are errors here."""
+    """The compiler's flags are those of a compilation on first use, except that warnings are errors here."""
     commands = []
 
     def run(command, **how):
@@ -120,7 +121,7 @@ def test_a_unit_is_told_what_the_compiler_on_first_use_is(tool, monkeypatch, tmp
 
 
 def test_instances_of_plain_layers():
-    # bfloat16, of which one is traced, float16, float32, exact float32.
+    # Three in bfloat16, and one of these also traced; then float16, float32 and exact float32.
     assert len(cuda_units.plain_variants(False)) == 3 + 1 + 1 + 2 + 1
     assert len(cuda_units.plain_variants(True)) == 4 * len(spec.ACTIVATIONS) * 2
     assert not any(each.few for each in cuda_units.plain_variants(True))
@@ -139,8 +140,8 @@ def test_instances_of_experts_in_fp8():
 
 
 def test_instances_of_few_tokens(tool, capsys):
-    """Of each type and encoding, with the gate of most registers, and in groups; of all that have that kernel, at
-    night."""
+    """There are instances for each type and encoding, also with the activation that takes the most registers, and for
+    groups. At night, there are instances for all layers that have this kernel."""
     least = variants(few=True)
     assert least == cuda_units.few_variants(False)
     of_kinds = Counter((each.quantised, each.mxfp4, each.group) for each in least)
@@ -153,7 +154,8 @@ def test_instances_of_few_tokens(tool, capsys):
         (True, False, True): 1,
     }
     assert sum(each.trace for each in least) == 1
-    # Of 16-bit types: plain, FP8 and MXFP4 alone, the first two in groups; float32, exact or not, alone.
+    # Each of the two 16-bit types: plain, FP8 and MXFP4 for a rank alone, plain and FP8 for groups. Float32, exact or
+    # not, for a rank alone. Each of these with all activations, untraced and traced.
     assert len(cuda_units.few_variants(True)) == (2 * (3 + 2) + 2) * len(spec.ACTIVATIONS) * 2
     for variant in least:
         unit = cuda_units.Unit(variant)
@@ -166,7 +168,8 @@ def test_instances_of_few_tokens(tool, capsys):
 
 
 def test_instances_of_training():
-    # Of an activation: 6 types and layouts, 2 passes, alone and in groups, and 3 sets of reasons besides none.
+    # At night, for each activation: 6 combinations of type and layout, 2 passes, alone and in groups; each of these
+    # with neither of the options `on_input` and `sliced`, with one, and with both (`of_reasons` counts the last two).
     a = len(spec.ACTIVATIONS)
     for every, of_each, in_group, of_fp32, of_reasons in ((False, 3, 1, 0, 2), (True, 4 * a, 4 * a, 8 * a, 72 * a)):
         found = cuda_units.training_variants(every)
@@ -197,7 +200,7 @@ def test_every_kernel_of_training_that_a_call_may_ask_for_is_compiled_at_night()
 
 
 def test_every_kernel_for_a_few_tokens_that_layers_have_is_compiled_at_night():
-    """Untraced and traced, of a rank alone and of a group."""
+    """The kernels are untraced and traced, for a rank alone and for a group."""
     kinds = [{"dtype": dtype} for dtype in spec.DTYPES] + [{"dtype": "float32", "exact": True}]
     kinds += [{"dtype": dtype, which: True} for dtype in jit.BESIDE_QUANTISED for which in ("quantised", "mxfp4")]
     alone = {
@@ -256,7 +259,7 @@ def test_what_needs_headers_of_nvshmem_is_skipped_by_name_but_in_ci(tool, tmp_pa
 
 
 def test_a_kernel_that_puts_keeps_what_nvshmem_looks_for(tool, tmp_path, monkeypatch):
-    """A compiler that writes a cubin of these symbols, and a disassembler that says nothing."""
+    """The compiler here is a script that writes a cubin with given symbols, and the disassembler prints nothing."""
     monkeypatch.setattr(tool, "OUTPUT", tmp_path)
     unit = next(unit for unit in cuda_units.units() if unit.nvshmem)
     nvcc = tmp_path / "nvcc"

@@ -1,4 +1,4 @@
-"""Experts that several ranks hold, on the CPU engine: where tokens go, and that nothing else depends on it."""
+"""Experts that several ranks hold, on the CPU engine: to which rank tokens go, and that results stay right."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_layers(ranks: Ranks, layer: dict[str, Any], return_mode: str):
 @pytest.mark.parametrize("capacity_factor", [None, 0.7])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_direct_gives_the_bits_of_one_holder(ranks: Ranks, dtype: str, capacity_factor: float | None):
-    """And so does a placement whose experts all have one, said either way."""
+    """Results have the same bits with copies as with one rank for each expert, whether a placement gives that rank as a
+    number or as a list."""
     options = {"dtype": dtype, "return_mode": "direct", "capacity_factor": capacity_factor}
     problem = random_problem(4, TOKENS, **SIZES, **options)
     everywhere = [[3, 2, 1, 0]] * SIZES["experts"]
@@ -81,7 +82,8 @@ def test_reduced_gives_the_same_bits_whatever_the_schedule(ranks: Ranks, dtype: 
 
 
 def test_a_token_has_the_same_bits_wherever_it_is_in_its_batch(ranks: Ranks):
-    """Of two halves of a batch, also with reduced returns: a copy is chosen by the token's rank, not by its number."""
+    """A batch has the same bits in one call as in two calls with its parts, also with reduced returns, because a copy
+    is chosen by the token's rank, not by its number."""
     whole = random_problem(6, [40, 40, 40, 40], **SIZES, return_mode="reduced", placement=COPIES)
     halves = [replace(whole, x=[x[part] for x in whole.x]) for part in (slice(13), slice(13, None))]
     together = ranks.call(whole)
@@ -92,7 +94,9 @@ def test_a_token_has_the_same_bits_wherever_it_is_in_its_batch(ranks: Ranks):
 
 def test_another_placement_in_each_call_of_a_context(ranks: Ranks):
     rng = np.random.default_rng(7)
-    limits = random_problem(8, TOKENS, **SIZES).limits() | {"placement": [0] * SIZES["experts"]}  # room for any
+    limits = random_problem(8, TOKENS, **SIZES).limits() | {
+        "placement": [0] * SIZES["experts"]
+    }  # room for any placement
     problems = []
     for seed in range(30):
         entries = [rng.permutation(4)[: rng.integers(1, 5)].tolist() for _ in range(SIZES["experts"])]
@@ -129,7 +133,7 @@ def test_refused_placements(placement: Any, message: str):
 
 
 def test_more_experts_on_a_rank_than_the_context_has_room_for(ranks: Ranks):
-    problem = random_problem(10, TOKENS, **SIZES)  # at most 3 of the 12 on a rank
+    problem = random_problem(10, TOKENS, **SIZES)  # at most 3 of the 12 experts on a rank
     most = most_local(problem.owners(), 4)
     expected = f"all 4 ranks: LimitExceeded: placement: expected at most {most} experts on a rank, .*, got {most + 1}"
     with pytest.raises(RankFailed, match=expected):
@@ -206,7 +210,7 @@ def test_a_roomy_placement_is_as_large_as_any_balanced_one():
 
 @pytest.mark.parametrize("copies", [0, 1, 2, 5])
 def test_copies_that_would_make_ranks_less_alike_are_left_out(copies: int):
-    """Even loads lie best in even shares."""
+    """If loads are nearly even, copies would make the fullest rank fuller, so `balanced` leaves them out."""
     for count in (2, 4, 8):
         for seed in range(20):
             load = 100.0 + np.random.default_rng(seed).integers(0, 8, 16)
@@ -233,7 +237,7 @@ RANKS, HALF = 8, 1024
 
 @pytest.fixture(scope="module")
 def passage() -> tuple[Any, np.ndarray, np.ndarray]:
-    """The layer, the hidden states of a passage, and which experts they choose, [2048, 4]."""
+    """The shipped layer, the hidden states of a passage, and the ids of the experts that they choose, [2048, 4]."""
     layer, states = shipped_layer()
     sizes = {"hidden": layer.hidden, "intermediate": layer.intermediate, "experts": layer.experts, "top_k": layer.top_k}
     with flashmoe.Context(max_tokens=len(states), **sizes, dtype=layer.dtype.name) as context:
@@ -242,7 +246,7 @@ def passage() -> tuple[Any, np.ndarray, np.ndarray]:
 
 
 def rows_computed(ranks: Ranks, layer: Any, states: np.ndarray, placement: Any) -> np.ndarray:
-    """How many rows each rank computed of a batch that is dealt out evenly."""
+    """How many rows each rank computes in a call whose tokens, `states`, are spread evenly over the ranks."""
     problem = Problem(
         x=np.split(states, RANKS),
         gate_up_proj=layer.gate_up_proj,
@@ -257,8 +261,8 @@ def rows_computed(ranks: Ranks, layer: Any, states: np.ndarray, placement: Any) 
 
 
 def test_balanced_placements_of_the_shipped_layer(ranks: Ranks, passage: tuple[Any, np.ndarray, np.ndarray]):
-    """Made from the first half of a passage, with two copies, an eighth of the experts: what ranks compute of that
-    half, and of the other one, which it was not made from."""
+    """A placement is made from the first half of a passage, with two copies (an eighth of the experts). It evens out
+    what ranks compute of that half, and less well of the other half, from which it was not made."""
     layer, states, ids = passage
     load = np.bincount(ids[:HALF].ravel(), minlength=layer.experts)
     placement = balanced(load, RANKS, layer.experts // 8)

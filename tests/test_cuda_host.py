@@ -1,5 +1,5 @@
-"""The CUDA engine's host side, where there is no GPU: its declarations of the driver's interface against NVIDIA's, and
-all it does up to the launch, on a driver made for that (fake_driver/)."""
+"""The CUDA engine's host side, without a GPU. Its declarations of the driver's interface are compared with NVIDIA's,
+and all that it does up to the launch runs on stand-ins for the driver and for NVSHMEM (fake_driver/)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-I", str(ROOT / "include"), "-I", str(ROOT / "csrc")]
 
-# Ours first: cuda.h then renames functions to those that its symbols have.
+# Our header comes first, so that our declarations keep their names: macros of cuda.h rename functions to other symbols.
 COMPARISON = """
 #include "cuda/device/driver.h"
 #include "flashmoe/gpu/kernel_args.h"
@@ -72,7 +72,7 @@ def compiler() -> str:
 
 
 def cuda_h() -> Path | None:
-    """The folder of NVIDIA's header, of a toolkit or of the PyPI packages that nvcc comes with."""
+    """The folder of NVIDIA's header cuda.h, from a toolkit or from the PyPI packages that nvcc comes with."""
     folders = [*Path("/usr/local").glob("cuda*/include")]
     folders += [Path(folder) for path in sys.path for folder in Path(path).glob("nvidia/*/include")]
     return next((folder for folder in folders if (folder / "cuda.h").exists()), None)
@@ -142,9 +142,9 @@ def test_nvshmem_is_declared_as_nvidia_does(compiler, tmp_path, release):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.timeout(1200)  # 250 cases, some of several processes: half a minute on quiet cores, more on others
+@pytest.mark.timeout(1200)  # 250 cases, some with several processes: half a minute on idle cores, more on busy ones
 def test_on_a_fake_driver(compiler, tmp_path):
-    """With a fake NVSHMEM beside it, whose memory of all ranks is shared memory."""
+    """Beside the fake driver there is a fake NVSHMEM, which has the memory of all ranks in shared memory."""
     pytest.importorskip("torch")
     sources = ROOT / "tests" / "fake_driver"
     for source, library in (("driver.cpp", "libcuda.so.1"), ("nvshmem.cpp", "libnvshmem_host.so.3")):
@@ -153,7 +153,8 @@ def test_on_a_fake_driver(compiler, tmp_path):
         assert done.returncode == 0, done.stderr
     paths = os.pathsep.join([str(sources), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": paths}
-    # Not named as tests are, which a run of all would collect: without the driver they cannot be imported.
+    # The files of cases are not named as tests are, so that a run of all tests does not collect them: without the fake
+    # driver they cannot be imported.
     cases = ["-p", "fake_gpu", "-o", "python_files=*_cases.py", str(sources)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -161,7 +162,7 @@ def test_on_a_fake_driver(compiler, tmp_path):
 
 
 def test_without_a_driver(tmp_path):
-    """In a process that finds none, whatever this machine has: the error says what is missing."""
+    """The process finds no driver, even if this machine has one. The error says what is missing."""
     (tmp_path / "libcuda.so.1").write_text("no library")
     program = (
         "import flashmoe\n"

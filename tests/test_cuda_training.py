@@ -1,4 +1,5 @@
-"""What PyTorch's operators add to the kernel of a backward pass on a GPU, where a layer has biases: on host tensors."""
+"""The gradients that PyTorch's operators compute outside of a GPU's kernels if a layer has biases, here on host
+tensors; and the size of what a call on a GPU keeps."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def test_what_biases_owe_to_combine_weights():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_a_traced_call_keeps_has_its_size(dtype):
-    """Of a router on one GPU (docs/training.md, "What is kept"): pre-activations, ids and weights, and logits."""
+    """A call with a router on one GPU keeps pre-activations, ids and weights, and logits (docs/training.md, "What is
+    kept"). PyTorch traces the call with fake tensors, which need no GPU."""
     tokens, hidden, inner, experts, top_k = 5, 64, 96, 8, 2
     with torch._subclasses.FakeTensorMode():
         shapes = ((tokens, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner), (experts, hidden))

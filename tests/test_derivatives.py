@@ -1,4 +1,4 @@
-"""Derivatives that there are none of: torch.func's gradients, batched gradients, second ones. The error says so."""
+"""Derivatives that FlashMoE does not have: torch.func's gradients, batched gradients, second ones. Errors say so."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ SECOND, TRANSFORMS = "FlashMoE has no second derivatives", "FlashMoE has no grad
 def test_the_error_says_what_there_is_not(layer, derive, message):
     with pytest.raises(NotImplementedError, match=message):
         derive(layer)
-    assert torch.autograd.functional.jacobian(scalar(layer), X).shape == X.shape  # as before
+    assert torch.autograd.functional.jacobian(scalar(layer), X).shape == X.shape  # first derivatives still work
 
 
 def test_a_graph_that_nobody_derives_again(layer):
-    """Gradients of a call are the same, with or without one."""
+    """Gradients are the same whether or not autograd makes a graph for second derivatives."""
     found = []
     for create_graph in (False, True):
         x = X.clone().requires_grad_()

@@ -92,12 +92,12 @@ def test_given_weights_of_zero_and_one(ranks):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_logits_choose_the_lower_ids(ranks, dtype):
-    """Small integers: float32 logits are exact, so that ties are ties, and many."""
+    """Inputs are small integers, so that float32 logits are exact: many logits of a token are equal, and exactly so."""
     problem = random_problem(4, [64, 31], dtype=dtype, **USUAL | {"experts": 12, "top_k": 5})
     rng = np.random.default_rng(4)
     problem.router = rng.integers(-1, 2, problem.router.shape).astype(DTYPES[dtype])
     problem.x = [rng.integers(-1, 2, x.shape).astype(DTYPES[dtype]) for x in problem.x]
-    problem.x[0][5] = 0  # all equal
+    problem.x[0][5] = 0  # all logits of this token are equal
     outcomes = ranks.call(problem)
     for x, outcome in zip(problem.x, outcomes, strict=True):
         logits = x.astype(int) @ problem.router.astype(int).T
@@ -106,7 +106,8 @@ def test_equal_logits_choose_the_lower_ids(ranks, dtype):
 
 
 def test_capacity_keeps_the_first_tokens(ranks):
-    """Worked out by hand: 4 and 2 tokens, two experts each, three experts; ceil(0.75 T K / E) is 2 and 1."""
+    """The expected values are worked out by hand. Two ranks have 4 and 2 tokens, and each token chooses two of three
+    experts. So the capacity, ceil(0.75 T K / E), is 2 rows of the first rank and 1 row of the second."""
     ids = [np.array([[0, 1], [1, 0], [0, 2], [1, 2]], np.int32), np.array([[2, 0], [2, 1]], np.int32)]
     one = np.ones((3, 1, 1), np.float32)
     problem = Problem(
@@ -126,7 +127,8 @@ def test_capacity_keeps_the_first_tokens(ranks):
 
 
 def test_no_rows_and_many_rows_in_turn(ranks):
-    """One context, 60 calls: empty ones, full ones, one rank's, each of other sizes; every one is checked."""
+    """One context makes 60 calls: without tokens, with the most tokens, or with tokens on some ranks only. From call to
+    call, the sizes of the layer change. Each call's results are checked."""
     tokens = [[0, 0, 0], [300, 300, 300], [0, 0, 1], [0, 300, 0], [0, 0, 0], [1, 0, 300]]
     sizes = [{"hidden": 96, "intermediate": 80, "experts": 24, "top_k": 8}, USUAL, USUAL | {"hidden": 3}]
     problems = [

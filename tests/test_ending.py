@@ -59,7 +59,7 @@ flashmoe.moe(context, **arguments(64))
 
 
 def run(code: str, *args: object) -> str:
-    """What a process prints that runs `code` to its end and complains of nothing."""
+    """What a process prints that runs `code`. The process must end with status 0 and print no error."""
     command = [sys.executable, "-c", code, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
@@ -83,14 +83,15 @@ while not os.path.exists(path):
 
 
 def test_a_process_ends_while_a_daemon_thread_joins(processes: Processes):
-    """It leaves no name behind."""
+    """The process leaves no name in shared memory."""
     run(_ENDS_WHILE_JOINING, processes.name, processes.path(0), LIMITS)
     assert not Path(processes.path(0)).exists()
 
 
 def test_a_process_is_forked_while_another_thread_calls():
-    """The child has no part in the context, and is told so; what it makes itself it may use. (Each call is of a new
-    size, for which the BLAS is probed, under a lock.)"""
+    """The child may not use the parent's context, and an error says so; it may use a context that it makes itself.
+    (Each call of the parent's thread has a new size, for which the engine probes the BLAS under a lock. So some forks
+    come while the lock is held.)"""
     told = run(_CALLER + _FORKS, "many").splitlines()
     assert told[1::2] == ["7"] * 8
     for line in told[0::2]:

@@ -1,9 +1,10 @@
 """Every model of the installed Transformers that has experts, small and random, against eager experts.
 
-CI runs a third of the models: which one, the number of commits decides, so that three commits in a row try all. Skipped
-tests name it. FLASHMOE_ARCHITECTURES=0, 1 or 2 chooses another third, and FLASHMOE_ARCHITECTURES=all runs all, as
-`make test-integrations` does. A run of all leaves its record in the folder that FLASHMOE_ARCHITECTURES_RECORD names;
-`python tools/architectures_page.py` makes the table of docs/models.md of it.
+CI runs a third of the models. The number of commits decides which third, so that three commits in a row test all
+models. The reason of each skipped test says which third was run. FLASHMOE_ARCHITECTURES=0, 1 or 2 chooses another
+third, and FLASHMOE_ARCHITECTURES=all runs all models, as `make test-integrations` does. A run of all models writes a
+record to the folder that FLASHMOE_ARCHITECTURES_RECORD names; `python tools/architectures_page.py` makes the table of
+docs/models.md from that record.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ REFUSED = {
     "inkling2_loop": "Inkling2LoopExperts._apply_gate",
     "muse_spark": "MuseSparkExperts.has_post_expert_norm",
 }
-"""What a refusal names, for models on Transformers' experts interface that are not computed. Models that are not on the
-interface are refused by the class of their experts."""
+"""By folder: what the refusal names, for models on Transformers' experts interface that FlashMoE does not compute. For
+a model that is not on the interface, the refusal names the class of its experts."""
 
 
 def chosen():
-    """All models; those of other thirds are marked to be skipped."""
+    """The folders of all models. Models of the other thirds are marked to be skipped."""
     if CHOSEN not in ("all", *map(str, range(THIRDS))):
         raise ValueError(f"FLASHMOE_ARCHITECTURES: expected 0, 1, 2 or all, got {CHOSEN!r}")
     reason = f"third {CHOSEN} of the models runs; FLASHMOE_ARCHITECTURES=0, 1, 2 or all chooses"
@@ -48,14 +49,14 @@ def chosen():
 
 @pytest.fixture(scope="module")
 def record():
-    """What each model's test has found."""
+    """By folder, what each model's test has found. After a run of all models, it is written as a record."""
     found = {}
     yield found
     place = os.environ.get("FLASHMOE_ARCHITECTURES_RECORD")
     if place and list(found) == folders():
         origin = {"device": f"{cpu_model()} x0", "commit": head(), "command": "make in-transformers"}
         versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-        for earlier in Path(place).glob("*.json"):  # a run of all replaces any other
+        for earlier in Path(place).glob("*.json"):  # a record of all models replaces every earlier one
             earlier.unlink()
         path = Path(place) / result_path("architectures", cpu_model(), 0).name
         write(path, {**origin, **versions, "models": found})
@@ -71,7 +72,8 @@ def test_a_model_computes_what_it_does_with_eager_experts(folder, tmp_path, reco
 
 
 def test_files_with_experts_are_found():
-    """A file is known by the names of its classes; each file that uses the interface is among them."""
+    """Files with experts are found by the names of their classes. Each file that uses the experts interface is among
+    the files that are found."""
     on_interface = [path.parent.name for path in MODELS.glob("*/modeling_*.py") if is_on_interface(path.parent.name)]
     assert len(on_interface) > 20 and set(on_interface) <= set(folders())
     assert classes_of_experts("mixtral") == ["MixtralExperts", "MixtralSparseMoeBlock"]

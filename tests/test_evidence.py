@@ -1,4 +1,4 @@
-"""What a run of tests that CI does not run leaves, tried here; and whether what is committed is of these sources."""
+"""The records of test runs outside of CI: how they are written, and whether the committed ones are of these sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 pytest_plugins = ["pytester"]
 
 SUITE = evidence.TRAINING._replace(sources=("tests/fake_openssl", "tests/model"))
-"""Of few sources: each run of pytest takes their digest anew, and that of all takes nearly a second."""
+"""A suite with few sources, because each run of pytest computes their digest anew. The digest of all sources takes
+nearly a second."""
 
 CONFTEST = f"""
 import sys
@@ -54,7 +55,7 @@ SECOND = "def test_right(): pass\n"
 
 @pytest.fixture
 def fake(pytester) -> pytest.Pytester:
-    """Two files of tests, and the plugin."""
+    """A folder with two files of tests, and a conftest.py that registers the plugin `Evidence`."""
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(test_first=FIRST, test_second=SECOND)
     return pytester
@@ -104,11 +105,11 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_run_that_is_stopped_leaves_the_files_that_it_ended(fake, end):
-    """Whatever stops it, in the third of four files."""
+    """The run is stopped in the third of four files, in each of the ways in `ENDS`."""
     fake.makepyfile(
         test_third=f"def test_last():\n    {ENDS[end]}\ndef test_behind(): pass\n", test_what="def test(): pass\n"
     )
-    done = fake.runpytest_subprocess("--maxfail", "4")  # three fail in the first
+    done = fake.runpytest_subprocess("--maxfail", "4")  # three tests of the first file fail
     files = json.loads((fake.path / "results" / "fakex2.json").read_text())["files"]
     assert files == {
         "test_first.py": {"passed": 3, "failed": 3, "skipped": 2},
@@ -187,7 +188,8 @@ def test_a_run_of_other_sources_or_less_is_named(tmp_path):
 
 @pytest.mark.parametrize("suite", [evidence.INTEGRATIONS, evidence.TRAINING], ids=lambda suite: suite.results)
 def test_committed_runs_are_of_these_sources(suite):
-    """A notice in pytest's summary, not a failure: who changes the sources need not be able to run them."""
+    """If they are not, pytest's summary has a warning. This is no failure, because whoever changes the sources may be
+    unable to run these suites."""
     paths = evidence.committed(suite)
     said = evidence.outdated(suite, paths) if paths else [f"no run of the {suite.name} is recorded"]
     for each in said:

@@ -1,4 +1,4 @@
-"""Tensors of other libraries, by DLPack: what the capsule says is what counts, and what a type says besides is not."""
+"""Tensors of other libraries, passed by DLPack: what the capsule says counts, and attributes of the object do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("gate_up_proj", "down_proj", "router", "topk_ids", "topk_weights")
 
 
 class Exporter:
-    """Exports an array's memory in a capsule that says what it is told to say."""
+    """Exports an array's memory in a capsule. The fields in `said` replace what is true of the array."""
 
     def __init__(self, array: np.ndarray, **said: Any) -> None:
         self._array, self._said = array, said
@@ -45,7 +45,7 @@ class Exporter:
 
 
 class Attributed(Exporter):
-    """Says of itself what is true of another array."""
+    """An exporter with the attributes (shape, dtype and others) of another array."""
 
     def __init__(self, array: np.ndarray, like: np.ndarray, **said: Any) -> None:
         super().__init__(array, **said)
@@ -64,7 +64,8 @@ def ctx() -> Iterator[flashmoe.Context]:
 
 @pytest.fixture
 def call(ctx):
-    """Makes a good call but for one argument; everything that it took is given back."""
+    """A function that makes a good call in which one argument is replaced. After the test, everything that was exported
+    must have been given back."""
 
     def made(name: str, tensor: Any) -> np.ndarray:
         return flashmoe.moe(ctx, **arguments(name) | {name: tensor})
@@ -75,7 +76,7 @@ def call(ctx):
 
 
 def arguments(name: str) -> dict[str, Any]:
-    """Of a call that has such an argument."""
+    """The arguments of a good call that has the argument `name`."""
     problem = random_problem(1, [8], fused=not name.startswith("topk_"), **SIZES)
     return problem.arguments(0)
 
@@ -121,7 +122,7 @@ def test_strides_that_only_the_capsule_says(call, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shape_that_only_the_capsule_says(call, name):
     array = arguments(name)[name]
-    smaller = array[:, 1:].copy() if name == "router" else array[1:].copy()  # its first size decides on E
+    smaller = array[:, 1:].copy() if name == "router" else array[1:].copy()  # router's first size sets E
     with pytest.raises(InvalidArgument, match=rf"^{name}: expected .*, got {re.escape(str(list(smaller.shape)))}"):
         call(name, Attributed(smaller, array))
 
@@ -180,7 +181,7 @@ def test_a_capsule_of_what_is_no_tensor(call, name, said):
     ids=["offset", "wraps", "unaligned", "null", "no strides", "many", "negative", "65"],
 )
 def test_a_capsule_that_cannot_be_followed(call, name, said, why):
-    """Nor is it: the process would end."""
+    """It is refused, because following it would crash the process."""
     array = arguments(name)[name]
     with pytest.raises(InvalidArgument, match=f"^{name}: expected a tensor that can be .*: expected .*{why}"):
         call(name, Exporter(array, **said))
@@ -238,7 +239,7 @@ class Liar(np.ndarray):
 
 
 def test_a_result_as_large_as_the_memory_of_x(ctx):
-    """Not as x says it is: the result would be written beyond its end."""
+    """A result of the shape that x claims would be too small: rows would be written beyond its end."""
     given = arguments("x")
     with pytest.raises(InvalidArgument, match=r"^x: expected \[8, 16\], as its memory is, got \[1, 16\]"):
         flashmoe.moe(ctx, **given | {"x": given["x"].view(Liar)})
@@ -252,7 +253,7 @@ def test_arrays_of_derived_types_are_arrays(ctx, call):
 @pytest.mark.parametrize("name", ["router", "gate_up_proj"])
 @pytest.mark.parametrize("exporter", [True, False])
 def test_more_experts_than_there_can_be(ctx, name, exporter):
-    """Nothing is made for each of them, be they as many as a size can be."""
+    """The number of experts is refused before anything is allocated for each expert."""
     given = arguments("router" if name == "router" else "topk_ids") | {"placement": None}
     array = np.empty((2**24, *given[name].shape[1:-1], 0), np.float32)
     tensor = Exporter(array, strides=None) if exporter else array

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = {"flashmoe": "include/flashmoe", "py": "python/flashmoe"}
-"""What the page calls two folders."""
+"""The page's short names of two folders."""
 PRODUCT = ("include", "csrc", "python/flashmoe")
 KINDS = (".h", ".cuh", ".cpp", ".cu", ".py")
 
@@ -38,7 +38,8 @@ def test_names_are_read_from_the_root(text: str, expected: str) -> None:
 
 
 def test_an_activation_is_said_in_the_files_of_its_row() -> None:
-    """Of the product, by the last one of the table: in those, and where names that models have for it are."""
+    """The name gelu_tanh is in every file that must state or compute an activation, by the page's row of activations.
+    It is in no other file of the product, except files of that row and of the row of models' names for activations."""
     page = (ROOT / "docs" / "extending.md").read_text()
     own, names = (
         next(line for line in page.splitlines() if line.startswith(f"| {row} |")).split("|")

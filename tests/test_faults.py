@@ -1,7 +1,7 @@
-"""What a caller or a peer does wrong ends in the documented error, which names it, and leaves nothing behind.
+"""What a caller or a peer does wrong ends in the documented error, which says what is wrong, and leaves nothing behind.
 
-A rank that waits for a peer gives up within TIMEOUT, plus the MARGIN that a busy machine may need to run it.
-Every group of these tests ends with its processes gone and none of its shared memory left.
+A rank that waits for a peer gives up within TIMEOUT seconds, plus the MARGIN seconds that a busy machine may need to
+run it. After each test with a group, the group's processes are gone and none of its shared memory is left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MARGIN = 10.0
 SIZES = {"hidden": 16, "intermediate": 12, "experts": 6, "top_k": 2, "dtype": "float32"}
 LIMITS = {**SIZES, "max_tokens": 20, "timeout": TIMEOUT}
 
-# A server that has imported what takes long forks each rank: starting one takes milliseconds, not seconds.
+# Each rank is forked from a server that has imported the slow modules, so that a start takes milliseconds, not seconds.
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(["flashmoe", "tvm_ffi"])
 
@@ -46,14 +46,14 @@ _FORKSERVER.set_forkserver_preload(["flashmoe", "tvm_ffi"])
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank's part ended: its exception, None if it got through, and the time (CLOCK_MONOTONIC)."""
+    """How a rank ended: with which exception (None: its calls succeeded), and when (CLOCK_MONOTONIC)."""
 
     error: Exception | None
     at: float
 
 
 class Group:
-    """The processes of one test. A rank joins, says so, waits for `go`, calls, and tells how that ended."""
+    """The processes of one test. Each rank joins, says so, waits for `go`, makes its calls, and says how they ended."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -69,18 +69,18 @@ class Group:
         process = _FORKSERVER.Process(target=_live, args=(theirs, limits, calls, problem), daemon=True)
         process.start()
         theirs.close()
-        if rank in self._processes:  # another process takes its place
+        if rank in self._processes:  # a new process takes the rank's place
             self._ended.append(self._processes[rank])
         self._processes[rank] = process
         self._pipes[rank] = pipe
 
     def hear(self, rank: int) -> Any:
-        """The next message of a rank; a test that waits for TIMEOUT + MARGIN has failed."""
+        """The next message of a rank. The test fails if none comes within TIMEOUT + MARGIN."""
         assert self._pipes[rank].poll(TIMEOUT + MARGIN), f"rank {rank} says nothing"
         return self._pipes[rank].recv()
 
     def go(self) -> float:
-        """Wait until every rank has joined, and let them call; the time."""
+        """Wait until every rank has joined, and let the ranks call. Returns the time."""
         for rank in self._pipes:
             assert self.hear(rank) == "joined"
         for pipe in self._pipes.values():
@@ -88,17 +88,18 @@ class Group:
         return time.monotonic()
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
-        """Send a signal to a rank's process; the time."""
+        """Send a signal to a rank's process. Returns the time."""
         os.kill(self._processes[rank].pid, number)
         return time.monotonic()
 
     def exit_code(self, rank: int) -> int | None:
-        """Of a rank's process, once it has ended by itself; None if it does not in time."""
+        """The exit code of a rank's process, after it has ended by itself; None if it does not end in time."""
         self._processes[rank].join(TIMEOUT + MARGIN)
         return self._processes[rank].exitcode
 
     def errors(self, *ranks: int, since: float) -> list[Exception]:
-        """What these ranks raised, each in time; then they close their context and exit by themselves."""
+        """What these ranks raised, or None. Asserts that each rank ended in time, and that its process then closes its
+        context and exits by itself."""
         failures = [self.hear(rank) for rank in ranks]
         for failure in failures:
             assert failure.at - since < TIMEOUT + MARGIN
@@ -115,7 +116,8 @@ class Group:
         return glob.glob(f"/dev/shm/*{self.name}-{rank}")
 
     def wait_until_seen(self, rank: int) -> None:
-        """Until another rank has opened the segment of this one, which the second word of its control page counts."""
+        """Wait until another rank has opened this rank's segment. The second word of the segment's control page counts
+        the ranks that have opened it."""
         end = time.monotonic() + MARGIN
         seen = 0
         while seen == 0:
@@ -136,12 +138,12 @@ class Group:
 
 
 def _live(pipe: Any, limits: dict[str, Any], calls: int, problem: dict[str, Any]) -> None:
-    """A rank's process.
+    """What a rank's process does.
 
     `problem`: changes to SIZES, the `tokens` of each rank, and `spoil` = (argument, index, value), a value to
     put into an argument of this rank.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, by inheritance, in a script's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of scripts inherit that it is ignored
     try:
         context = flashmoe.Context(**limits)
     except Exception as error:
@@ -172,7 +174,7 @@ def _call(context: flashmoe.Context, seed: int, tokens: int, spoil: tuple | None
 
 @pytest.fixture(scope="module")
 def server() -> None:
-    """The server has imported all it is going to: no test's time limit has to allow for that."""
+    """Waits until the server has imported its modules, so that no test's time limit has to allow for that."""
     process = _FORKSERVER.Process(target=os.getpid)
     process.start()
     process.join()
@@ -186,7 +188,7 @@ def group(server: None) -> Iterator[Group]:
 
 
 def expect(errors: list[Exception], kind: type[Exception], pattern: str) -> None:
-    """All errors are of this kind and say this."""
+    """Asserts that all errors are of this kind and have this pattern in their text."""
     for error in errors:
         assert type(error) is kind, repr(error)
         assert re.search(pattern, str(error)), str(error)
@@ -199,13 +201,14 @@ def test_a_rank_never_joins(group):
     since = time.monotonic()
     group.start(0)
     group.start(1)
-    while len(group.segments()) < 2:  # what the fixture looks for at the end is really there now
+    while len(group.segments()) < 2:  # so that the fixture's check at the end has something to find
         assert time.monotonic() - since < MARGIN
     expect(group.errors(0, 1, since=time.monotonic()), PeerTimeout, r"rank 2 did not join within 2 s")
 
 
 def test_a_rank_is_killed_before_it_joins(group):
-    """The rank that has seen it says so, however long it would wait for a rank that nobody has seen."""
+    """The rank that has seen the killed rank raises the error, though it would wait without end for a rank that nobody
+    has seen."""
     for rank in (0, 1):
         group.start(rank, limits={"timeout": 0})
     group.wait_until_seen(1)
@@ -215,8 +218,9 @@ def test_a_rank_is_killed_before_it_joins(group):
 
 @pytest.mark.parametrize("delay", [0.0, 0.001, 0.01, 0.1])
 def test_a_rank_that_was_killed_while_it_joined_starts_again(group, delay):
-    """Under the same name, beside what it has left there: that says whose it is from the first moment on. (It is killed
-    while it takes the memory of a large heap, or behind that.)"""
+    """It starts again under the same name, beside the segment that its killed process has left. A segment says from its
+    first moment on which process made it, so ranks see that this process is gone. (It is killed while it takes the
+    memory of a large heap, or after that.)"""
     group.start(1, limits={"max_tokens": 20_000, "hidden": 2048})
     while not group.segments():
         pass
@@ -229,7 +233,7 @@ def test_a_rank_that_was_killed_while_it_joined_starts_again(group, delay):
 
 
 def test_a_rank_dies_while_another_waits_for_a_third(group):
-    """Who waits for one peer looks at all."""
+    """A rank that waits for one peer also watches the peers that it has seen."""
     for rank in (1, 2):
         group.start(rank, limits={"timeout": 0})
     group.wait_until_seen(2)
@@ -238,7 +242,8 @@ def test_a_rank_dies_while_another_waits_for_a_third(group):
 
 
 def test_a_rank_that_gave_up_comes_back_at_once(group):
-    """It does not take a peer for its own that still joins with what it was before, and has not noticed."""
+    """Rank 1 still joins with the earlier process of rank 0, and has not noticed that this process gave up. The new
+    process of rank 0 does not join with this attempt of rank 1."""
     for rank in (0, 1):
         group.start(rank, limits={"timeout": 0})
     group.wait_until_seen(0)
@@ -249,7 +254,7 @@ def test_a_rank_that_gave_up_comes_back_at_once(group):
     group.start(0)
     while not group.segments_of(0):
         time.sleep(0.001)
-    time.sleep(0.05)  # it looks at rank 1 every millisecond
+    time.sleep(0.05)  # rank 0 looks at rank 1 every millisecond
     since = group.kill(1, signal.SIGCONT)
     expect(group.errors(1, since=since), GroupError, r"rank 0 failed to join: it was interrupted")
     group.start(1)
@@ -267,7 +272,7 @@ def test_an_interrupt_ends_the_wait_for_others(group):
 
 
 def test_an_interrupt_ends_a_call(group):
-    """A peer that never calls is waited for without end, but for the user."""
+    """Without a timeout, ranks wait without end for a peer that never calls, unless the user interrupts them."""
     for rank in range(3):
         group.start(rank, calls=0 if rank == 1 else 1, limits={"timeout": 0})
     group.go()
@@ -303,7 +308,7 @@ except flashmoe.GroupError as error:
 
 
 def test_a_handler_that_returns_does_not_end_a_call():
-    """One that raises does, and the context with it."""
+    """A handler that raises an exception ends the call, and makes the context unusable."""
     heard, same, interrupted, broken = run_python(_INTERRUPTED).splitlines()
     assert (heard, same, interrupted) == ("heard", "same bits True", "interrupted")
     assert broken == "context: an earlier call failed on this group; close it and make a new one"
@@ -315,7 +320,8 @@ def _join_again_and_again(rank: int, ranks: int, name: str) -> None:
 
 
 def test_a_group_of_the_same_name_forms_at_once():
-    """However far a rank is ahead of the others, it meets none of the group before."""
+    """Ranks join and leave 300 groups of one name. A rank that is ahead of the others does not meet them in a group
+    that it has left."""
     flashmoe.launch.run_ranks(3, _join_again_and_again, [()] * 3, timeout=60)
 
 
@@ -357,13 +363,13 @@ def test_a_rank_is_stopped_at_any_moment_of_many_calls(group, delay):
     time.sleep(delay)
     errors = group.errors(0, 2, since=group.kill(1, signal.SIGSTOP))
     expect(errors, PeerTimeout, r"rank 1 holds up call \d+: it has (not )?begun .* waited (2 s )?for .* rank")
-    group.kill(1, signal.SIGCONT)  # the late one is told as well
+    group.kill(1, signal.SIGCONT)  # the stopped rank, which is late, is told as well
     expect(group.errors(1, since=time.monotonic()), PeerTimeout, r"rank 1 holds up call")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_fails_in_the_middle_of_a_long_call(group, number):
-    """Rank 1 holds all experts: the call takes it seconds, for which the others wait without complaint."""
+    """Rank 1 holds all experts: the call takes it seconds, and the others wait that long without an error."""
     large = {"hidden": 1024, "intermediate": 1024, "experts": 4, "top_k": 4, "placement": [1] * 4}
     limits = {**large, "max_tokens": 2000, "processors": 1}
     for rank in range(3):
@@ -384,7 +390,8 @@ def test_a_rank_raises_before_it_calls(group):
 
 # ---- ranks disagree ----------------------------------------------------------------------------------------
 
-# What rank 1 is told differently, and the message; `{}` stands for the two values in either order.
+# The change to rank 1's limits, the pattern of the message, the others' value and rank 1's value. In the pattern, `{}`
+# stands for what two ranks have, in either order.
 DISAGREEMENTS_IN_LIMITS = {
     "hidden": ({"hidden": 8}, "hidden: {}", 16, 8),
     "experts": ({"experts": 9}, "experts: {}", 6, 9),
@@ -399,7 +406,7 @@ DISAGREEMENTS_IN_LIMITS = {
 
 
 def either_order(pattern: str, usual: object, of_rank_1: object) -> str:
-    """`pattern` where `{}` says what two ranks have, one of them rank 1."""
+    """`pattern` with what two ranks have, one of them rank 1, in place of `{}`."""
     one = f"rank [02] has {usual}, rank 1 has {of_rank_1}"
     other = f"rank 1 has {of_rank_1}, rank [02] has {usual}"
     return pattern.format(f"({one}|{other})")
@@ -407,7 +414,8 @@ def either_order(pattern: str, usual: object, of_rank_1: object) -> str:
 
 @pytest.mark.parametrize("what", DISAGREEMENTS_IN_LIMITS)
 def test_contexts_disagree(group, what):
-    """A rank that differs from none which it has met yet sees at least that one of them failed."""
+    """The ranks that find the disagreement say what it is. A rank that has met no rank which differs from it says that
+    another rank failed to join."""
     limits, pattern, usual, of_rank_1 = DISAGREEMENTS_IN_LIMITS[what]
     for rank in range(3):
         group.start(rank, limits=limits if rank == 1 else None)
@@ -418,7 +426,7 @@ def test_contexts_disagree(group, what):
 
 
 def test_ranks_that_disagree_on_who_there_is_wait_for_nobody_else(group):
-    """Whose time limit would be none."""
+    """If they waited for further ranks, they would wait without end, because they have no timeout."""
     for rank, ranks in ((0, 3), (1, 4)):
         group.start(rank, limits={"ranks": ranks, "timeout": 0})
     expect(group.errors(0, 1, since=time.monotonic()), GroupError, "ranks: rank . has ., rank . has .")
@@ -484,7 +492,7 @@ BAD_VALUES = {
 
 @pytest.mark.parametrize("what", BAD_VALUES)
 def test_values_that_only_the_call_sees_are_told_to_their_rank_alone(group, what):
-    """The call is made, on all ranks."""
+    """All ranks complete the call. Only the rank that was given the value raises an error."""
     spoil, error, pattern = BAD_VALUES[what]
     for rank in range(3):
         group.start(rank, fused=spoil[0] == "x", strict=True, spoil=spoil if rank == 1 else None)
@@ -497,7 +505,7 @@ def test_values_that_only_the_call_sees_are_told_to_their_rank_alone(group, what
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_router_that_is_not_finite(where, value):
     problem = random_problem(1, [8], biases=(True, False, False), **SIZES)
-    problem.x[0] = np.abs(problem.x[0]) + 1.0  # infinite logits, not NaN
+    problem.x[0] = np.abs(problem.x[0]) + 1.0  # so that logits are infinite, not NaN
     getattr(problem, where)[2] = value
     with flashmoe.Context(**problem.limits()) as context:
         assert np.isnan(flashmoe.moe(context, **problem.arguments(0))).all()
@@ -556,7 +564,8 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
-# T=8, H=16, I=12, E=6, K=2. A call with a router ("fused") or with ids ("given"): what is wrong, the message.
+# Calls with T=8, H=16, I=12, E=6, K=2. Each row: whether the call has a router ("fused") or ids ("given"), the wrong
+# arguments, and the pattern of the message.
 BAD_ARGUMENTS = {
     "x of one dimension": ("fused", {"x": zeros(16)}, r"x: expected \[T, H\], got \[16\]"),
     "x of another width": ("fused", {"x": zeros(8, 15)}, r"x: expected \[T, H=16\] .*, got \[8, 15\] float32"),
@@ -665,7 +674,7 @@ def calls() -> Iterator[tuple[flashmoe.Context, dict[str, dict[str, Any]]]]:
 
 @pytest.mark.parametrize("what", BAD_ARGUMENTS)
 def test_bad_argument(calls, what):
-    """It is refused by name, and the context stays good."""
+    """The error names the argument, and the context can still make calls."""
     context, good = calls
     how, changes, pattern = BAD_ARGUMENTS[what]
     with pytest.raises(InvalidArgument, match=f"^{pattern}"):
@@ -696,7 +705,7 @@ def test_strided_argument(calls, argument):
         flashmoe.moe(context, **good[how] | {argument: spread})
 
 
-# What is larger than the context's memory was made for: sizes of a call, and the message.
+# Calls that are larger than what the context's memory was made for: the size that is too large, and the message.
 TOO_LARGE = {
     "tokens": ({"tokens": 21}, "x: expected at most max_tokens=20 tokens, .*, got T=21"),
     "hidden": ({"hidden": 17}, "hidden: expected at most 16, .*, got 17"),
@@ -796,7 +805,8 @@ def test_threads_that_call_at_once_are_served_one_after_the_other():
 
 
 def test_a_rank_alone_waits_for_its_own_tasks():
-    """However long one takes: there is nobody to give up on. (A task takes some ten times the timeout.)"""
+    """It waits however long a task takes, because there is no peer to give up on. (A task takes some ten times the
+    shorter timeout.)"""
     problem = random_problem(1, [128], hidden=4096, intermediate=512, experts=1, top_k=1, dtype="float32")
     results = []
     for timeout in (0.002, 60.0):
@@ -876,7 +886,7 @@ def test_heap_larger_than_shared_memory():
     with pytest.raises(HeapError) as refused:
         flashmoe.Context(rank=0, ranks=2, name=name, **LIMITS | huge)
     numbers = [int(number) for number in re.findall(r"\d+", str(refused.value))]
-    assert numbers[0] > free >= 0.5 * numbers[1] > 0  # asked for, and free a moment later
+    assert numbers[0] > free >= 0.5 * numbers[1] > 0  # the bytes that it wanted, and those free a moment later
     assert glob.glob(f"/dev/shm/*{name}*") == []
 
 
@@ -895,7 +905,8 @@ except flashmoe.HeapError as error:
 
 
 def test_shared_memory_is_full():
-    """In a mount namespace of its own, a real tmpfs of 8 MiB: an error, where a store would be a SIGBUS."""
+    """The process has a real tmpfs of 8 MiB, in a mount namespace of its own. A heap that does not fit there is an
+    error, because a store to such a heap would raise SIGBUS."""
     namespace = ["unshare", "-m", "sh", "-c"]
     mount = "mount -t tmpfs -o size=8m tmpfs /dev/shm"
     if shutil.which("unshare") is None or subprocess.run([*namespace, mount], capture_output=True).returncode:

@@ -1,4 +1,4 @@
-"""README's figures are those of the files that were measured, and these lie where they are looked for."""
+"""README's figures are those in the files of measurements, and these files lie where they are looked for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = {
     "Qwen2-MoE": "qwen2-moe",
     "Phi-3.5-MoE": "phi3.5",
 }
-"""What README calls the shapes of the benchmarks."""
+"""The shapes of the benchmarks, by README's names for them."""
 
 
 def section(readme: str) -> str:
@@ -32,7 +32,7 @@ def section(readme: str) -> str:
 
 
 def table(readme: str) -> list[list[str]]:
-    """Its cells; the header first."""
+    """The cells of the section's table, row by row, the header first."""
     lines = [line for line in section(readme).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if not set(line) <= set("| -")]
 
@@ -48,12 +48,12 @@ def row_of(result: dict, shape: str, tokens: int) -> dict:
 
 
 def differs(printed: str, value: float) -> bool:
-    """Whether this is not the value, rounded to as many digits."""
+    """Whether `printed` is not `value`, rounded to as many decimals as `printed` has."""
     return f"{value:.{len(printed.partition('.')[2])}f}" != printed
 
 
 def faults(readme: str) -> Iterator[str]:
-    """What in README's table, and in the sentence below it, is not as it was measured."""
+    """A message for each cell of README's table that is not as measured, and for the sentence below the table."""
     header, *rows = table(readme)
     results = []
     for title in header[1:]:
@@ -88,7 +88,7 @@ def test_every_figure_of_readme_is_measured():
 
 
 def numbers() -> list[tuple[int, int]]:
-    """Where in README the figures of its table, the commits and the tokens of its rows stand."""
+    """The places in README (begin, end) of its table's figures, of the columns' commits, and of the rows' tokens."""
     begin = README.index(section(README))
     lines = [each for each in re.finditer(r"^\|.*$", section(README), re.MULTILINE) if set(each[0]) - set("| -")]
     pattern = r"(?<=\()[0-9a-f]{7}(?=\))|\d+\.\d+(?!-)(?= \(|\)|, \d)|(?<=; )\d+"
@@ -103,7 +103,7 @@ def test_any_other_figure_is_caught():
     places = numbers()
     header, *rows = table(README)
     columns = len(header) - 1
-    assert len(places) == columns + len(rows) * (1 + 3 * columns)  # tokens; milliseconds and two ratios
+    assert len(places) == columns + len(rows) * (1 + 3 * columns)  # tokens; ms and two ratios per column
     for start, end in places:
         last = README[end - 1]
         other = README[: end - 1] + ("1" if last == "0" else "0") + README[end:]
@@ -123,11 +123,12 @@ OTHERS = {
     "Transformers, `grouped_mm`": "transformers_grouped",
     "torchtitan": "torchtitan",
 }
-"""What README's first table calls the baselines that stand beside a layer."""
+"""The baselines in README's first table, by the names that they have there."""
 
 
 def first_table(readme: str) -> Iterator[tuple[str, str, float]]:
-    """What it says, and what was measured: milliseconds beside PyTorch, and times as long as the layer beside it."""
+    """For each figure of the first table: what it is of, the figure, and the measured value. The figures are FlashMoE's
+    milliseconds (as measured beside PyTorch), and each baseline's time divided by FlashMoE's time beside it."""
     head, *rows = table("## How fast" + readme[readme.index("| | FlashMoE |") : readme.index("**What it cannot do")])
     measured_points = json.loads((RESULTS / "bench_baselines" / "h200x1.json").read_text())["points"]
     points = {point["name"]: point["samples"] for point in measured_points if "samples" in point}
@@ -156,7 +157,8 @@ FILES = sorted(RESULTS.rglob("*.json"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(RESULTS).as_posix())
 def test_results_lie_by_suite_and_machine(path):
-    """And an earlier run's file is named after its commit."""
+    """A result lies in the folder of its suite and is named after its machine. An earlier run's file also has the run's
+    commit in its name."""
     result = json.loads(path.read_text())
     suite = path.relative_to(RESULTS).parts[0]
     device, _, gpus = result["device"].partition(" x")
@@ -169,7 +171,8 @@ def test_results_lie_by_suite_and_machine(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(RESULTS).as_posix())
 def test_results_name_no_folder_of_a_machine(path):
-    """What command made them is what anybody types."""
+    """Results, with the commands that made them, have no path in /root, /home, /tmp or /work, so that the commands can
+    be typed on any machine."""
     assert re.findall(r"(?<![\w.:/])/(?:root|home|tmp|work)/[^\s\"]*", path.read_text()) == []
 
 
@@ -181,10 +184,10 @@ def texts() -> Iterator[str]:
 def test_files_that_are_cited_are_there_and_all_others_too():
     pattern = r"\b([a-z0-9_]+/[a-z0-9-]+x\d+(?:-[0-9a-f]{7})?\.json)"
     cited = {name for text in texts() for name in re.findall(pattern, text)}
-    # Runs of tests, compilations and wheels speak for themselves (test_evidence.py, test_instance_records.py,
-    # test_release.py): no figure is taken from them.
+    # No page takes figures from records of test runs, compilations and wheels. Other tests check these
+    # (test_evidence.py, test_instance_records.py, test_release.py).
     uncited = ("tests", "integrations", "integrations_training", "nightly", "cuda_instances", "release")
     files = [path for path in FILES if path.parent.name not in uncited]
-    # README cites what it is made of by the columns of its table.
+    # README cites the files of its table by the table's columns, not by their names.
     cited |= {"fused_gpu/h200x1.json", "fused_group/h200x2.json", "fused_group/h200x4.json"}
     assert cited == {path.relative_to(RESULTS).as_posix() for path in files}

@@ -61,7 +61,7 @@ def tokens_of(dtype=torch.bfloat16):
 
 
 def routed(layer, x, rule):
-    """Logits, ids and weights by NumPy in float64."""
+    """Logits [T, E], and the experts and combine weights [T, K] that the reference chooses in float64."""
     gate = layer.gate
     how = {"score": "softmax", "renormalize": True, "round_logits": False, "routed_scale": 1.0}
     how |= {"groups": 1, "top_groups": None}
@@ -95,12 +95,13 @@ def test_it_chooses_and_weighs_in_float32(ctx, name):
         )
     np.testing.assert_allclose(got.numpy(), logits, atol=1e-5 if not layer._options.round_logits else 0.05)
     assert torch.equal(layer.load, torch.from_numpy(np.bincount(ids.ravel(), minlength=EXPERTS)))
-    # Float32 weights by two ways differ in their last bits: at most a rounding of y to bfloat16 is another.
+    # The layer's combine weights differ from the reference's in their last bits, so that a few elements of y round to
+    # the neighbouring bfloat16 number.
     assert float((y.float() - expected.float()).norm() / expected.float().norm()) < 2.0**-9
 
 
 def test_bfloat16_would_choose_otherwise(ctx):
-    """The weights tell the two apart."""
+    """With the router's weights rounded to bfloat16, some choices differ: the test above would notice it."""
     layer, x = layer_of(ctx, {}), tokens_of()
     ids = routed(layer, x, {})[1]
     with torch.no_grad():
@@ -127,7 +128,7 @@ def test_gradients_are_those_of_a_layer_in_float32(name):
     for key, expected in gradients[0].items():
         got = gradients[1][key]
         assert got is not None and (got.dtype == torch.float32) == key.startswith("gate."), key
-        assert float((got.float() - expected).norm() / expected.norm()) < 0.02, key  # bfloat16 has 8 bits
+        assert float((got.float() - expected).norm() / expected.norm()) < 0.02, key  # bfloat16: 8 significant bits
 
 
 def test_its_gradient_has_no_main_grad(ctx):

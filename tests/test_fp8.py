@@ -1,6 +1,6 @@
 """Weights and rows in FP8 on the CPU engine: the quantiser's bits, layers against the float64 reference, bytes sent.
 
-FLASHMOE_EXAMPLES bounds the number of random layers, of which there are 200 at most but in nightly runs.
+FLASHMOE_EXAMPLES (500 if it is not set) sets the number of random layers: two fifths of it, by default 200.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from test_properties import at_random
 F8 = ml_dtypes.float8_e4m3fn
 EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "500")) * 2 // 5
 SIZES = {"hidden": 200, "intermediate": 136, "experts": 12, "top_k": 4, "dtype": "bfloat16"}
-"""Neither is a multiple of 128: the last blocks are smaller."""
+"""H and I are no multiples of 128, so the last block of 128 columns is smaller."""
 TOKENS = [65, 0, 7, 33]
 
 
@@ -38,7 +38,7 @@ TOKENS = [65, 0, 7, 33]
 
 
 def by_engine(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As bytes, and scales."""
+    """Rows quantised by the CPU engine: their elements as bytes, and their scales."""
     values = np.ascontiguousarray(rows, np.float32)
     elements = np.empty(values.shape, np.uint8)
     scales = np.empty((len(values), -(-values.shape[1] // 128)), np.float32)
@@ -49,7 +49,7 @@ def by_engine(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_torch(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same of rows of 128, by PyTorch's conversion."""
+    """What `by_engine` returns, for rows of 128 elements, computed with PyTorch's conversion to e4m3."""
     torch = pytest.importorskip("torch")
     values = torch.from_numpy(np.ascontiguousarray(rows, np.float32))
     largest = values.nan_to_num(nan=0.0, posinf=float("inf"), neginf=-float("inf")).abs().amax(dim=1, keepdim=True)
@@ -62,7 +62,7 @@ ALL_BF16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
 
 
 def test_every_bf16_value_has_the_bits_that_torch_gives_it():
-    """Beside a 448, so that the scale is 1; and beside its neighbours, whose scale is their own."""
+    """Values up to 448, in rows that have a 448, so that the scale is 1. Then all values, in rows with other scales."""
     small = ALL_BF16[np.abs(ALL_BF16.astype(np.float32)) <= 448.0]
     small = np.concatenate([small, np.zeros(-len(small) % 127, small.dtype)]).reshape(-1, 127)
     for rows in (np.hstack([small, np.full((len(small), 1), 448.0, small.dtype)]), ALL_BF16.reshape(-1, 128)):
@@ -70,7 +70,7 @@ def test_every_bf16_value_has_the_bits_that_torch_gives_it():
         np.testing.assert_array_equal(scales, expected_scales)
         nan = np.isnan(expected.view(F8).astype(np.float32))
         np.testing.assert_array_equal(elements[~nan], expected[~nan])
-        assert (elements[nan] == 0x7F).all()  # of either sign
+        assert (elements[nan] == 0x7F).all()  # a NaN loses its sign
 
 
 @pytest.mark.parametrize("width", [1, 128, 200, 512])
@@ -92,10 +92,10 @@ def test_what_is_no_number_stays_none_and_zeros_stay_zeros():
     elements, scales = by_engine(rows)
     numbers = elements.view(F8).astype(np.float32)
     assert np.isnan(numbers[0]).nonzero()[0].tolist() == [5]
-    assert (numbers[0, :5] == 448.0).all()  # a NaN counts for no scale
+    assert (numbers[0, :5] == 448.0).all()  # the scale is that of the other elements
     assert np.isnan(numbers[1]).nonzero()[0].tolist() == [7]
     assert np.isinf(scales[1, 0])
-    assert (numbers[1, :7] == 0.0).all()  # times infinity: NaN
+    assert (numbers[1, :7] == 0.0).all()  # multiplied by the scale, which is infinite, they are NaN
     assert (numbers[2, :128] == 0.0).all()
     assert scales[2].tolist() == [2.0**-126, np.float32(1.0) / np.float32(448.0)]
 
@@ -118,7 +118,8 @@ def test_weights_are_within_half_a_step_of_what_they_were(scales: str, halves: i
         scale.shape
         == {"block": (3, halves * -(-272 // halves // 128), 2), "row": (3, 272, 1), "tensor": (3, 1, 1)}[scales]
     )
-    largest = np.abs(weights).max()  # half a step is 1/16 of a number, or 2^-10 of the largest one's 448
+    # Half a step of e4m3 is at most 1/16 of a number, or 2^-10 for numbers near 0. Scales make the largest one 448.
+    largest = np.abs(weights).max()
     assert (np.abs(numbers - weights) <= np.maximum(np.abs(weights) / 16.0, largest * 2.0**-10 / 448.0) * 1.0001).all()
 
 
@@ -142,7 +143,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("scales", ["block", "row", "tensor"])
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_layers(ranks: Ranks, options: dict[str, Any], scales: str):
-    """On one rank and on two, and in tasks of other columns, which are rounded up to whole scales."""
+    """On one rank; and on two, with tasks of 24 columns, which the engine rounds up to whole blocks of scales."""
     problem = quantised(random_problem(1, [65], **SIZES | options), scales)
     check(problem, ranks.call(problem))
     problem = quantised(random_problem(2, [65, 7], **SIZES | options), scales)
@@ -181,7 +182,7 @@ def test_bits_are_the_same_in_every_run_and_on_every_number_of_ranks(ranks: Rank
 
 @pytest.mark.parametrize("return_mode", ["direct", "reduced"])
 def test_half_the_bytes_travel(ranks: Ranks, return_mode: str):
-    """Rows to experts: H bytes and H / 32 of scales, for 2 H. Rows home stay as they are."""
+    """A dispatched row has H bytes and H / 32 bytes of scales, instead of 2 H bytes. Return rows stay as they are."""
     sizes = SIZES | {"hidden": 512, "return_mode": return_mode}
     plain = random_problem(7, TOKENS, **sizes, fused=False)
     pairs = zip(ranks.call(plain), ranks.call(quantised(plain)), strict=True)
@@ -208,7 +209,7 @@ def test_rows_take_half_the_memory():
 
 @pytest.mark.parametrize("scales", ["block", "row", "tensor"])
 def test_experts_in_slices(ranks: Ranks, scales: str):
-    """Slices of whole blocks of 128: each expert's scales and intermediate rows are those of the whole expert."""
+    """Slices of whole blocks of 128 columns have the same scales and intermediate rows as the whole expert."""
     whole = quantised(random_problem(8, [40, 9, 0, 21], **SIZES | {"intermediate": 512}), scales)
     names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
     parts = cut(2, *(getattr(whole, name) for name in names))
@@ -221,11 +222,11 @@ def test_experts_in_slices(ranks: Ranks, scales: str):
         of_both = ours.y.astype(np.float64) - theirs.reference.y
         assert (
             np.linalg.norm(of_both) <= 1.5 * theirs.allowed.bound
-        )  # sums of two slices' results are rounded once more
+        )  # 1.5: the sum of two slices' results is rounded once more
 
 
 def test_the_bound_is_no_wider_than_it_must_be():
-    """It notices intermediate rows that are not quantised, and scales that are those of other blocks."""
+    """The error is over half of the bound. Wrong scales, or unquantised intermediate rows, exceed the bound."""
     problem = quantised(random_problem(9, [512], **SIZES | {"hidden": 512, "intermediate": 256}, fused=False))
     with flashmoe.Context(processors=2, **problem.limits()) as context:
         y = flashmoe.moe(context, **problem.arguments(0))
@@ -242,7 +243,7 @@ def test_the_bound_is_no_wider_than_it_must_be():
         for name, halves in (("gate_up", 2), ("down", 1))
     ]
     routing = {"topk_ids": problem.topk_ids[0], "topk_weights": problem.topk_weights[0]}
-    unquantised = moe_reference(x, *matrices, **routing)  # but for x and the weights
+    unquantised = moe_reference(x, *matrices, **routing)  # x and the weights are quantised, intermediate rows are not
     assert np.linalg.norm(unquantised.y - expected) > 5 * bound
 
 
@@ -251,7 +252,7 @@ def test_the_bound_is_no_wider_than_it_must_be():
 
 @st.composite
 def cases(draw) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The arguments of `random_problem`, of `quantised`, and how to call."""
+    """The arguments of `random_problem`, those of `quantised`, and the options `how` of `Ranks.call`."""
     size = st.one_of(st.integers(1, 140), st.integers(141, 300), st.sampled_from([128, 256, 384]))
     problem, call = layer_and_call(draw, size, draw(st.sampled_from(ACTIVATIONS)))
     how = {"scales": draw(st.sampled_from(["block", "block", "row", "tensor"]))}
@@ -380,7 +381,7 @@ def test_a_context_has_memory_for_one_of_both(problem: Problem):
 
 
 def test_ranks_whose_weights_are_of_other_types_disagree(ranks: Ranks):
-    """By their memory, which they make known to one another as they meet."""
+    """Such ranks already disagree when they meet, because they then compare what their heaps are made for."""
     problem = quantised(random_problem(14, [3, 3], **SIZES))
     limits = problem.limits()
     with pytest.raises(Exception, match="bytes per element"):

@@ -1,4 +1,4 @@
-"""FP8 as models have it: checkpoints written and read, modules, and how well the shipped model foretells in FP8."""
+"""FP8 in models: checkpoints that are written and read, modules, and the perplexity of the shipped model in FP8."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_is_quantised_as_published_ones_are(quantised: Path):
     for name in before:
         assert after[name].dtype == ("F8_E4M3" if name in experts else before[name].dtype)
     gate = after["model.layers.0.mlp.experts.3.gate_proj.weight_scale_inv"]
-    assert (gate.dtype, gate.shape) == ("F32", (1, 2))  # of [128, 256]
+    assert (gate.dtype, gate.shape) == ("F32", (1, 2))  # scales of a matrix [128, 256]
     config = json.loads((quantised / "config.json").read_text())
     said = config.pop("quantization_config")
     assert config == json.loads((FOLDER / "config.json").read_text())
@@ -66,7 +66,7 @@ def test_what_is_not_quantised_stays_as_it_is(quantised: Path):
         safetensors.safe_open(FOLDER / "model.safetensors", "pt") as before,
         safetensors.safe_open(quantised / "model.safetensors", "pt") as after,
     ):
-        for name in before.keys():  # noqa: SIM118  (no mapping)
+        for name in before.keys():  # noqa: SIM118  (`before` is no mapping)
             if ".experts." not in name:
                 assert torch.equal(before.get_tensor(name), after.get_tensor(name))
         for projection in ("gate_proj", "up_proj", "down_proj"):
@@ -97,7 +97,7 @@ CONFIG = {"model_type": "qwen3_moe", "hidden_act": "silu", "num_experts_per_tok"
 
 
 def one_by_one(scale: str = "weight_scale_inv", scales: str = "block", of: Any = np.float32) -> dict[str, np.ndarray]:
-    """Experts of I = 200 and H = 136, as checkpoints have them."""
+    """A checkpoint's tensors, one for each expert and projection (I = 200, H = 136), and their scales, of type `of`."""
     random = np.random.default_rng(1)
     tensors = {f"{BLOCK}.gate.weight": random.standard_normal((4, 136)).astype(ml_dtypes.bfloat16)}
     for expert in range(4):
@@ -116,7 +116,7 @@ def one_by_one(scale: str = "weight_scale_inv", scales: str = "block", of: Any =
         ({}, "block"),
         ({"of": ml_dtypes.bfloat16}, "block"),
         ({"scale": "weight_scale", "scales": "row"}, "row"),
-        ({"scale": "weight_scale", "scales": "tensor"}, "row"),  # gate and up have one each
+        ({"scale": "weight_scale", "scales": "tensor"}, "row"),  # gate and up have a scale each
     ],
     ids=["blocks", "scales in bfloat16", "rows", "matrices"],
 )
@@ -225,7 +225,7 @@ def test_what_cannot_be_quantised_is_refused(tmp_path, quantised: Path):
 
 
 def test_shards_stay_shards(tmp_path):
-    """Each with what it had, and an index of all."""
+    """Each shard keeps its tensors and gets their scales. The index says which shard has which tensor."""
     tensors = load_file(FOLDER / "model.safetensors")
     names = sorted(tensors)
     source, target = tmp_path / "source", tmp_path / "target"
@@ -289,7 +289,7 @@ def test_a_module_with_random_weights(scales: str):
 
 
 def test_a_module_takes_the_state_of_transformers_blocks():
-    """All experts' merged matrices and scales; the shared expert's one by one."""
+    """In these states, matrices and scales of all experts are merged, and those of the shared expert are separate."""
     layer = quantize_layer(shipped_layer()[0])
     shapes = {"gate_proj": (128, 256), "up_proj": (128, 256), "down_proj": (256, 128)}
     random = np.random.default_rng(4)
@@ -317,7 +317,8 @@ def test_a_module_takes_the_state_of_transformers_blocks():
 
 
 def _module_in_slices(rank: int, ranks: int, name: str, _: Any) -> tuple[float, list[int]]:
-    """How far a module whose experts are cut into slices is from a whole one, relatively; its scales' shape."""
+    """The relative difference between results of a module with slices and of one with whole experts; the shape of the
+    scales of the module with slices."""
     torch.manual_seed(0)
     sizes = {"max_tokens": 16, "hidden": 256, "experts": 4, "top_k": 2, "weight_dtype": FP8, "processors": 1}
     group = {"rank": rank, "ranks": ranks, "name": name, "slices": 2}
@@ -335,8 +336,8 @@ def _module_in_slices(rank: int, ranks: int, name: str, _: Any) -> tuple[float, 
 
 def test_a_module_cuts_experts_and_scales_as_they_are_loaded():
     for error, shape in run_ranks(2, _module_in_slices, [(None,), (None,)]):
-        assert error < 2.0**-7  # rows and sums of bfloat16
-        assert shape == [4, 2, 1]  # of 4 of 8 slices
+        assert error < 2.0**-7  # rows and sums are rounded to bfloat16
+        assert shape == [4, 2, 1]  # each rank has 4 of the 8 slices
 
 
 # ---- The shipped model ---------------------------------------------------------------------------------------
@@ -345,7 +346,7 @@ MOST_WORSE = 0.02
 
 
 def test_the_shipped_model_foretells_as_well_in_fp8(quantised: Path):
-    """Its experts in FP8, the rest as it is: the perplexity is within 2 % of that in bfloat16."""
+    """With experts in FP8 and the rest in bfloat16, the perplexity is within 2 % of the perplexity all in bfloat16."""
     pytest.importorskip("transformers")
     from shipped import loaded, losses_of, perplexity, windows
 
@@ -367,8 +368,8 @@ def test_the_shipped_model_foretells_as_well_in_fp8(quantised: Path):
 
 @pytest.fixture
 def of_transformers():
-    """The shipped model with experts in FP8, as Transformers makes them where there is a GPU: here it would load such a
-    checkpoint in bfloat16."""
+    """The shipped model with Transformers' own experts in FP8. The fixture makes them as Transformers does on a GPU,
+    because without a GPU Transformers would load an FP8 checkpoint in bfloat16."""
     pytest.importorskip("transformers")
     from flashmoe.integrations.transformers.experts import NAME, register
     from shipped import loaded
@@ -390,7 +391,7 @@ def of_transformers():
 
 
 def test_transformers_experts_in_fp8(of_transformers, quantised: Path):
-    """By Transformers' own table of implementations for them: what a module of ours computes in their place."""
+    """Called through Transformers' table of implementations, they compute the same bits as `flashmoe.moe`."""
     x = torch.randn(2, 20, 256, dtype=torch.bfloat16)
     for number, layer in enumerate(of_transformers.model.layers):
         with torch.no_grad(), flashmoe.Context(max_tokens=64, weight_dtype=FP8, **SHIPPED) as context:

@@ -1,4 +1,4 @@
-"""Parts of layers in FP8: some experts, or slices of them, with the scales that are theirs."""
+"""Parts of layers in FP8: some of the experts, or slices of experts, with their scales."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from safetensors.numpy import save_file
 BLOCK = "model.layers.1.mlp"
 CONFIG = {"model_type": "qwen3_moe", "hidden_act": "silu", "num_experts_per_tok": 2, "norm_topk_prob": True}
 EXPERTS, INNER, HIDDEN = 4, 512, 264
-"""H has three blocks, an odd number, of which the last is smaller."""
+"""H = 264 has three blocks of columns, an odd number: 128, 128 and 8."""
 ODD = 200
-"""A width that is whole blocks in neither gate nor up, nor in both."""
+"""An I for which neither I rows (gate or up alone) nor 2 I rows (both) are whole blocks of 128."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def matrices(inner: int = INNER) -> dict[str, np.ndarray]:
-    """Of all experts, by projection: each expert, and each 128 of their rows and columns, of another magnitude."""
+    """The matrices of all experts, by projection. Experts differ in magnitude, and so do neighbouring blocks of 128."""
     random = np.random.default_rng(1)
     made = {}
     for name, (rows, columns) in zip(PROJECTIONS, [(inner, HIDDEN), (inner, HIDDEN), (HIDDEN, inner)], strict=True):
@@ -41,7 +41,7 @@ def matrices(inner: int = INNER) -> dict[str, np.ndarray]:
 
 
 def one_by_one(scales: str, inner: int = INNER) -> dict[str, np.ndarray]:
-    """Tensors of a checkpoint; scales of one number per matrix have no axis."""
+    """A checkpoint's tensors, one for each expert and projection. `scales`: one of `SCALES`."""
     tensors = {}
     for projection, of_all in matrices(inner).items():
         for expert, matrix in enumerate(of_all):
@@ -64,7 +64,7 @@ def merged(scales: str, inner: int = INNER) -> dict[str, np.ndarray]:
 
 LAYOUTS = {"one by one": one_by_one, "merged": merged}
 SCALES = ("block", "row", "row flat", "tensor", "tensor flat")
-"""``flat``: without the axes that have one element."""
+"""``flat``: the scales are stored without those axes of theirs that have one element."""
 PARTS = [(1, [1, 3]), (1, [2]), (2, [0, 3, 4]), (2, None), (4, [5]), (4, [0, 1, 2, 11, 15])]
 
 
@@ -76,7 +76,7 @@ def write(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
 
 
 def values(layer: MoELayer) -> list[np.ndarray]:
-    """What its matrices stand for, gate, up and down, exactly."""
+    """The layer's matrices gate, up and down, dequantised exactly."""
     gate_up = dequantize(layer.gate_up_proj, layer.gate_up_scale, 2)
     return [*np.split(gate_up, 2, axis=1), dequantize(layer.down_proj, layer.down_scale)]
 
@@ -84,13 +84,13 @@ def values(layer: MoELayer) -> list[np.ndarray]:
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_of_it(tmp_path, layout: str, scales: str):
-    """Its numbers are the matrices', rounded to e4m3, whatever the shape of their scales."""
+    """A layer that is loaded whole has the matrices' numbers, rounded to e4m3, whatever the shape of the scales."""
     layer = load_layer(write(tmp_path, LAYOUTS[layout](scales)))
     assert layer.weight_dtype == FP8
-    # Scales of whole matrices, of which gate and up have one each, become those of rows.
+    # If gate and up have a scale each, the merged matrix gets a scale for each row.
     assert layer.weight_scales == ("row" if (layout, scales[:6]) == ("one by one", "tensor") else scales.split()[0])
     for ours, matrix in zip(values(layer), matrices().values(), strict=True):
-        step = {"b": (-2, -1), "r": -1, "t": (-2, -1)}[scales[0]]  # no scale is larger than the matrix's largest / 448
+        step = {"b": (-2, -1), "r": -1, "t": (-2, -1)}[scales[0]]  # axes: no scale exceeds the largest along them / 448
         assert (abs(ours - matrix) <= abs(matrix) / 16 + abs(matrix).max(step, keepdims=True) / 448 * 2.0**-10).all()
 
 
@@ -108,7 +108,7 @@ def test_a_part_is_what_is_cut_of_all(tmp_path, layout: str, scales: str, slices
         assert (ours.shape, ours.dtype) == (each[mine].shape, each.dtype)
         np.testing.assert_array_equal(ours, each[mine], err_msg=name)
     assert (part.weight_scales, part.intermediate, part.slices) == (whole.weight_scales, inner // slices, slices)
-    # The same of numbers, by hand.
+    # The dequantised numbers, too, are those of the whole layer, cut by hand.
     width = inner // slices
     for place, (expert, n) in enumerate(divmod(id, slices) for id in mine):
         columns = slice(n * width, (n + 1) * width)
@@ -122,7 +122,7 @@ def test_a_part_is_what_is_cut_of_all(tmp_path, layout: str, scales: str, slices
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_slice_that_cuts_a_block_is_refused(tmp_path, monkeypatch, layout: str, scales: str):
-    """Whatever shares a scale: intermediate rows are quantised by blocks. Before anything is read."""
+    """It is refused with any kind of scales, because intermediate rows are quantised by blocks; no tensor is read."""
     folder = write(tmp_path, LAYOUTS[layout](scales, 256 + 128))
     message = "slices: expected slices of a multiple of 128 columns .*, got 2 slices of I=192"
     with pytest.raises(InvalidArgument, match=message), monkeypatch.context() as patched:
@@ -147,8 +147,8 @@ def test_scales_of_two_kinds_are_refused(tmp_path):
 
 
 def _modules_of_parts(rank: int, ranks: int, name: str, path: str) -> tuple[bool, float]:
-    """Whether a module of a rank's part has what that of the whole layer has; how far its results are from those of
-    whole experts on one rank, relatively."""
+    """Whether a module made of a rank's part has the state of one that was made of the whole layer and cut; and the
+    relative difference between its results and those of whole experts on one rank."""
     import torch
     from flashmoe.nn import MoE
 
@@ -178,14 +178,14 @@ def test_a_module_of_a_rank_s_part(tmp_path, layout: str, scales: str):
     folder = write(tmp_path, LAYOUTS[layout](scales))
     for same, error in run_ranks(2, _modules_of_parts, [(str(folder),)] * 2):
         assert same
-        assert error < 2.0**-7  # rows and sums of bfloat16
+        assert error < 2.0**-7  # rows and sums are rounded to bfloat16
 
 
 # ---- Quantised afterwards ------------------------------------------------------------------------------------
 
 
 def plain(folder: Path, inner: int = INNER) -> Path:
-    """The checkpoint in bfloat16."""
+    """Writes a checkpoint of `matrices` in bfloat16."""
     return write(folder, {f"{BLOCK}.experts.{expert}.{projection}.weight": matrix.astype(ml_dtypes.bfloat16)
                           for projection, of_all in matrices(inner).items()
                           for expert, matrix in enumerate(of_all)})  # fmt: skip
@@ -194,7 +194,8 @@ def plain(folder: Path, inner: int = INNER) -> Path:
 @pytest.mark.parametrize(("slices", "held"), PARTS)
 @pytest.mark.parametrize("scales", ["block", "row", "tensor"])
 def test_a_part_is_quantised(tmp_path, scales: str, slices: int, held: list[int] | None):
-    """By blocks the same as the whole layer, then cut; by rows and matrices, each slice has scales of its own."""
+    """With scales of blocks, the part is what quantising the whole layer and then cutting it gives. With scales of rows
+    or matrices, each slice has scales of its own."""
     folder = plain(tmp_path, ODD if slices == 1 else INNER)
     whole, part = load_layer(folder), load_layer(folder, slices=slices, held=held)
     ours = quantize_layer(part, scales)
@@ -214,7 +215,7 @@ def test_a_part_is_quantised(tmp_path, scales: str, slices: int, held: list[int]
 
 
 def test_a_part_whose_slices_cut_blocks_is_not_quantised(tmp_path):
-    """No call would take it."""
+    """It is refused, because no call would take it."""
     part = load_layer(plain(tmp_path, 384), slices=2)
     with pytest.raises(InvalidArgument, match=r"slices: expected slices of a multiple of 128 columns .*, got 2 slices"):
         quantize_layer(part)
@@ -236,15 +237,15 @@ def _quantised_part(rank: int, ranks: int, name: str, path: str) -> Any:
 
 def test_a_quantised_part_is_computed(tmp_path):
     for error in run_ranks(2, _quantised_part, [(str(plain(tmp_path)),)] * 2):
-        assert error < 2.0**-7  # rows and sums of bfloat16
+        assert error < 2.0**-7  # rows and sums are rounded to bfloat16
 
 
 # ---- Biases ----------------------------------------------------------------------------------------------------------
 
 
 def _call_with_biases(rank: int, ranks: int, name: str, spoiled: bool) -> float:
-    """How far slices of experts with biases are from whole ones, relatively; `spoiled`: each slice of an expert brings
-    the second bias."""
+    """The relative difference between results of sliced and of whole experts with biases. `spoiled`: every slice of an
+    expert has `down_bias`, instead of the first slice alone."""
     random = np.random.default_rng(4)
     gate_up, down = (
         random.standard_normal(shape) for shape in ((EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
@@ -254,7 +255,7 @@ def _call_with_biases(rank: int, ranks: int, name: str, spoiled: bool) -> float:
     parts = cut(2, gate_up, down, *biases, gate_up_scale, down_scale)
     if spoiled:
         parts["down_bias"] = np.repeat(biases[1], 2, 0)
-    placement = [0, 0, 0, 0, 1, 1, 1, 1]  # first slices and others on either rank
+    placement = [0, 0, 0, 0, 1, 1, 1, 1]  # either rank has first slices and second slices
     mine = local_experts(placement, rank)
     x, router = (random.standard_normal((n, HIDDEN)).astype(ml_dtypes.bfloat16) for n in (16, EXPERTS))
     sizes = {"max_tokens": 16, "hidden": HIDDEN, "experts": EXPERTS, "top_k": 2, "weight_dtype": FP8, "processors": 1}
@@ -269,9 +270,9 @@ def _call_with_biases(rank: int, ranks: int, name: str, spoiled: bool) -> float:
 
 
 def test_biases_of_slices():
-    """They are of y's type, whatever the matrices are. The second one is the first slice's."""
+    """Biases have y's type, whatever type the matrices have. Only the first slice of an expert may have `down_bias`."""
     for error in run_ranks(2, _call_with_biases, [(False,)] * 2):
-        assert error < 2.0**-7  # rows and sums of bfloat16
+        assert error < 2.0**-7  # rows and sums are rounded to bfloat16
     with pytest.raises(
         flashmoe.FlashMoEError, match=r"down_bias: expected 0 in all slices but the first, got .* of slice 1 of"
     ):

@@ -1,4 +1,4 @@
-"""Tensors of PyTorch whose memory was freed, or cut short, while they kept their shape: an error by name, no fault."""
+"""PyTorch tensors whose memory was freed or cut short, while their shape stayed: a call's error names such a tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMITS = {
 
 
 def layer(**changes: tuple[int, ...] | None) -> dict[str, Any]:
-    """Tensors of a layer, or of those shapes; None: not that one."""
+    """Random tensors of a layer. `changes` gives tensors other shapes, adds tensors, or leaves one out (None)."""
     shapes = {"x": (T, H), "gate_up_proj": (E, 2 * I, H), "down_proj": (E, H, I), "router": (E, H), **changes}
     return {name: torch.randn(shape) * 0.1 for name, shape in shapes.items() if shape is not None}
 
@@ -75,7 +75,8 @@ def said(call: Any) -> str:
 
 
 def forward(pipe: Any, make: Any, name: str, left: int, trains: bool) -> None:
-    """Says what a call says of `name`, of which so many bytes are left, and whether the next one is right."""
+    """Sends the error of a call whose tensor `name` has only `left` bytes of memory. Then sends whether the next call,
+    for which the tensor has all its memory again, gives the right result."""
     tensors = make()
     if trains:
         tensors["x"].requires_grad_()
@@ -108,7 +109,7 @@ def test_a_call(processes, make, name, left, trains):  # noqa: F811
 
 
 def backward(pipe: Any, make: Any, name: str) -> None:
-    """Says what the backward pass says, where `name` was freed after the call."""
+    """Sends the error of a backward pass, if the memory of the tensor `name` was freed after the call."""
     tensors = make()
     for each in tensors.values():
         if each.is_floating_point() and each.dtype == torch.float32:
@@ -151,7 +152,7 @@ def test_what_gradients_are_added_to(processes):  # noqa: F811
 
 
 def test_parts_of_a_larger_storage():
-    """Rows of another tensor end where they end, an empty tensor nowhere."""
+    """A view of rows needs the storage only up to its own last row, and an empty view needs no storage."""
     whole = layer(x=(3 * T, H))
     storage = whole["x"].untyped_storage()
     inner, behind, none = (whole["x"][begin:end] for begin, end in ((T, 2 * T), (T + 1, 2 * T + 1), (2 * T, 2 * T)))

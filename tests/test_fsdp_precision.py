@@ -1,5 +1,7 @@
-"""FSDP2 with weights in float32 and products in bfloat16, on two ranks: losses and parameters are as those of eager
-experts in the same wrapper, but for noise."""
+"""FSDP2 with weights in float32 and products in bfloat16, on two ranks.
+
+Losses and parameters agree with those of eager experts in the same wrapper, up to the noise of tests/loss_noise.py.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def with_layers(make: Callable[[], MoE]) -> torch.nn.Module:
 
 
 def sharded(model: torch.nn.Module, apart: bool) -> torch.nn.Module:
-    """`apart`: a rank's experts are its own, and no other rank has a shard of them."""
+    """Wraps the model in FSDP2. `apart`: each rank has experts of its own, and no other rank has a shard of them."""
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     alone = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replica", "expert"))["replica"]
     wrapped = []
@@ -60,12 +62,12 @@ def sharded(model: torch.nn.Module, apart: bool) -> torch.nn.Module:
         wrapped.append(fully_shard(layer, **options))
     wrapped.append(fully_shard(model, **options))
     for each in wrapped:
-        each.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+        each.set_force_sum_reduction_for_comms(True)  # gloo cannot reduce to a mean
     return model
 
 
 def steps(model: torch.nn.Module, rank: int, ranks: int) -> list[float]:
-    """The losses of all ranks' sequences, of which each rank has a part."""
+    """Trains on this rank's part of the sequences. Returns the loss of each step, as the mean over all ranks."""
     ids = ((torch.arange(LENGTH)[None] * torch.arange(1, SEQUENCES + 1)[:, None]) % 53 + 1).chunk(ranks)[rank]
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for _ in range(STEPS):
@@ -96,7 +98,7 @@ def _on_rank(rank: int, how: str) -> tuple[list[float], dict[str, torch.Tensor],
 
 
 def run_on_ranks(on_ranks: Callable[..., Any], how: str) -> Run:
-    """Of experts that ranks have apart, all are put together."""
+    """One run on all ranks. If each rank has experts of its own, the parameters of all ranks are concatenated."""
     by_rank = on_ranks(_on_rank, how)
     losses, *states = by_rank[0]
     assert all(each == losses for each, *_ in by_rank)

@@ -1,4 +1,4 @@
-"""No function is longer than a reader can hold: 100 lines at most, signature and docstring among them."""
+"""No function has more than 100 lines, including its signature and its docstring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 100
-"""Lines of a function."""
+"""The most lines of a function."""
 
 PYTHON = ("benchmarks", "examples", "python", "tests", "tools")
 CPP = ("benchmarks", "csrc", "include", "tests")
@@ -22,20 +22,21 @@ CPP_KINDS = {".h", ".cuh", ".cpp", ".cu"}
 class Function(NamedTuple):
     name: str
     line: int
-    """Of its signature's beginning."""
+    """The line where its signature begins."""
     lines: int
-    """From there to its end."""
+    """How many lines it has, from `line` to its end."""
 
 
 def python_functions(text: str) -> Iterator[Function]:
-    """Those in functions and classes too."""
+    """All functions, also those inside of functions and classes."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             yield Function(node.name, node.lineno, node.end_lineno - node.lineno + 1)
 
 
-# What braces mean nothing in: comments, raw strings, strings, characters (a ' between digits is none), directives.
+# Text whose braces do not count: comments, raw strings, strings, directives, and characters (a ' between digits begins
+# no character).
 _MEANINGLESS = re.compile(
     r"""//[^\n]* | /\*.*?\*/ | R"(?P<end>[^(\s]*)\(.*?\)(?P=end)" | "(?:\\.|[^"\\\n])*"
     | (?<![0-9a-fA-F])'(?:\\.|[^'\\\n])+' | ^[ \t]*\#(?:\\\n|[^\n])*""",
@@ -48,14 +49,14 @@ _ATTRIBUTE = re.compile(r"\b(?:alignas|requires|__launch_bounds__|__cluster_dims
 
 
 def cpp_functions(text: str) -> Iterator[Function]:
-    """Those at namespace scope and in classes; lambdas and local classes belong to the function that they stand in.
+    """Functions at namespace scope and in classes. Lambdas and local classes count as part of the function around them.
 
-    By the braces alone, in text as clang-format leaves it. Raises `AssertionError` where these do not match.
+    Looks at braces alone, in text that clang-format has formatted. Raises `AssertionError` if the braces do not match.
     """
     text = _MEANINGLESS.sub(lambda found: "\n" * found[0].count("\n"), text)
     held: list[
         tuple[bool, str, int]
-    ] = []  # of each open brace: whether it holds functions, its head, where that begins
+    ] = []  # for each open brace: whether functions may lie in it, the text before it (its head), where the head begins
     since = 0
     for found in re.finditer(r"[{};]|\b(?:public|private|protected):", text):
         at = found.start()
@@ -68,7 +69,7 @@ def cpp_functions(text: str) -> Iterator[Function]:
             assert held, f"line {line}: expected a brace to close, got none"
             holds, head, begin = held.pop()
             name = re.search(r"([~\w]+|operator\W+)\s*\(", head)
-            # A head whose parentheses are open is a table's: to_array({.
+            # If a parenthesis of the head is open, as in to_array({, the brace begins a table.
             if name and not holds and head.count("(") == head.count(")") and all(outer for outer, *_ in held):
                 first = text.count("\n", 0, begin) + 1
                 yield Function(name[1], first, line - first + 1)
@@ -81,7 +82,7 @@ def sources(root: Path, folders: tuple[str, ...], kinds: set[str]) -> list[Path]
 
 
 def functions(root: Path) -> Iterator[tuple[Path, Function]]:
-    """All of the tree."""
+    """All functions of the tree."""
     for path in sources(root, PYTHON, {".py"}):
         yield from ((path, each) for each in python_functions(path.read_text()))
     for path in sources(root, CPP, CPP_KINDS):
@@ -104,7 +105,7 @@ def test_no_function_is_too_long():
 
 
 def test_the_functions_are_seen():
-    """In each folder there are some, and those that a reader would name are among them."""
+    """Each folder has some functions, and three functions that are known to exist are found."""
     found = list(functions(ROOT))
     assert len(found) > 2000
     for folder in ("python", "tests", "tools", "benchmarks", "examples", "include", "csrc"):

@@ -1,7 +1,7 @@
-"""Files and tensors of strangers: the fuzzers of tests/fuzz, for a few seconds each, and what they have kept.
+"""Files and tensors from strangers: runs the fuzzers of tests/fuzz for some seconds, and on inputs that they have kept.
 
-Each in a process of its own, since what they look for may end it. FLASHMOE_EXAMPLES sets the seconds: 12 of 500, 5 of
-200, a minute in nightly runs; `make fuzz` takes longer.
+Each fuzzer runs in a process of its own, because a bug that it finds may end the process. FLASHMOE_EXAMPLES (500 if it
+is not set) sets the seconds: a fortieth of it, from 2 to 60. `make fuzz` takes longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FUZZ = Path(__file__).parent / "fuzz"
 TARGETS = ("header", "index", "config", "profiles", "dlpack")
 SECONDS = min(60, max(2, int(os.environ.get("FLASHMOE_EXAMPLES", "500")) // 40))
 MOST_FILES, MOST_BYTES = 100, 300_000
-"""Of a target's corpus, and of all."""
+"""The most files of one target's corpus, and the most bytes of all corpora together."""
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess:

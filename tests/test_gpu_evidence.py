@@ -1,4 +1,4 @@
-"""What GPU tests depend on, what of them is stale, how it is planned and recorded. No GPU is needed."""
+"""What GPU tests depend on, which of them are stale, and how their runs are planned and recorded. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def copied(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(copied) -> list[dict[str, Any]]:
-    """The record of a run of the copy as it is."""
+    """The record of a run with the unchanged copy."""
     return [record(Tree(copied), RAN)]
 
 
 @pytest.fixture
 def sources(copied) -> Iterator[Path]:
-    """The copy, which is afterwards as it was."""
+    """The copy; files that `append` has changed are restored after the test."""
     yield copied
     for path, content in _changed.items():
         path.write_bytes(content)
@@ -65,7 +65,7 @@ def append(path: Path, text: str) -> None:
 
 
 def record(tree: Tree, files: dict[str, list[Variant]], **more: Any) -> dict[str, Any]:
-    """Of a run of one test of each file, with these kernels."""
+    """The record of a run of one test in each of `files`; a file maps to the kernels that its test loaded."""
     test = {"test_it": {"passed": 3, "failed": 0, "skipped": {}, "seconds": 30.0}}
     of = {
         file: {
@@ -86,7 +86,7 @@ THERE = {"alone": {FEW: ("test_it",), OTHER: ("test_it",)}}
 
 
 def stale_in(root: Path, ran: list[dict[str, Any]], there: Any = THERE) -> dict[str, str]:
-    """By file, why."""
+    """The stale files, each with the reason why it is stale."""
     return {file: why for _, file, _, why in Evidence(there, ran, Tree(root)).stale()}
 
 
@@ -151,7 +151,7 @@ def test_a_kernel_that_is_no_more_is_a_changed_one(sources, ran):
 
 
 def test_a_changed_comment_in_a_header_of_few_tokens_makes_their_files_stale_and_no_other(sources):
-    """By the committed records: the files whose ranks loaded such a kernel, at that place."""
+    """By the committed records, exactly the files that loaded a kernel for few tokens become stale, at each place."""
     ran = [each for each in records.read() if not any(of["failures"] for of in each["files"].values())]
     there: dict[str, dict[str, tuple[str, ...]]] = {}
     for each in ran:
@@ -206,7 +206,7 @@ def test_a_shard_is_of_one_place_and_of_eight_minutes(sources):
     assert all({unit.place for unit in shard.units} == {shard.place} for shard in planned)
     assert [shard.place for shard in planned] == sorted((shard.place for shard in planned), key=list(PLACES).index)
     ran = [(unit.place, unit.file, test) for shard in planned for unit in shard.units for test in unit.tests]
-    assert len(ran) == len(set(ran)) == len(PLACES) * 3 * 200  # a long file in several parts
+    assert len(ran) == len(set(ran)) == len(PLACES) * 3 * 200  # each test is planned once
     assert any(len(unit.tests) < 200 for shard in planned for unit in shard.units)
 
 
@@ -261,7 +261,7 @@ OF_PLACES = {
 
 @pytest.fixture
 def fake(pytester) -> pytest.Pytester:
-    """A file of tests, and the plugin."""
+    """A folder with a file of tests, and with the plugin that writes how they ended to the file `told`."""
     pytester.makeconftest(
         f"""
 import os, sys
@@ -312,7 +312,7 @@ def test_a_run_is_counted_by_test(fake, monkeypatch):
 
 
 def test_a_run_that_ends_early_has_what_is_over(fake, monkeypatch):
-    """What ended it is the failure of the test in which it did; but time is no test's fault."""
+    """If pytest died, the test that was running has failed. If the time was over, that test is not recorded."""
     monkeypatch.setenv("FLASHMOE_PLACE", "alone")
     fake.makepyfile(test_it=TESTS.replace("assert False", "import os; os.kill(os.getpid(), 9); assert False"))
     fake.runpytest_subprocess()
@@ -366,7 +366,8 @@ def test_a_kernel_is_compiled_once_and_each_question_is_written_down(tmp_path):
         return done.stdout
 
     first = run("one")
-    assert run("one") == first == "0 bytes spill stores, 8 bytes spill loads\n"  # which is for who asks to judge
+    # The stand-in takes a kernel that spills from the store, too: its caller has to judge what the compiler said.
+    assert run("one") == first == "0 bytes spill stores, 8 bytes spill loads\n"
     assert log.read_text().splitlines() == ["compiled"]
     run("two")
     run("two", NVCC_APPEND_FLAGS="-DFLASHMOE_RACECHECK=1")
@@ -386,7 +387,7 @@ def test_the_page_is_of_the_records_that_are_committed():
 
 
 NAMED = "test_a_tokens_bits_do_not_depend_on_the_others"
-"""A test that a promise names."""
+"""A GPU test that a promise of tools/gpu_evidence/promises.py names."""
 
 
 def test_the_page_says_where_a_test_ran_last(ran):

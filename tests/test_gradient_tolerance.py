@@ -1,7 +1,7 @@
 """The bounds of float32's gradients on a GPU hold, are not loose, and notice an engine that cuts off one bit too many.
 
-The engine here is a plain numpy one, in float32, whose products take operands as tensor cores do. Kernels have to meet
-the same bounds in tests/gpu/test_training_gpu.py.
+The engine here is plain NumPy in float32. It cuts off low bits of its products' operands, as tensor cores do. Kernels
+have to meet the same bounds in tests/gpu/test_training_gpu.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Operand = Callable[[np.ndarray], np.ndarray]
 
 
 def cut(bits: int) -> Operand:
-    """Without so many of the lowest bits."""
+    """A function that clears the lowest `bits` bits of float32 numbers."""
     mask = np.uint32(0xFFFFFFFF << bits & 0xFFFFFFFF)
     return lambda v: (np.ascontiguousarray(v, np.float32).view(np.uint32) & mask).view(np.float32)
 
@@ -39,7 +39,7 @@ def as_they_are(v: np.ndarray) -> np.ndarray:
 
 
 def activations(z: np.ndarray, gated: bool) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-    """SwiGLU or relu, and what makes of a's gradient that of z."""
+    """The activated rows a (SwiGLU or relu of z), and a function that turns the gradient of a into that of z."""
     if not gated:
         return np.maximum(z, 0), lambda da: np.where(z > 0, da, np.float32(0))
     gate, up = np.split(z, 2, axis=1)
@@ -49,8 +49,8 @@ def activations(z: np.ndarray, gated: bool) -> tuple[np.ndarray, Callable[[np.nd
 
 
 def gradients(problem: Problem, dy: np.ndarray, operand: Operand, of_dx: Operand) -> dict[str, np.ndarray]:
-    """All gradients of a call of one rank, in float32, biases' in float64. `of_dx`: as dX's products take operands;
-    `operand`: as the others do."""
+    """All gradients of a call of one rank, in float32 (those of biases in float64). `of_dx` is applied to the operands
+    of dX's products, and `operand` to those of all other products."""
     x, ids, weights = problem.x[0], problem.topk_ids[0], problem.topk_weights[0]
     up, down = problem.gate_up_proj, problem.down_proj
     found = {"x": np.zeros_like(x), "topk_weights": np.zeros(ids.shape, np.float32)}
@@ -67,7 +67,7 @@ def gradients(problem: Problem, dy: np.ndarray, operand: Operand, of_dx: Operand
             z = z + problem.gate_up_bias[e]
         a, backward = activations(z, problem.options.get("activation", "swiglu") == "swiglu")
         da = operand(dy[t]) @ operand(down[e])
-        plain = backward(da if on_input else w * da)  # of z
+        plain = backward(da if on_input else w * da)  # the gradient of z
         dz, weighted = (w * plain, a) if on_input else (plain, w * a)
         found["topk_weights"][t, k] = (plain * u if on_input else a * da).sum(axis=1)
         found["x"][t] += of_dx(dz) @ of_dx(up[e])
@@ -92,8 +92,8 @@ def parts_of_bounds(options: dict[str, Any], exact: bool, operand: Operand, of_d
 def test_bounds_hold(options, exact):
     operand = as_they_are if exact else cut(13)
     parts = parts_of_bounds(options, exact, operand, operand)
-    # What TF32 does is known but for low bits. Of float32's sums bounds allow for one term after the other: BLAS has
-    # parts.
+    # With TF32, most of the bound is the truncation of operands, which can be computed. In exact float32, the bound
+    # allows for sums that add one term after the other, but BLAS adds in parts, so its errors are much smaller.
     products = [parts[name] for name in ("x", "gate_up_proj", "down_proj")]
     assert min(products) > (0.02 if exact else 0.5), parts
 

@@ -1,4 +1,4 @@
-"""A context of a rank alone that has failed does not outlive its failure: the next call of that shape has another."""
+"""If a call breaks the context of a rank alone, the next call of the same shape gets a new context."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Interrupted(Exception):
 
 
 def fail(context: GrowingContext) -> flashmoe.Context:
-    """A call that ends the context, which is returned: a handler of signals raises while it waits for the engine."""
+    """Breaks the context by a call during which a signal handler raises. Returns the broken context."""
     within = [False]
 
     def interrupt(*_: object) -> None:
@@ -53,7 +53,7 @@ def fail(context: GrowingContext) -> flashmoe.Context:
 
     tensors, before = layer(tokens=LONG), signal.signal(signal.SIGUSR1, interrupt)
     try:
-        for _ in range(20):  # the signal may come before the call waits, or behind it
+        for _ in range(20):  # the signal may come before the call waits, or after it
             of_call = context.with_room_for(LONG)
             timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1))
             timer.start()
@@ -82,7 +82,7 @@ def test_the_next_call_has_another_context(context):
 
 
 def test_gradients_of_a_call_before_the_failure(context):
-    """What a call has kept is its own: the backward pass goes on with the new context."""
+    """What a call has kept belongs to that call, so its backward pass can run in the new context."""
     gradients = []
     for fails in (False, True):
         tensors = layer(trains=True)
@@ -101,7 +101,7 @@ def test_training_goes_on(context):
 
 
 def test_a_timeout_is_told(context):
-    """It is a GroupError too, but news: on a GPU of an earlier call that nobody has heard of."""
+    """PeerTimeout is raised, and the call is not made again: perhaps no caller has heard of this timeout before."""
     asked = []
 
     def late(ctx: flashmoe.Context) -> None:
@@ -160,6 +160,6 @@ print("next", torch.equal(call(short), right))
 
 
 def test_an_interrupt_within_a_call():
-    """It ends that call alone, not one of another thread that waits behind it, nor the next."""
+    """It ends only the call that it interrupts: not another thread's call that waits for it, and not the next call."""
     interrupted, behind, following = run_python(_INTERRUPTED).splitlines()
     assert (interrupted, behind, following) == ("interrupted", "behind [True]", "next True")

@@ -1,4 +1,4 @@
-"""What the benchmarks share, as far as it needs no GPU."""
+"""Code that the benchmarks share, as far as it can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_results_lie_in_the_sources():
 
 @pytest.mark.parametrize("typed", TYPED)
 def test_a_result_says_what_anybody_may_type(monkeypatch, tmp_path: Path, typed: str):
-    """No folder of the machine that made it, whatever was typed there."""
+    """A result's command names no folder of the machine that made the result, whatever was typed there."""
     monkeypatch.chdir(tmp_path)
     arguments = typed.replace("HERE", str(tmp_path)).split()
     assert origin.as_typed("python", arguments) == f"python {TYPED[typed]}"
@@ -90,12 +90,12 @@ WORKERS = {
     "timings": "measure = timings.loaded(sys.argv[1]); measure.milliseconds, measure.passes",
     "host_calls": "host_calls.timed",
 }
-"""And what of them is there without anything of the version that they measure."""
+"""Modules that measure other versions of flashmoe; for each, an expression that needs nothing of such a version."""
 
 
 @pytest.mark.parametrize("worker", WORKERS)
 def test_a_worker_measures_any_version(tmp_path: Path, worker: str):
-    """One that has no `flashmoe.bench`, for example, which is empty here."""
+    """For example a version that has no `flashmoe.bench`. The version here is an empty package."""
     pytest.importorskip("torch")
     (tmp_path / "flashmoe").mkdir()
     (tmp_path / "flashmoe" / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""What an installation brings and needs: three packages, a BLAS of its own, no PyTorch, and nobody else's files."""
+"""An installation needs three packages and no PyTorch, brings its own BLAS, and refuses others' files in its folder."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from flashmoe.trace import Event, write_timeline
 
 REQUIRED = {"numpy", "ml-dtypes", "apache-tvm-ffi"}
 THEIR_OWN = {"typing-extensions"}
-"""What these require."""
+"""What the packages of `REQUIRED` require."""
 FOLDERS = re.compile(r"(numpy|ml_dtypes|tvm_ffi|typing_extensions|apache_tvm_ffi)(\.libs|\.py|-.*)?")
-"""The names of their files and folders in site-packages."""
+"""The names that files and folders of all these packages have in site-packages."""
 
 A_CALL = """
 import sys
@@ -75,14 +75,14 @@ def test_three_packages_are_required():
 
 
 def test_what_a_server_has_of_the_extras_may_stay():
-    """No newest version is named."""
+    """The extras name no newest version, so that pip leaves what is installed as it is."""
     required = [each.partition(";") for each in metadata.requires("flashmoe-layer") or ()]
     named = [package for package, _, when in required if re.search("cli|plots", when)]
     assert len(named) == 3 and all(re.fullmatch(r"\w+>=[\d.]+", each) for each in named)
 
 
 def packed(folder: Path) -> Path:
-    """The installed package as a wheel again, which takes a second where building takes a minute."""
+    """A wheel made from the installed package. This takes a second; to build one takes a minute."""
     files = [
         file
         for file in metadata.files("flashmoe-layer") or ()
@@ -179,7 +179,7 @@ def test_calls_with_numpy_import_no_pytorch(tmp_path):
 
 
 def test_pytorch_may_come_after_numpy(tmp_path):
-    """Its tensors are then computed as NumPy's arrays, forward and backward."""
+    """After calls with NumPy, calls with PyTorch's tensors give the same results, and gradients too."""
     pytest.importorskip("torch")
     program = A_CALL.replace("import torch", "") + (
         "    import torch\n"
@@ -202,7 +202,7 @@ def test_a_package_is_hidden_in_one_block_of_one_thread(tmp_path, monkeypatch):
     assert sys.meta_path == before
     import a_package_of_this_test
 
-    with hidden("a_package_of_this_test"):  # it has been imported
+    with hidden("a_package_of_this_test"):  # hides nothing that has been imported
         import a_package_of_this_test  # noqa: F401
 
 
@@ -222,7 +222,7 @@ LIBRARY = Path(_ffi.__file__).parent / "lib" / "libflashmoe_blas.so"
 
 
 def digest_of_products(library: Path, function: str) -> str:
-    """Of products by a library's cblas_sgemm, in a process that has it for everybody (RTLD_GLOBAL)."""
+    """A digest of products by a library's cblas_sgemm. Other libraries see the library's symbols (RTLD_GLOBAL)."""
     sgemm = getattr(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL), function)
     rng, digest = np.random.default_rng(0), hashlib.sha256()
     for m, n, k in [(1, 256, 256), (7, 33, 129), (64, 64, 64), (128, 256, 512)]:
@@ -230,7 +230,7 @@ def digest_of_products(library: Path, function: str) -> str:
         c = np.zeros((m, n), np.float32)
         at = [ctypes.c_void_p(each.ctypes.data) for each in (a, b, c)]
         one, zero = ctypes.c_float(1), ctypes.c_float(0)
-        sgemm(101, 111, 111, m, n, k, one, at[0], k, at[1], n, zero, at[2], n)  # rows, nothing transposed
+        sgemm(101, 111, 111, m, n, k, one, at[0], k, at[1], n, zero, at[2], n)  # row-major, not transposed
         np.testing.assert_allclose(c, a @ b, atol=1e-4 * k)
         digest.update(c.tobytes())
     return digest.hexdigest()
@@ -251,7 +251,7 @@ print(len(set(digests)), len({{Path(each).name for each in mapped}} & {{LIBRARY.
 
 @pytest.mark.parametrize("order", ["pair", "pair[::-1]"], ids=["ours first", "theirs first"])
 def test_two_openblas_in_one_process(order):
-    """Both are loaded, and both compute the same bits: ours is theirs under other names."""
+    """Both are loaded and compute the same bits, because the package's OpenBLAS is the other with renamed symbols."""
     pytest.importorskip("scipy_openblas32")
     done = run_python("-c", TWO.format(tests=str(Path(__file__).parent), order=order), OPENBLAS_NUM_THREADS="1")
     assert (done.stdout, done.stderr) == ("1 2\n", "")
@@ -274,7 +274,7 @@ def test_the_licences_of_the_blas_are_beside_it():
 
 @pytest.fixture
 def site(tmp_path) -> Path:
-    """A folder of packages that has ours, by links."""
+    """A folder of packages that has this package: `flashmoe` as a link, `flashmoe_layer` as a copy."""
     here = Path(flashmoe_layer.__file__).parents[1]
     (tmp_path / "flashmoe").symlink_to(Path(flashmoe.__file__).parent)
     shutil.copytree(here / "flashmoe_layer", tmp_path / "flashmoe_layer")
@@ -324,7 +324,7 @@ def test_what_lies_elsewhere_is_not_refused(site):
 
 
 def test_looking_costs_one_list_of_a_folder(site, monkeypatch):
-    """No list of files is read but those of distributions whose names begin as ours."""
+    """Lists of files are read only for distributions whose names begin with flashmoe."""
     for number in range(300):
         install(site, f"package{number}-1.dist-info", "flashmoe/__init__.py,,\n")
     read, read_text = [], Path.read_text

@@ -1,5 +1,5 @@
-"""What tools/compile_cuda.py leaves of what it compiled, and what it does not compile again; whether what is committed
-has all instances."""
+"""The records of tools/compile_cuda.py: what it records, what it does not compile again, and whether the committed
+records have all instances."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def log(registers: int, spilled: int = 0, stack: int = 0, name: str = "kernel") 
 
 
 class Compiler:
-    """In the place of nvcc and nvdisasm: it remembers what it was given, and answers as it is told."""
+    """Stands in for nvcc and nvdisasm: remembers the units that it was given, and answers as a test has set."""
 
     def __init__(self) -> None:
         self.given: list[Unit] = []
         self.answers: dict[Unit, Any] = {}
-        """Of some: the log, or what is raised."""
+        """For some units, the log that is answered, or the exception that is raised."""
 
     def __call__(self, nvcc: Path, nvdisasm: Path, unit: Unit) -> compile_cuda.Compiled:
         self.given.append(unit)
@@ -49,7 +49,7 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch) -> Compiler:
-    """Of three instances; one is compiled at a time."""
+    """The stand-in; compile_cuda.py has three units to compile."""
     compiler = Compiler()
     monkeypatch.setattr(compile_cuda, "units", lambda every: [GENERAL, FEW, SOURCE])
     monkeypatch.setattr(compile_cuda, "compile_unit", compiler)
@@ -89,7 +89,7 @@ def test_a_run_is_recorded_and_not_repeated(compiler, tmp_path, capsys):
         ("benchmarks/protocol.cu", 168),
     }
     assert all((each["spills"], each["stack"], each["faults"]) == (0, 0, []) for each in instances.values())
-    assert len(path.read_text().splitlines()) < 20  # one for each instance
+    assert len(path.read_text().splitlines()) < 20  # one line for each instance
     assert "instances: 3 current, 0 faulty, 0 stale, 0 never compiled" in capsys.readouterr().out
     assert run(tmp_path) == 0
     assert compiler.given == [GENERAL, FEW, SOURCE]
@@ -118,7 +118,7 @@ def test_when_the_time_is_over_nothing_is_begun(compiler, tmp_path, capsys):
 
 
 def test_a_run_that_is_stopped_leaves_what_it_ended(compiler, tmp_path):
-    """And the next one, of the same commit, adds the rest."""
+    """The next run of the same commit adds the rest to the same record."""
     compiler.answers[FEW] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
@@ -184,7 +184,7 @@ def entry(digest: str, *faults: str) -> dict[str, Any]:
 
 
 def test_the_last_compilation_of_todays_sources_counts():
-    """Also where other sources have been compiled since."""
+    """It also counts if other sources have been compiled since."""
     wanted = [Instance(name, "now") for name in ("a", "b", "c", "d")]
     records = [
         {"nvcc": "13.0", "instances": {"a": entry("now"), "b": entry("now", "spills"), "c": entry("now")}},
@@ -232,7 +232,7 @@ def test_a_record_of_another_nvcc_or_machine_is_not_gone_on_with(tmp_path):
 
 
 def test_committed_records_have_every_instance():
-    """A notice in pytest's summary, not a failure: a night goes by before they are compiled."""
+    """Missing instances give a warning in pytest's summary and no failure: a night goes by before they are compiled."""
     tree = Tree()
     found = standing([instance(tree, each.of, each.nvshmem) for each in units(True)], read())
     if found.todo:

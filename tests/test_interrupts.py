@@ -1,4 +1,4 @@
-"""Signals at any moment: what a context holds is freed, and what waits is told of them."""
+"""Signals that come at any moment: what a context holds is freed, and a call that waits is interrupted."""
 
 import pytest
 from test_faults import run_python
@@ -43,7 +43,7 @@ print(interrupted, before == held(), before, held())
 
 
 def test_an_interrupt_while_a_context_is_made_leaves_nothing():
-    """Nor does one while it is closed: threads, files and contexts are as many as before."""
+    """Nor does an interrupt while a context is closed: there are as many threads, files and contexts as before."""
     interrupted, same, *counts = run_python(_MADE_UNDER_FIRE).split(maxsplit=2)
     if int(interrupted) < 20:
         pytest.skip(f"{interrupted} interrupts in 8 s are too few to tell")
@@ -84,7 +84,7 @@ print("good", flashmoe.moe(context, short, **arguments).shape)
 
 
 def test_a_handler_that_calls_within_a_call_is_refused():
-    """It would wait for the call that it interrupts, which waits for it."""
+    """The handler would wait for the call that it interrupts, and that call for the handler."""
     refused, same, good = run_python(_WITHIN).splitlines()
     assert refused.startswith("context: expected one call of a thread at a time, got a second within the first")
     assert (same, good) == ("same bits True", "good (4, 512)")
@@ -114,6 +114,6 @@ print("good", flashmoe.moe(context, short, **arguments).shape)
 
 
 def test_an_interrupt_is_heard_behind_the_call_of_another_thread():
-    """It ends the wait of the thread that waits, and nothing of the call that it waits for."""
+    """The interrupt ends the call that waits, and leaves the other thread's call, for which it waits, alone."""
     heard, same, good = run_python(_BEHIND).splitlines()
     assert (heard, same, good) == ("heard while it lasted True", "same bits True", "good (4, 512)")

@@ -1,6 +1,6 @@
 """The cache of compiled kernels: its keys, many processes at once, and compilers that are missing, fail or are killed.
 
-nvcc is a shell script that takes its time; what it compiles does not matter here.
+Here nvcc is a shell script, which compiles nothing and can be made to wait or to fail.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMPILE = "from flashmoe import jit; print(jit.compile_kernel(jit.Variant()).sec
 
 
 class Machine:
-    """A compiler and a cache folder of a test's own."""
+    """A stand-in for nvcc, and a cache folder. Each test has its own."""
 
     def __init__(self, folder: Path) -> None:
         self.calls, self.nvcc, self.cache = folder / "calls", folder / "nvcc", folder / "cache"
@@ -77,7 +77,7 @@ def machine(tmp_path, monkeypatch) -> Machine:
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch) -> Path:
-    """The folder of a copy of the sources."""
+    """The folder of a copy of the kernels' sources, which `jit` uses."""
     root = tmp_path / "sources"
     shutil.copytree(jit.source_root() / "include", root / "include")
     shutil.copytree(jit.source_root() / "csrc" / "cuda" / "entry", root / "csrc" / "cuda" / "entry")
@@ -106,7 +106,7 @@ def test_compiles_once(machine, capfd):
     assert [line.split()[0] for line in machine.called()] == [
         "--version",
         "-cubin",
-    ]  # nor is the version asked for again
+    ]  # the version is asked for only once, too
     assert [path.suffix for path in machine.cache.iterdir() if path.is_dir()] == []
 
 
@@ -119,7 +119,7 @@ END"""
 
 
 def test_a_kernel_that_spills_is_refused(machine):
-    """It would give the right results, late, and nobody would know why. What ptxas said is kept."""
+    """Such a kernel would be slow, and nobody would know why. What ptxas said is kept in the log."""
     machine.install(outcome=SPILLS.format(stack=24, stores=8, loads=16))
     with pytest.raises(FlashMoEError) as refused:
         jit.compile_kernel(jit.Variant())
@@ -131,13 +131,13 @@ def test_a_kernel_that_spills_is_refused(machine):
     assert "8 bytes spill stores" in log.read_text()
     assert not list(machine.cache.glob("*.cubin"))
     assert "-Xptxas -v" in machine.compilations()[0]
-    assert jit.compile_kernel(jit.Variant(trace=True)).path.exists()  # which has a record in its loops
+    assert jit.compile_kernel(jit.Variant(trace=True)).path.exists()  # traced kernels may spill
     machine.install(outcome=SPILLS.format(stack=0, stores=0, loads=0))
     assert jit.compile_kernel(jit.Variant()).path.exists()
 
 
 def set_release(headers: Path, release: str) -> None:
-    """Let headers of NVSHMEM be of this one."""
+    """Makes NVSHMEM's headers say that they are of this release."""
     parts = zip(("MAJOR", "MINOR", "PATCH"), release.split("."), strict=True)
     text = "".join(f"#define NVSHMEM_VENDOR_{part}_VERSION {number}\n" for part, number in parts)
     (headers / "non_abi" / "nvshmem_version.h").write_text(text)
@@ -145,7 +145,7 @@ def set_release(headers: Path, release: str) -> None:
 
 @pytest.fixture
 def nvshmem(tmp_path, monkeypatch) -> Path:
-    """The folder of a package of NVSHMEM's headers."""
+    """The folder of NVSHMEM's headers in a package that `flashmoe.nvshmem` finds."""
     folder = tmp_path / "nvshmem"
     (folder / "include" / "non_abi").mkdir(parents=True)
     set_release(folder / "include", "3.4.5")
@@ -179,7 +179,7 @@ def test_nvshmem_that_kernels_are_not_compiled_with(machine, nvshmem, release):
         f"{release} ({nvshmem}); to install one: pip install 'nvidia-nvshmem-cu13>=3.4,<3.9'"
     )
     assert machine.compilations() == []
-    jit.compile_kernel(jit.Variant())  # which has nothing of it
+    jit.compile_kernel(jit.Variant())  # includes nothing of NVSHMEM
 
 
 @pytest.mark.parametrize("release", ["3.4.0", "3.5.21", "3.8.99"])
@@ -207,14 +207,15 @@ def test_flags(machine):
 
 
 def test_what_a_build_is_told(tmp_path):
-    """A macro for each option that is on, of which there are as many as the sources have."""
+    """A macro for each option that is on. The options are those of the table in spec/build.h."""
     plain = jit.Variant("float16", "geglu").flags
     assert plain == [*jit.FLAGS, "-DFLASHMOE_DTYPE=2", "-DFLASHMOE_ACTIVATION=4"]
     told = jit.Variant(quantised=True, trace=True, few=True, group=True).flags[len(plain) :]
     assert told == [f"-DFLASHMOE_{name}=1" for name in ("TRACE", "QUANTISED", "GROUP", "FEW")]
     table = (jit.source_root() / "include" / "flashmoe" / "spec" / "build.h").read_text()
     rows = re.findall(r"^ *ROW\((\w+), (\w+)\)", table, re.M)
-    assert dict(rows) == {**jit.OPTIONS, "racecheck": "FLASHMOE_RACECHECK"}  # which the sanitizer's tests define
+    # Only tests with the sanitizer define FLASHMOE_RACECHECK.
+    assert dict(rows) == {**jit.OPTIONS, "racecheck": "FLASHMOE_RACECHECK"}
     assert [name for name, _ in rows if name != "racecheck"] == list(jit.OPTIONS)
     assert len(rows) == len(dict(rows))
     options = [each.name for each in dataclasses.fields(jit.Variant) if each.name not in ("dtype", "activation")]
@@ -251,7 +252,7 @@ def test_what_there_is_no_kernel_of():
 
 
 def test_kernels_of_a_rank_alone():
-    """That for any number of tokens, and that for a few."""
+    """Most layers have two, the general kernel and the kernel for a few tokens; some layers have only one of these."""
     assert jit.variants_alone() == [jit.Variant(), jit.Variant(few=True)]
     exact = {"exact": True, "trace": True}
     assert jit.variants_alone("float32", "gelu", **exact) == [
@@ -262,7 +263,7 @@ def test_kernels_of_a_rank_alone():
 
 
 def test_a_release_carries_both_kernels_of_a_plain_layer():
-    """Of each type, and traced; and what few tokens have in groups."""
+    """For each general kernel of a plain layer, it also has the one for a few tokens. It has some for groups, too."""
     for variant in jit.COMMON:
         trains = variant.keeps or variant.backward
         if not (variant.transposed or trains or variant.few):
@@ -275,7 +276,7 @@ def test_a_release_carries_both_kernels_of_a_plain_layer():
 
 
 def test_two_kernels_are_compiled_at_the_same_time(machine):
-    """Neither is done before the other is begun."""
+    """Each compilation waits until the other has begun, so they would fail if they ran one after the other."""
     begun = f"[ $(grep -c -- -cubin {machine.calls}) = 2 ]"
     machine.install(delay=f"for i in $(seq 300); do {begun} && break; sleep 0.1; done; {begun} || exit 1")
     both = jit.variants_alone()
@@ -287,7 +288,7 @@ def test_two_kernels_are_compiled_at_the_same_time(machine):
 
 @pytest.mark.parametrize("failing", ["decode.cu", "moe.cu"])
 def test_one_of_two_kernels_that_cannot_be_compiled(machine, failing):
-    """What is said is of that one; the other is there when they are asked for again."""
+    """The error names the kernel that failed. The other one is in the cache when both are asked for again."""
     machine.install(outcome=f'case "$*" in *{failing}*) echo wrong; exit 1;; esac')
     title = "bf16 SwiGLU few tokens" if failing == "decode.cu" else "bf16 SwiGLU"
     with pytest.raises(FlashMoEError, match=rf"^nvcc: cannot compile the {title} kernel \(exit status 1\)"):
@@ -324,12 +325,12 @@ def test_what_the_key_depends_on(machine, sources):
     header.write_text(header.read_text() + "\n")
     second = path()
     assert second != first
-    (header.parent / "another.h").write_text("\n")  # which nobody includes
+    (header.parent / "another.h").write_text("\n")  # no file includes it
     assert path() == second
     machine.install(release="13.1")
     third = path()
     assert third not in (first, second)
-    machine.install(release="13.0")  # another file of the same version
+    machine.install(release="13.0")  # another nvcc, of the first version
     assert path() == second
 
 
@@ -339,7 +340,7 @@ EACH_SOURCE = [
     jit.Variant(),
     *(jit.Variant(**{which: True}, group=group) for which in ("keeps", "backward") for group in (False, True)),
 ]
-"""Variants of every source that needs no headers of others."""
+"""Variants that cover every source of kernels, except the one that needs NVSHMEM's headers."""
 
 
 def test_a_comment_in_a_room_recompiles_who_includes_it(machine, sources):
@@ -403,10 +404,10 @@ def test_a_process_killed_half_way(machine):
     machine.install()
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
-    printed, said = waiting.communicate(timeout=60)  # the lock went with its process
+    printed, said = waiting.communicate(timeout=60)  # the lock was released when its process died
     assert waiting.returncode == 0 and printed != "None\n"
     assert "compiling the bf16 SwiGLU kernel" in said
-    assert not list(machine.cache.glob("*.tmp"))  # what the first one left behind is gone
+    assert not list(machine.cache.glob("*.tmp"))  # the killed process's folder is gone
 
 
 def test_no_compiler(machine, monkeypatch, tmp_path):
@@ -490,7 +491,7 @@ def test_installed_sources_come_first(monkeypatch, tmp_path):
 
 @pytest.fixture
 def carried(machine, sources, monkeypatch) -> Path:
-    """The common kernel in the package, and neither a compiler nor a cache."""
+    """The path of a kernel that the package carries. There is neither a compiler nor a cache."""
     folder = sources / "kernels"
     folder.mkdir()
     path = jit.ship(jit.Variant(), folder)
@@ -546,7 +547,7 @@ def test_a_release_is_compiled_by_one_nvcc(machine):
 
 
 def test_a_driver_too_old_for_what_is_carried(machine, carried, monkeypatch):
-    """It takes what an older nvcc compiles."""
+    """Such a driver needs a kernel that an nvcc of its own CUDA release has compiled."""
     monkeypatch.setattr(driver, "cuda_release", lambda: (12, 4))
     monkeypatch.delenv("FLASHMOE_NVCC")
     with monkeypatch.context() as without:
@@ -576,7 +577,7 @@ def test_the_cache_is_made_for_its_user_alone(machine):
         os.umask(before)
     assert machine.cache.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in machine.cache.iterdir() if path.stat().st_mode & 0o022] == []
-    assert next(machine.cache.glob("*.lock")).stat().st_mode & 0o777 == 0o600  # nobody else can hold it
+    assert next(machine.cache.glob("*.lock")).stat().st_mode & 0o777 == 0o600  # no other user can lock it
     assert made.read_text() == "compiled\n"
 
 
@@ -624,7 +625,7 @@ def made_a_pipe(path: Path) -> None:
 
 
 def made_a_link(path: Path) -> None:
-    """To a whole kernel."""
+    """The link leads to the undamaged kernel."""
     path.rename(path.with_suffix(".moved"))
     path.symlink_to(path.with_suffix(".moved"))
 
@@ -648,7 +649,7 @@ def test_a_damaged_kernel_is_compiled_again(machine, damaged, capfd):
 
 
 def test_a_kernel_under_the_name_of_another_is_not_taken(machine):
-    """Both are whole, but only one is what was asked for."""
+    """The file is undamaged and has the wanted kernel's name, but the content and the digest of another kernel."""
     wanted, other = (jit.compile_kernel(jit.Variant(dtype)).path for dtype in ("bfloat16", "float16"))
     stem, digest = wanted.stem.rpartition("-")[0], other.stem.rpartition("-")[2]
     wanted.unlink()
@@ -664,7 +665,7 @@ def test_a_compiler_that_makes_an_empty_file(machine):
 
 
 def test_what_was_checked_is_what_is_loaded(machine):
-    """Though the folder is exchanged for another meanwhile."""
+    """The checked kernel is loaded even if another folder takes the place of the cache meanwhile."""
     path = jit.kernel(jit.Variant())
     machine.cache.rename(machine.cache.with_name("away"))
     shutil.copytree(machine.cache.with_name("away"), machine.cache)
@@ -733,7 +734,7 @@ FOREIGN = b"of another user"
 
 
 def plant(folder: Path, path: Path) -> None:
-    """A kernel in the place of the one at `path`, whole."""
+    """Writes another kernel to `folder`, undamaged, in the place of the one at `path`."""
     stem = path.stem.rpartition("-")[0]
     digest = hashlib.sha256(f"{stem}\n".encode() + FOREIGN).hexdigest()[:32]
     (folder / f"{stem}-{digest}.cubin").write_bytes(FOREIGN)
@@ -751,7 +752,7 @@ def test_a_cache_that_another_user_has_made(machine, monkeypatch, second_user):
 
 
 def test_a_cache_that_another_user_has_poisoned(machine, monkeypatch, second_user):
-    """While it was open to all; what was put there does not count once it is mended."""
+    """A kernel that another user put there while the cache was open to all is not used after the mode is corrected."""
     own = second_user.place / "cache"
     monkeypatch.setenv("FLASHMOE_CACHE", str(own))
     path = jit.compile_kernel(jit.Variant()).path
@@ -767,7 +768,7 @@ def test_a_cache_that_another_user_has_poisoned(machine, monkeypatch, second_use
 
 @pytest.mark.timeout(60)
 def test_a_lock_that_another_user_would_hold(machine, monkeypatch, second_user):
-    """Though the cache can be read by all."""
+    """Another user cannot even open the lock, although all users can read the cache."""
     own = second_user.place / "cache"
     monkeypatch.setenv("FLASHMOE_CACHE", str(own))
     jit.compile_kernel(jit.Variant()).path.unlink()
@@ -783,7 +784,7 @@ def test_a_lock_that_another_user_would_hold(machine, monkeypatch, second_user):
 
 
 def test_a_cache_of_root_serves_all_users(machine, monkeypatch, second_user):
-    """Read only: what is missing there they cannot add."""
+    """Other users can only read the cache: they cannot add kernels that are missing."""
     sources, shared = jit.source_root(), second_user.place / "cache"
     if not all(folder.stat().st_mode & 0o005 == 0o005 for folder in (sources, *sources.parents)):
         pytest.skip(f"expected sources that a second user can read, found them in {sources}")
@@ -814,11 +815,11 @@ def test_command(machine, capsys, monkeypatch):
     assert "exact fp32 GELU traced" in printed and printed.count("cached") == 2
     assert "exact fp32 GELU few tokens traced" in printed and "bf16 SwiGLU transposed" in printed
     kinds = len(ACTIVATIONS)
-    # Each for any number of tokens and for a few, but transposed. Of all of three types, two were there.
+    # Each layer has two kernels, but one if it is transposed. --all has three types; two of its kernels were there.
     known = 2 + 2 + 1 + 3 * kinds * 2 - 2
     assert len(machine.compilations()) == len(list(machine.cache.glob("*.cubin"))) == known
     assert cli.main(["compile", "--all", "--transposed"]) == 0
-    assert len(machine.compilations()) == known + 2 * kinds - 1  # of 16-bit types; one was there
+    assert len(machine.compilations()) == known + 2 * kinds - 1  # two types of 16 bits; one was there
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Calls whose rows are joined as they come, without a combine (include/flashmoe/actors/joiner.h), on the CPU engine."""
+"""Joined calls on the CPU engine: rows are added as they are computed (include/flashmoe/actors/joiner.h)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from problems import DTYPES, Problem, check, random_problem
 
 TILE = (8, 16)
 SIZES = {"hidden": 72, "intermediate": 24, "experts": 6}
-COLUMNS = 5  # of 16, of H
+COLUMNS = 5  # blocks of 16 columns, in H
 PROCESSORS = 3
 
 
@@ -39,12 +39,13 @@ def test_right_and_bit_for_bit_what_combine_gives(ranks, dtype, top_k, tokens, f
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_reports_and_traces(ranks, top_k):
-    """Token blocks are combined; of two rows, each late one has a span, for every column of tasks."""
+    """A report counts token blocks as combined. With two rows a token, a trace has a span per token and block of
+    columns."""
     tokens = 301
     options = {"return_mode": "direct", "capacity_factor": None, "trace": True}
     problem = random_problem(62, [tokens], dtype="float32", top_k=top_k, fused=False, **SIZES, **options)
     report = one_call(ranks, problem).report
-    block = 32  # the largest that gives each processor two
+    block = 32  # tokens: the largest token block of which each processor gets two
     assert report.tasks["combine"] == -(-tokens // block)
     spans = Counter((event.index, event.column) for event in report.events if event.kind == "combine")
     late = {

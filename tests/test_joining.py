@@ -31,14 +31,14 @@ from processes import (
 __all__ = ["processes"]  # a fixture
 
 PATIENT = 60.0
-"""A timeout that no test waits for: what ends sooner has not waited for it."""
+"""A timeout in seconds that is longer than any test: a rank that ends earlier has not waited for it."""
 
 
 # ---- trying again ----------------------------------------------------------------------------------------------------
 
 
 def join_until_all_are_there(pipe: Any, rank: int, ranks: int) -> None:
-    """Groups whose names it is told, each at once; says how often it had to try."""
+    """Joins each group whose name it hears, and tries again at once after an error. Sends how often it had to try."""
     pipe.send("here")
     while True:
         name = pipe.recv()
@@ -57,8 +57,8 @@ def join_until_all_are_there(pipe: Any, rank: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "first"), [(4, 1), (4, 2), (8, 2), (8, 6)])
 def test_ranks_that_all_try_again_meet_soon(processes: Processes, ranks: int, first: int):
-    """The last rank is killed when the `first` ranks have met it; these are held up until the others have met them. All
-    then give up, start anew at once, and are not to end one another's new attempts with what has ended the old ones."""
+    """The last rank is killed when the `first` ranks have met it. These are stopped until the others have met them.
+    Then all give up and try again at once. What ended an old attempt must not end another rank's new attempt."""
 
     def start(rank: int) -> Process:
         process = processes.start(join_until_all_are_there, rank, ranks)
@@ -94,16 +94,16 @@ def test_ranks_that_all_try_again_meet_soon(processes: Processes, ranks: int, fi
 
 
 def test_a_failure_from_before_an_attempt_does_not_end_it(processes: Processes):
-    """A rank that meets one which has given up for an older cause waits for that to come back."""
+    """Rank 0 meets rank 1, which has failed before rank 0's attempt began: rank 0 waits until rank 1 joins again."""
     old = processes.join(1, 3, PATIENT)
     with page_of(processes.await_path(1)) as page:
         await_condition(lambda: page["state"] == Page.READY, "it is not ready")
-        old.signal(signal.SIGSTOP)  # with its name still there
-        page["state"] = Page.FAILED  # by a cause of the time 0
+        old.signal(signal.SIGSTOP)  # so that its file stays in shared memory
+        page["state"] = Page.FAILED  # for a cause that arose at time 0
         new = processes.join(0, 3, PATIENT)
         await_condition(lambda: page["seen_by"] == 1, "rank 0 does not look")
-        time.sleep(0.1)  # it looks every millisecond
-        assert page["seen_by"] == 1  # counted once
+        time.sleep(0.1)  # rank 0 looks every millisecond
+        assert page["seen_by"] == 1  # rank 0 is counted once
     old.signal(signal.SIGKILL)
     ranks = [new, processes.join(1, 3, PATIENT), processes.join(2, 3, PATIENT)]
     assert [rank.hear().error for rank in ranks] == [None] * 3
@@ -113,14 +113,14 @@ def test_a_failure_from_before_an_attempt_does_not_end_it(processes: Processes):
 
 
 def join_another_group(processes: Processes) -> None:
-    """Two ranks join, and look for leftovers of all groups before."""
+    """Two ranks join a group of another name. Before they join, they remove leftovers of all groups."""
     name = f"{processes.name}-other"
     ranks = [processes.start(join, name, rank, 2, 2.0) for rank in range(2)]
     assert [rank.hear().error for rank in ranks] == [None, None]
 
 
 def stopped(processes: Processes, rank: int, ranks: int) -> Process:
-    """A rank that has come as far as its page."""
+    """A rank that is stopped when it has written its page."""
     process = processes.join(rank, ranks, PATIENT)
     with page_of(processes.await_path(rank)) as page:
         await_condition(lambda: page["state"] == Page.READY, "it is not ready")
@@ -131,7 +131,7 @@ def stopped(processes: Processes, rank: int, ranks: int) -> Process:
 def killed_while_joining(
     processes: Processes, rank: int, ranks: int, change: Callable[[Page], None] = lambda page: None
 ) -> Path:
-    """`change`: of what the page says, while the rank lives; later any group may remove it, another test's, too."""
+    """`change` edits the page while the rank lives: later any group, also another test's, may remove the page."""
     process = stopped(processes, rank, ranks)
     path = processes.path(rank)
     with page_of(path) as page:
@@ -141,15 +141,15 @@ def killed_while_joining(
 
 
 def of_another_process(page: Page) -> None:
-    page["pid"] = os.getpid()  # which started at another time
+    page["pid"] = os.getpid()  # this process did not start at the time that the page says
 
 
 def test_heaps_of_ranks_that_were_all_killed_are_removed_by_the_next_group(processes: Processes):
-    """Whatever its name."""
+    """The next group may have any name."""
     ranks = [processes.join(rank, 4, PATIENT) for rank in range(3)]
     left = [processes.await_path(rank) for rank in range(3)]
     for rank in ranks:
-        rank.signal(signal.SIGSTOP)  # nobody is to clear up behind another
+        rank.signal(signal.SIGSTOP)  # so that no rank removes what another one has left
     assert all(path.exists() for path in left)
     for rank in ranks:
         rank.signal(signal.SIGKILL)
@@ -170,8 +170,8 @@ def test_a_rank_takes_its_place_though_its_processs_number_is_anothers(processes
 
 
 def test_what_may_be_in_use_is_not_removed(processes: Processes):
-    """A living rank's, one of another space of process numbers, a file of this user's own, a name in the making."""
-    # The number space of its process:
+    """Files of a living rank, of a rank in another pid namespace, of the user, and of a rank that is about to join."""
+    # At offset 24, a page has the pid namespace of its process.
     elsewhere = killed_while_joining(processes, 3, 4, lambda page: page.write(24, bytes([0xFF] * 8)))
     processes.join(0, 4, PATIENT)
     living = processes.await_path(0)
@@ -196,17 +196,17 @@ def test_a_name_that_was_never_finished_is_removed_after_a_minute(processes: Pro
 
 
 def test_a_lock_is_waited_for_no_longer_than_the_timeout(processes: Processes):
-    """One of this user's other processes, on what a rank has left."""
+    """Another process of this user locks the file that a killed rank has left."""
     process = stopped(processes, 0, 2)
     path = processes.path(0)
     with path.open("rb") as locked:
-        fcntl.flock(locked, fcntl.LOCK_EX)  # while it lives: later any group may remove it, another test's, too
+        fcntl.flock(locked, fcntl.LOCK_EX)  # while rank 0 lives: later any group, also another test's, may remove it
         process.signal(signal.SIGKILL)
         told = processes.join(0, 2, 1.0).hear()
         assert type(told.error) is PeerTimeout, told
         assert re.search(rf"{path}, which process \d+ has left behind: another .* locked", str(told.error))
         assert 1.0 <= told.seconds < 1.0 + MARGIN
-        # Who gives up waits for none.
+        # Rank 1, which gives up because rank 0 is missing, does not wait for the lock.
         told = processes.join(1, 2, 1.0).hear()
         assert type(told.error) is PeerTimeout and "rank 0 did not join" in str(told.error)
     path.unlink()
@@ -230,7 +230,7 @@ def test_a_page_that_is_wrong(processes: Processes, what: str):
     with page_of(processes.path(1)) as page:
         page[field] = value
         rank = processes.join(0, 2, PATIENT)
-        if field == "bytes":  # is compared when all are there
+        if field == "bytes":  # it is compared when all ranks are there
             await_condition(lambda: page["seen_by"] == 1, "rank 0 does not look")
             page["state"] = 2
     error = rank.hear().error
@@ -239,7 +239,7 @@ def test_a_page_that_is_wrong(processes: Processes, what: str):
 
 @pytest.mark.parametrize("left", [0, 100, Page.SIZE])
 def test_a_segment_that_is_too_short(processes: Processes, left: int):
-    """Nothing behind its end is touched."""
+    """Rank 0 reads nothing behind the end of rank 1's file, and raises an error."""
     stopped(processes, 1, 2)
     with page_of(processes.path(1)) as page:
         os.truncate(processes.path(1), left)
@@ -253,7 +253,7 @@ def test_a_segment_that_is_too_short(processes: Processes, left: int):
 
 
 def test_the_words_of_a_peer_are_made_text(processes: Processes):
-    """Whatever bytes they are, and where they have no end."""
+    """A peer's error text may have any bytes, and may lack the zero at its end."""
     first = processes.join(1, 3, PATIENT)
     with page_of(processes.await_path(1)) as page:
         await_condition(lambda: page["state"] == Page.READY, "it is not ready")
@@ -267,7 +267,7 @@ def test_the_words_of_a_peer_are_made_text(processes: Processes):
         page.write(
             words, b"caf\xc3\xa9 \xf0\x9f\x98\x80 \xff\xfe \xc3 \xed\xa0\x80 \xc0\xaf".ljust(511, b"x") + b"\xe2"
         )
-        page.write(words - 12, (2**63).to_bytes(8, "little"))  # for a cause that is not old
+        page.write(words - 12, (2**63).to_bytes(8, "little"))  # when the cause arose: later than rank 0's attempt
         page["state"] = Page.FAILED
         error = rank.hear().error
     assert type(error) is GroupError
@@ -279,7 +279,7 @@ def test_the_words_of_a_peer_are_made_text(processes: Processes):
 
 
 def join_with_limits(pipe: Any, name: str, which: int, most: int) -> None:
-    """As one whose files or memory are limited, and who does not ignore the signal for files, as Python does."""
+    """Joins with limited files or memory. The process does not ignore SIGXFSZ (too large a file), as Python does."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     if which == resource.RLIMIT_AS:
         most += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -298,7 +298,7 @@ def test_files_that_may_not_be_as_large_as_a_heap(processes: Processes):
 
 
 def test_memory_that_a_process_may_not_have(processes: Processes):
-    """Its address space is limited, not the machine's memory."""
+    """The limit is that of the process's address space, not the machine's memory."""
     kind, message = processes.start(join_with_limits, processes.name, resource.RLIMIT_AS, 2**24).hear()
     assert kind is HeapError
     assert re.search(r"heap: cannot map \d+ bytes: .*limited to \d+ bytes \(RLIMIT_AS; see ulimit -v\)", message), (

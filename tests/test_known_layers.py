@@ -1,4 +1,4 @@
-"""The CPU engine's calls of a layer that it knows from an earlier call: checked like the first, without its work."""
+"""Calls of a layer that the CPU engine knows from an earlier call: it refuses the same calls, but does less work."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ctx() -> Iterator[flashmoe.Context]:
 
 @pytest.fixture
 def checks(monkeypatch) -> list[Any]:
-    """The arguments of each check, as they are made."""
+    """The arguments of each full check of a layer that the engine has made."""
     made: list[Any] = []
     check = cpu.check
     monkeypatch.setattr(cpu, "check", lambda *arguments: made.append(arguments) or check(*arguments))
@@ -78,7 +78,7 @@ def test_a_known_layer_is_not_checked_again(ctx, checks):
     ],
 )
 def test_another_layer_is_another_one(ctx, checks, change):
-    """And has the bits that it has in a context of its own."""
+    """Each change makes a layer that is checked anew, and has the same bits as in a fresh context."""
     flashmoe.moe(ctx, **arrays())
     y = flashmoe.moe(ctx, **change(arrays()))
     assert len(checks) == 2
@@ -88,7 +88,7 @@ def test_another_layer_is_another_one(ctx, checks, change):
 
 @pytest.mark.parametrize("convert", [dict, as_tensors], ids=["numpy", "torch"])
 def test_a_call_takes_the_tensors_that_it_gets(ctx, convert):
-    """Of a known layer it keeps neither memory nor results."""
+    """The engine keeps neither tensors nor results of a layer that it knows."""
     with flashmoe.Context(processors=1, **SIZES) as fresh:
         for seed in range(3):
             y = flashmoe.moe(ctx, **convert(arrays(seed=seed)))
@@ -136,7 +136,7 @@ def refusal(ctx: flashmoe.Context, arguments: dict[str, Any]) -> str:
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("ids", [np.int32, np.int64])
 def test_every_call_is_checked(ctx, wrong, ids):
-    """With the same words, whether or not there was a call like it, and the context stays usable."""
+    """Errors have the same text, whether or not similar calls have been made before, and the context stays usable."""
     arguments = WRONG[wrong](arrays(), given(ids=ids))
     expected = refusal(ctx, arguments)
     flashmoe.moe(ctx, **arrays(top_k=1))

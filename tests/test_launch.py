@@ -51,7 +51,7 @@ def sleep_on_rank_0(rank: int, ranks: int, name: str) -> None:
 
 class Unpicklable(Exception):
     def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first} {second}")  # its one argument does not rebuild it
+        super().__init__(f"{first} {second}")  # pickle passes this one text to __init__, which needs two
 
 
 def raise_unpicklable(rank: int, ranks: int, name: str) -> None:
@@ -81,7 +81,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """After every test: no child process of ours that this test started."""
+    """After every test, no child process is left that the test has started."""
     before = {child.pid for child in multiprocessing.active_children()}
     yield
     assert {child.pid for child in multiprocessing.active_children()} <= before
@@ -170,7 +170,7 @@ def test_killed_rank_stays_dead_and_the_others_go_on():
 
 def test_overdue_rank_is_killed():
     with RankPool(2) as pool:
-        pool.call(describe, [(), ()])  # both are there
+        pool.call(describe, [(), ()])  # waits until both have started
         with pytest.raises(RankFailed, match="rank 0: no answer after") as caught:
             pool.call(sleep_on_rank_0, [(), ()], timeout=3.0)
         assert list(caught.value.errors) == [0]
@@ -288,8 +288,8 @@ def test_workers_die_with_their_parent(busy):
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Ends within so long, and leaves no file descriptor behind."""
-    resource_tracker.ensure_running()  # the first pool of a process starts it, and it stays
+    """Asserts that the block ends within so many seconds, and leaves no file descriptor open."""
+    resource_tracker.ensure_running()  # otherwise the first pool starts this process, which stays
     descriptors, start = len(os.listdir("/proc/self/fd")), time.monotonic()
     yield
     assert time.monotonic() - start < seconds
@@ -297,7 +297,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def overdue(pool: RankPool, *call: object) -> str:
-    """Of a call in which rank 1 alone has no answer within 3 s: what is said of it. Its process is gone."""
+    """The text of the error of a call in which only rank 1 gives no answer within 3 s. Its process must be gone."""
     process = pool._workers[1].process.pid
     with pytest.raises(RankFailed) as caught:
         pool.call(*call, timeout=3.0)
@@ -318,7 +318,7 @@ def test_a_rank_that_is_stopped_before_it_takes_its_arguments(size, sent):
 
 
 def stop_while_it_answers(rank: int, ranks: int, name: str) -> bytes:
-    """Rank 1: SIGSTOP as soon as the main thread is about to send what this returns."""
+    """Rank 1 stops itself as soon as its main thread is about to send the result of this function."""
     main = threading.get_ident()
 
     def watch() -> None:
@@ -362,7 +362,7 @@ def test_what_an_overdue_rank_ran_is_named():
 
 
 def die_and_leave_a_child(rank: int, ranks: int, name: str, file: Path) -> None:
-    """Rank 1 is killed once it has forked a process, which has all its files; that one's id goes to `file`."""
+    """Rank 1 forks a child, which has all its open files, writes the child's id to `file`, and kills itself."""
     if rank == 1:
         if (child := os.fork()) == 0:
             time.sleep(100)
@@ -401,7 +401,7 @@ def test_what_a_killed_rank_had_sent_is_no_answer_to_a_later_call(monkeypatch):
 
 
 def test_children_that_the_system_reaps():
-    """A program may ignore SIGCHLD, and then learns of no exit status."""
+    """A program that ignores SIGCHLD learns no exit status, so its error cannot say how a rank's process ended."""
     script = (
         "import signal, test_launch\n"
         "if __name__ == '__main__':\n"
@@ -444,7 +444,7 @@ def children_of(process: int) -> list[int]:
 
 
 def test_ranks_that_start_do_not_hear_an_interrupt(capfd):
-    """Ctrl-C goes to all processes of the terminal, also to those that are still importing."""
+    """Ctrl-C signals all processes of the terminal, also ranks that are still importing."""
     with RankPool(2) as pool:
         deadline = time.monotonic() + 1
         while time.monotonic() < deadline:
@@ -457,8 +457,8 @@ def test_ranks_that_start_do_not_hear_an_interrupt(capfd):
 
 @pytest.mark.parametrize("started", [2, 5])
 def test_an_interrupt_of_the_command_while_ranks_start(tmp_path, started):
-    """As some of the ranks (and multiprocessing's own process) are there, but none is through with its imports."""
-    # What runs in a shell's background ignores interrupts, and so would this.
+    """The interrupt comes when `started` child processes (ranks, and one of multiprocessing's) are there."""
+    # Processes in a shell's background ignore SIGINT, and their children inherit this.
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     command = f"{heard}; import sys; from flashmoe.cli import main; sys.exit(main(sys.argv[1:]))"
     parent = subprocess.Popen(

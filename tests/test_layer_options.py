@@ -1,4 +1,4 @@
-"""What models' layers need besides softmax, top-k and SwiGLU, each option by itself and as models combine them."""
+"""Options that models' layers need besides softmax, top-k and SwiGLU: each by itself, and as models combine them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_routers(ranks: Ranks, options: dict[str, Any], count: int):
 def test_experts(ranks: Ranks, options: dict[str, Any], biased: bool, dtype: str):
     problem = random_problem(4, [65, 7], dtype=dtype, biases=(biased,) * 3, **SIZES, **options)
     check(problem, ranks.call(problem))
-    check(problem, ranks.call(problem, tile=(16, 8)))  # tasks of some columns, not of all
+    check(problem, ranks.call(problem, tile=(16, 8)))  # tasks of 8 columns, not of all
 
 
 @pytest.mark.parametrize("options", [EXPERTS["gpt-oss"], EXPERTS["Llama 4"]], ids=["gpt-oss", "Llama 4"])
@@ -64,7 +64,7 @@ def test_the_bits_do_not_depend_on_how_many_ranks_there_are(ranks: Ranks, option
 
 @pytest.mark.parametrize("options", [{"interleaved": True}, {"transposed": True}, EXPERTS["gpt-oss"]])
 def test_how_weights_are_stored_changes_no_bit(options: dict[str, Any]):
-    """On a CPU engine, whose products take them from copies of one form."""
+    """The CPU engine multiplies copies of the weights, and these copies have one form, however weights are stored."""
     problem = random_problem(6, [33], biases=(False, True, True), **SIZES, **options)
     plain = {**problem.arguments(0), "interleaved": False, "transposed": False}
     if options.get("transposed"):
@@ -78,7 +78,7 @@ def test_how_weights_are_stored_changes_no_bit(options: dict[str, Any]):
 
 
 def test_logits_are_rounded_as_a_linear_layer_rounds_them():
-    """Of small integers all logits are exact, and the rounding is the only one: 257 becomes 256, and ties with it."""
+    """Logits of small integers are exact, so `round_logits` is the only rounding: 257 becomes 256, and two tie."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = np.array([[1.0, 256.0]], ml_dtypes.bfloat16)
     router = np.array([[0.0, 1.0], [1.0, 1.0], [2.0, 1.0], [0.0, 0.0]], ml_dtypes.bfloat16)  # 256, 257, 258, 0
@@ -88,7 +88,7 @@ def test_logits_are_rounded_as_a_linear_layer_rounds_them():
         flashmoe.moe(context, **arguments)
         assert context.last_call.topk_ids.tolist() == [[2, 1]]
         flashmoe.moe(context, **arguments, round_logits=True)
-        assert context.last_call.topk_ids.tolist() == [[2, 0]]  # 258, 256 and 256: the lower expert
+        assert context.last_call.topk_ids.tolist() == [[2, 0]]  # logits 258, 256, 256: the lower of equal ones
         weight = 1.0 / (1.0 + np.exp(-2.0))
         np.testing.assert_allclose(context.last_call.topk_weights, [[weight, 1.0 - weight]], rtol=1e-6)
 
@@ -101,7 +101,7 @@ def test_given_weights_may_be_of_the_type_of_x(ranks: Ranks, dtype: str):
 
 
 def test_scores_that_vanish_have_weights_that_are_numbers(ranks: Ranks):
-    """All sigmoids are 0 in float32: what divides them is not."""
+    """All sigmoids are 0 in float32. Their sum, which divides them, is not 0, because a small number is added to it."""
     problem = random_problem(9, [3], score="sigmoid", biases=(True, False, False), **SIZES)
     problem.router_bias -= np.float32(500.0)
     (outcome,) = ranks.call(problem)
@@ -119,15 +119,17 @@ def test_clamped_swiglu_by_hand():
 
 def test_groups_by_hand():
     logits = np.log(np.array([[0.3, 0.11, 0.05, 0.0501, 0.2, 0.2, 0.0449, 0.045]]))
-    # Sums of two: 0.41, 0.1001, 0.4, 0.0899.
+    # The sums of each group's two scores: 0.41, 0.1001, 0.4, 0.0899.
     values = choice_values(logits, groups=4, top_groups=1)
     assert choose(values, 2).tolist() == [[0, 1]]
     assert choose(choice_values(logits, groups=4, top_groups=2), 3).tolist() == [[0, 4, 5]]
     bias = np.array([0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     ids = choose(choice_values(logits, groups=4, top_groups=1, choice_bias=bias), 2)
     assert ids.tolist() == [[2, 3]]
-    assert choose(choice_values(np.zeros((1, 4)), groups=2, top_groups=1), 2).tolist() == [[0, 1]]  # equal: the lower
-    np.testing.assert_allclose(weigh(logits, ids), [[0.05 / 0.1001, 0.0501 / 0.1001]])  # without the bias
+    assert choose(choice_values(np.zeros((1, 4)), groups=2, top_groups=1), 2).tolist() == [
+        [0, 1]
+    ]  # the lower of equal groups
+    np.testing.assert_allclose(weigh(logits, ids), [[0.05 / 0.1001, 0.0501 / 0.1001]])  # weights have no bias
 
 
 @pytest.mark.parametrize(

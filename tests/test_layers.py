@@ -1,10 +1,9 @@
-"""What may include and import what: layers point one way, and nothing goes round in a circle.
+"""Rules for includes and imports: layers of C++ include only layers below them, and Python modules import in no circle.
 
-C++: each layer of `MAY_INCLUDE` may include itself and those named, and only these. Python: modules of the package may
-import one another in any order that has no circle, in functions too; what is imported for annotations alone, under
-TYPE_CHECKING, does not count. What breaks a rule today stands in the tables of exceptions, and nothing else does: an
-exception that is no longer needed fails the test like an arrow that points up. Neither the package nor a benchmark
-changes where modules are looked for.
+C++: a layer of `MAY_INCLUDE` may include itself and the layers that its row names. Python: imports between modules of
+the package form no circle, and imports in functions count too. Imports for annotations alone, under TYPE_CHECKING, do
+not count. The tables of exceptions list what breaks these rules today; an exception that is no longer needed fails a
+test, like an include that breaks the rules (it "points up"). Neither the package nor a benchmark changes `sys.path`.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ MAY_INCLUDE: dict[str, set[str]] = {
     "csrc/network": _PROTOCOL | {"csrc/host"},
     "csrc/sim": _ACTORS | {"csrc/host", "csrc/cuda", "csrc/network"},
 }
-"""Of folders within one another, the inner ones first. The fused kernel's roles know nothing of gradients: what a pass
-does besides, it hands them (sm90/roles/pass.cuh)."""
+"""If a folder lies in another, the inner one comes first, because `layer_of` takes the first match. The fused kernel's
+roles include nothing of gradients: a template parameter brings what a pass does in addition (sm90/roles/pass.cuh)."""
 MAY_INCLUDE["csrc/bindings"] = set(MAY_INCLUDE)
 
 KNOW_ARCHITECTURES = ("csrc/cuda/arch.h", "csrc/cuda/arch.cpp", "csrc/cuda/entry/")
-"""What host code knows of an architecture is an instance of `Arch` (csrc/cuda/arch.h): nothing else there names one."""
+"""The files of csrc that may name a GPU architecture. Other host code uses an `Arch` object (csrc/cuda/arch.h)."""
 
 FOREIGN = ("non_abi/", "device/")
 """Quoted includes of NVSHMEM's headers, which are not in the repository."""
@@ -60,10 +59,11 @@ FOREIGN = ("non_abi/", "device/")
 Arrow = tuple[str, str]
 
 INCLUDES_THAT_POINT_UP: set[Arrow] = set()
-"""(who, whom), which is to go."""
+"""Exceptions: (file, included file). They are to be removed."""
 
 IMPORTS_IN_CIRCLES: set[Arrow] = set()
-"""(who, whom): without these imports there is no circle, and with any of them there is. They are to go."""
+"""Exceptions: (module, imported module). Without them there is no circle, and with any of them there is one. They are
+to be removed."""
 
 
 # ---- includes --------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def sources(root: Path) -> list[Path]:
 
 
 def includes(root: Path) -> list[Arrow]:
-    """(file, included file), relative to the root. Raises `AssertionError` for one in quotes that is nowhere."""
+    """(file, included file), relative to the root. Raises `AssertionError` if a file included in quotes is nowhere."""
     arrows = []
     for path in sources(root):
         for quote, name in re.findall(r'^\s*#\s*include\s*(["<])([^">]+)[">]', path.read_text(), re.MULTILINE):
@@ -87,7 +87,7 @@ def includes(root: Path) -> list[Arrow]:
 
 
 def naming_architectures(root: Path) -> list[str]:
-    """Lines of csrc that name one by its number and may not: in includes, namespaces or comments."""
+    """Lines of csrc that name an architecture by its number (in an include, a namespace or a comment) and may not."""
     found = []
     for path in sources(root):
         name = path.relative_to(root).as_posix()
@@ -100,7 +100,7 @@ def naming_architectures(root: Path) -> list[str]:
 
 
 def layer_of(file: str) -> str:
-    """Raises `AssertionError` for a file that lies in none."""
+    """The layer in which the file lies. Raises `AssertionError` if it lies in none."""
     for layer in MAY_INCLUDE:
         if file.startswith(f"{layer}/"):
             return layer
@@ -108,7 +108,7 @@ def layer_of(file: str) -> str:
 
 
 def pointing_up(arrows: Iterable[Arrow]) -> set[Arrow]:
-    """Those that the rules do not allow."""
+    """The includes that the rules do not allow."""
     bad = set()
     for who, whom in arrows:
         above, below = layer_of(who), layer_of(whom)
@@ -148,8 +148,8 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def targets(node: ast.AST, folder: str, modules: Iterable[str]) -> Iterator[str]:
-    """The modules among `modules` that an import statement of a module of the package `folder` runs; nothing of other
-    nodes."""
+    """The modules of `modules` that the node imports, if it is an import statement. `folder`: the package of the module
+    that has the statement."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names if alias.name in modules)
     if isinstance(node, ast.ImportFrom):
@@ -187,7 +187,7 @@ def circle(arrows: Iterable[Arrow]) -> list[str]:
 
 
 def needless(arrows: list[Arrow], exceptions: set[Arrow]) -> set[Arrow]:
-    """Exceptions without which there is no circle either."""
+    """Exceptions that are not needed: those that are no arrows, and those that alone make no circle with the rest."""
     rest = [arrow for arrow in arrows if arrow not in exceptions]
     return {each for each in exceptions if each not in arrows or not circle([*rest, each])}
 
@@ -243,7 +243,7 @@ def test_imports_have_no_circle():
 
 
 def leaving(arrows: Iterable[Arrow], package: str) -> set[Arrow]:
-    """Those from `package`, or what is in it, to what is not."""
+    """The arrows that lead from `package`, or from a module in it, to a module outside of it."""
 
     def inside(name: str) -> bool:
         return name == package or name.startswith(f"{package}.")
@@ -252,13 +252,13 @@ def leaving(arrows: Iterable[Arrow], package: str) -> set[Arrow]:
 
 
 def used_by(arrows: Iterable[Arrow], package: str) -> set[str]:
-    """What imports it or something in it, and is not in it: modules and packages directly below the root."""
+    """The modules and packages, directly below the root, that import `package` or something in it from outside."""
     backwards = [(whom, who) for who, whom in arrows]
     return {".".join(user.split(".")[:2]) for _, user in leaving(backwards, package)}
 
 
 def test_the_reference_stands_alone():
-    """What engines are compared with shares no code with them, but takes its arguments by their names and defaults."""
+    """The reference shares no code with the engines, but it does share the tables of arguments' names and defaults."""
     arrows = imports(ROOT / "python" / "flashmoe")
     assert ("flashmoe.reference", "flashmoe.reference.forward") in arrows
     tables = {"flashmoe.spec.tensors", "flashmoe.spec.options"}
@@ -271,7 +271,7 @@ def test_nothing_that_computes_knows_models():
 
 
 def test_nothing_that_computes_knows_the_frameworks_that_it_is_in():
-    """`flashmoe bench` measures a whole model of Transformers."""
+    """Only flashmoe.bench imports them, because `flashmoe bench` measures a whole model of Transformers."""
     arrows = imports(ROOT / "python" / "flashmoe")
     assert ("flashmoe.integrations.transformers.experts", "flashmoe.pytorch.operator") in arrows
     assert used_by(arrows, "flashmoe.integrations") == {"flashmoe.bench"}
@@ -293,7 +293,7 @@ HEADERS = {
     "csrc/cpu/engine.h": '#include "flashmoe/actors/os.h"\n',
     "csrc/host/error.h": "",
 }
-"""A tree without a fault."""
+"""A tree that breaks no rule."""
 
 
 def planted(tmp_path: Path, files: dict[str, str]) -> Path:
@@ -402,7 +402,7 @@ def test_a_package_without_a_circle_passes(tmp_path):
     ],
 )
 def test_a_planted_circle_of_imports_is_caught(tmp_path, line):
-    """Nothing of p imports p.b but in the other direction."""
+    """Each line makes p.b import a module that imports p.b, itself or through others."""
     found = circle(imports(planted(tmp_path, {**MODULES, "p/b.py": MODULES["p/b.py"] + line + "\n"}) / "p"))
     assert "p.b" in found and found[0] == found[-1] and len(found) > 2
 
@@ -420,4 +420,4 @@ def test_an_exception_that_is_not_needed_is_caught():
     assert needless(arrows, {("c", "a")}) == set()
     assert needless(arrows, {("c", "a"), ("c", "d")}) == {("c", "d")}
     assert needless(arrows, {("c", "a"), ("d", "a")}) == {("d", "a")}
-    assert needless(arrows, {("c", "a"), ("b", "c")}) == {("c", "a"), ("b", "c")}  # either would do
+    assert needless(arrows, {("c", "a"), ("b", "c")}) == {("c", "a"), ("b", "c")}  # one exception would do

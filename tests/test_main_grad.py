@@ -1,4 +1,4 @@
-"""Gradients that are added to float32 buffers of the caller's, beside those that PyTorch adds up."""
+"""Gradients that are added to the caller's float32 buffers, `main_grad`, compared with those that PyTorch adds up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def layer_of(dtype: str, **options: Any) -> flashmoe.nn.MoE:
-    """With a context of its own, which it keeps."""
+    """A layer that keeps a context of its own."""
     ctx = flashmoe.Context(
         max_tokens=64, dtype=dtype, shared_intermediate=options.get("shared_intermediate", 0), **SIZES
     )
@@ -42,7 +42,7 @@ def inputs(dtype: str, count: int) -> list[torch.Tensor]:
 
 
 def step(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The gradient of x; those of parameters go where they go."""
+    """Makes a forward and a backward pass. Returns x's gradient; parameters' gradients go to their `grad` or buffer."""
     x = x.clone().requires_grad_()
     layer(x).float().square().sum().backward()
     assert x.grad is not None
@@ -59,7 +59,7 @@ def give_buffers(layer: flashmoe.nn.MoE, fill: Any = torch.zeros_like) -> dict[s
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_one_pass_adds_what_would_be_rounded(options: dict[str, Any], dtype: str):
-    """A gradient is the buffer's, rounded once to its parameter's type."""
+    """A gradient in `grad` is that in the buffer, rounded once to the parameter's type."""
     layer, (x,) = layer_of(dtype, **options), inputs(dtype, 1)
     of_x = step(layer, x)
     plain = {name: each.grad for name, each in layer.named_parameters()}
@@ -75,7 +75,7 @@ def test_one_pass_adds_what_would_be_rounded(options: dict[str, Any], dtype: str
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_passes_add_up(options: dict[str, Any]):
-    """In float32 to the bits of PyTorch's own sum, which also begins with what was there."""
+    """In float32, buffers have the bits of PyTorch's own sums. Both sums begin with the same random numbers."""
     layer, microbatches = layer_of("float32", **options), inputs("float32", 3)
     generator = torch.Generator().manual_seed(8)
     begin = {name: torch.randn(each.shape, generator=generator) for name, each in layer.named_parameters()}
@@ -130,7 +130,7 @@ BAD = {
 
 @pytest.mark.parametrize("buffer", BAD)
 def test_a_buffer_that_does_not_fit_is_refused(buffer: str):
-    """Before the call, which then is none; or where it has been replaced, before the backward pass."""
+    """A wrong buffer is refused before the call. If it replaces a right one later, the backward pass refuses it."""
     layer, (x,) = layer_of("float32"), inputs("float32", 1)
     give_buffers(layer)
     right = layer.experts.down_proj.main_grad

@@ -1,4 +1,4 @@
-"""A hundred and twenty-eight ranks on the CPU engine: more than a word has bits. They are threads of one process."""
+"""128 ranks on the CPU engine: more ranks than a 64-bit word has bits. The ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = [(7 * rank) % 5 for rank in range(RANKS)]  # every fifth rank has none
 
 
 def _calls(problems: list[Problem], limits: dict[str, Any]) -> list[list[Outcome]]:
-    """The outcomes of each call, by rank: a context's calls one after the other, of one processor each."""
+    """Makes the calls one after the other in one group, of one processor a rank. The outcomes of each call, by rank."""
     name = f"test-{secrets.token_hex(6)}"
     outcomes: list[Any] = [None] * RANKS
 
@@ -39,7 +39,7 @@ def _calls(problems: list[Problem], limits: dict[str, Any]) -> list[list[Outcome
 
 
 def _holders(rng: np.random.Generator, count: int) -> list[list[int]]:
-    """Of each of `count` experts one to three of the ranks, most of which hold nothing."""
+    """For each of `count` experts, the one to three ranks that hold it. Many ranks hold no expert."""
     return [rng.permutation(RANKS)[: rng.integers(1, 4)].tolist() for _ in range(count)]
 
 
@@ -58,7 +58,7 @@ def test_calls_of_many_ranks(return_mode: str):
 
 
 def test_slices_of_an_expert_on_many_ranks():
-    """Every expert is cut into sixteen: so a token's row goes to more ranks than it has experts, by far."""
+    """Every expert is cut into 16 slices on 16 ranks, so a token's row goes to 16 ranks for each of its experts."""
     whole = random_problem(3, TOKENS, hidden=8, intermediate=16, experts=8, top_k=3)
     sliced = Sliced.of(whole, 16, flashmoe.placement.hybrid(8, RANKS, 16))
     (outcomes,) = _calls([sliced], sliced.limits())

@@ -1,5 +1,8 @@
-"""Where ranks of several machines meet, in a store or at an address, strangers come, too: none becomes a rank, none
-holds a rank up beyond its timeout, and what they say ends in an error of the package's or in nothing."""
+"""Strangers who come where ranks of several machines meet, in a store or at an address.
+
+No stranger becomes a rank, and none holds a rank up beyond its timeout. What strangers say is ignored, or it ends in an
+error of this package.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,12 @@ from spread_ranks import SECRET, MakeNetwork, all_of
 
 __all__ = ["network", "processes"]  # fixtures
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork of a process with threads
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forks of a process with threads warn
 
 KEY = SECRET.encode()
 SIZES = {"max_tokens": 8, "hidden": 8, "intermediate": 8, "experts": 2, "top_k": 1, "dtype": "float32"}
 SOONER = 1.0
-"""Seconds of a rank's timeout, where it is the timeout that ends its waiting."""
+"""A short timeout in seconds, for ranks that wait until their timeout is over."""
 PREFIX = "flashmoe/here"
 
 
@@ -50,7 +53,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begun(fn: Callable[..., Any], *arguments: Any, name: str = "") -> Future[Any]:
-    """What it returns or raises, in a thread that does not keep the tests from ending."""
+    """Starts `fn` in a thread that cannot keep the tests from ending. The future gets its result or its error."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -64,7 +67,7 @@ def begun(fn: Callable[..., Any], *arguments: Any, name: str = "") -> Future[Any
 
 
 def ended(future: Future[Any], seconds: float = MARGIN) -> Any:
-    """What it has returned, or the error that it has raised."""
+    """The future's result, or the error that was raised instead."""
     try:
         return future.exception(seconds) or future.result()
     except TimeoutError:
@@ -79,7 +82,7 @@ def hash_store() -> Any:
 
 
 class Library:
-    """In the place of the package's: what ranks would open."""
+    """Stands in for the package's library, and records what ranks would open: networks and shared memory."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []
@@ -98,7 +101,7 @@ class Library:
 
 
 def join_in(store: Any, library: Library, rank: int, timeout: float = MARGIN) -> Future[Any]:
-    """A rank of two that joins in that store; its thread's name is its machine's."""
+    """One of two ranks joins in `store`. The name of its thread is also that of its machine (`machines`)."""
     who = Membership(rank, "g", 10**9, None)
 
     def join() -> Any:
@@ -109,7 +112,7 @@ def join_in(store: Any, library: Library, rank: int, timeout: float = MARGIN) ->
 
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread is on one of its own."""
+    """Each thread counts as a machine of its own."""
     monkeypatch.setattr(machine, "identity", lambda: threading.current_thread().name)
     monkeypatch.setattr(network_engine.openssl, "library", lambda: "libssl.so")
 
@@ -135,7 +138,7 @@ def test_with_a_secret_or_a_store_that_is_trusted_a_network_is_opened(
     for each in [join_in(store, library, rank) for rank in (0, 1)]:
         assert str(ended(each)) == "a network is open"
     assert len(set(library.keys)) == 1 and len(library.keys[0]) == 64
-    assert store.check([f"{PREFIX}/secret"])  # says at least that there is one elsewhere
+    assert store.check([f"{PREFIX}/secret"])  # with FLASHMOE_SECRET, it only says that there is one
     assert SECRET.encode() not in store.get(f"{PREFIX}/secret")
 
 
@@ -152,14 +155,15 @@ def test_one_rank_that_does_not_trust_the_store_ends_the_group(monkeypatch: pyte
 
 
 def signed(key: str, value: Any, secret: bytes = KEY) -> str:
-    """As a rank writes it into the store."""
+    """The value as a rank writes it into the store under `key`: signed, in hexadecimal digits."""
     text = value if isinstance(value, bytes) else json.dumps(value).encode()
     return (hmac.digest(secret, f"store {PREFIX}/{key} ".encode() + text, "sha256") + text).hex()
 
 
 @pytest.mark.usefixtures("machines")
 def test_a_stranger_who_plays_a_rank_in_the_store_opens_no_network():
-    """It reads what rank 0 has put there, and signs with that what rank 1 of another machine would say."""
+    """The stranger reads the secret that rank 0 has put into the store. With it, he signs what rank 1 on another
+    machine would say."""
     library, store = Library(), hash_store()
     first = join_in(store, library, 0, timeout=4.0)
     await_condition(lambda: store.check([f"{PREFIX}/who/0"]), "rank 0 does not say who it is")
@@ -199,7 +203,7 @@ def test_the_store_is_trusted_where_it_is_said_and_not_otherwise(monkeypatch: py
 
 
 def test_a_secret_on_one_rank_alone_is_said_at_once():
-    """Not when the time of the rank is over that waits for one."""
+    """The rank without a secret raises the error at once, and not only when its timeout is over."""
     store = hash_store()
     first = begun(StoreMeeting, store, "g", 0, 2, MARGIN, KEY, "here")
     error = ended(begun(StoreMeeting, store, "g", 1, 2, 4 * MARGIN, None, "here"))
@@ -256,7 +260,7 @@ WHO = {"version": flashmoe.__version__, "machine": "a", "host": "a", "limits": {
 def test_what_strangers_put_into_the_store_is_an_error_of_the_package(
     monkeypatch: pytest.MonkeyPatch, key: str, value: Any
 ):
-    """Signed or not: without a secret anybody can sign."""
+    """Some values are signed, because anybody can sign if the group has no secret of its own."""
     monkeypatch.setenv("FLASHMOE_SECRET", SECRET)
     monkeypatch.setattr(meeting, "MOST_BYTES", 1000 if len(value) == 4096 else 1 << 20, raising=False)
     store = hash_store()
@@ -271,7 +275,7 @@ def test_a_secret_of_the_stores_that_is_none(value: Any):
     store = hash_store()
     store.set(f"{PREFIX}/secret", value)
     error = ended(begun(StoreMeeting, store, "g", 1, 2, SOONER, None, "here"))
-    if value == "":  # rank 0 may put its own there
+    if value == "":  # which rank 0 may replace by its own secret
         store.set(f"{PREFIX}/secret", "x")
     assert isinstance(error, GroupError) and not isinstance(error, PeerTimeout)
     assert "64 hexadecimal digits" in str(error)
@@ -294,7 +298,7 @@ class Changed:
 
 
 def test_a_key_that_is_gone_when_it_is_read_holds_nobody_up():
-    """get() waits for a key: for five minutes, or as long as the store's own timeout is."""
+    """The store's get() would wait for such a key, for five minutes or another timeout of the store's own."""
     store = Changed({})
     met = ended(begun(StoreMeeting, store, "g", 0, 2, SOONER, KEY, "here"))
     error = ended(begun(met.exchange, "who", "I"))
@@ -302,8 +306,8 @@ def test_a_key_that_is_gone_when_it_is_read_holds_nobody_up():
 
 
 def test_what_a_rank_says_is_its_own_though_the_store_has_an_earlier_meetings():
-    """All of an earlier meeting, signed with the same secret, would have its keys: of those that a rank has drawn for
-    this one, one is its own."""
+    """If ranks believed all values of an earlier meeting, which were signed with the same secret, they would also have
+    the keys of that meeting. So a rank takes its own value from itself, and not from the store."""
     store = Changed({f"{PREFIX}/{key}": signed(key, "the earlier") for key in ("who/0", "who/1")})
     meetings = [ended(begun(StoreMeeting, store, "g", rank, 2, MARGIN, KEY, "here")) for rank in (0, 1)]
     said = [ended(each) for each in [begun(met.exchange, "who", ["new"]) for met in meetings]]
@@ -368,7 +372,7 @@ def free_address() -> tuple[str, int]:
 
 
 def meet(address: tuple[str, int], rank: int, ranks: int = 2, timeout: float = MARGIN) -> Future[Any]:
-    """Meets, says its number, and ends: the meeting, and what all have said."""
+    """A rank that meets the others, says its number, and ends. Its result: the meeting, and what all have said."""
 
     def run() -> Any:
         met = AddressMeeting(address, "g", rank, ranks, timeout, KEY)
@@ -381,7 +385,7 @@ def meet(address: tuple[str, int], rank: int, ranks: int = 2, timeout: float = M
 
 
 class Wire:
-    """A connection to rank 0, or of a rank, spoken from here: by what the protocol says, not by the package's code."""
+    """The test's side of a connection to rank 0 or of a rank. It follows the protocol without the package's code."""
 
     def __init__(self, connection: socket.socket, own: bytes, other: bytes) -> None:
         self.socket, self._own, self._other = connection, own, other
@@ -398,14 +402,14 @@ class Wire:
         return data
 
     def prove(self) -> bool:
-        """As a rank."""
+        """Proves to rank 0, as a rank does, that this side knows the secret. Whether rank 0 has proved it, too."""
         nonces = self.read(len(GREETING) + 32)[len(GREETING) :] + os.urandom(32)
         self.socket.sendall(nonces[32:] + hmac.digest(KEY, b"rank " + nonces, "sha256"))
         self._key = hmac.digest(KEY, b"connection " + nonces, "sha256")
         return self.read(32) == hmac.digest(KEY, b"listener " + nonces, "sha256")
 
     def greet(self) -> None:
-        """As rank 0."""
+        """Greets a rank, and proves to it that this side knows the secret, as rank 0 does."""
         nonce = os.urandom(32)
         self.socket.sendall(GREETING + nonce)
         nonces = nonce + self.read(64)[:32]
@@ -427,7 +431,7 @@ class Wire:
 
 
 def connected(address: tuple[str, int], source: str = "127.0.0.1") -> Wire:
-    """A rank's side, once somebody listens."""
+    """Connects to the address as a rank does, as soon as somebody listens there."""
     since = time.monotonic()
     while True:
         try:
@@ -439,7 +443,7 @@ def connected(address: tuple[str, int], source: str = "127.0.0.1") -> Wire:
 
 @contextlib.contextmanager
 def answering(answer: Callable[[Wire], None]) -> Iterator[tuple[str, int]]:
-    """Somebody at an address, who does so to each who comes, 20 at most."""
+    """Listens at an address, which it yields, and calls `answer` for each connection, of which it takes 20 at most."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve(connection: socket.socket) -> None:
@@ -456,7 +460,7 @@ def answering(answer: Callable[[Wire], None]) -> Iterator[tuple[str, int]]:
 
 
 def drip(wire: Wire, data: bytes) -> None:
-    """A byte each half a second: as often as keeps alive who waits for each of them anew."""
+    """Sends a byte every half second, so that a wait whose timeout began anew with each byte would not end."""
     for byte in data:
         wire.socket.sendall(bytes([byte]))
         time.sleep(0.5)
@@ -498,7 +502,7 @@ def test_who_does_not_read_holds_nobody_up():
         {"welcome": 1, "failed": 7},
         {"failed": {"kind": 1, "text": [2]}},
         {"failed": {"kind": "GroupError", "text": "\x1b[2J" * 100_000}},
-        {"welcome": 1},  # and then of the round
+        {"welcome": 1},  # the message that follows is wrong
         {"other": "\x1b" * 100_000},
         [1],
         DEEP,
@@ -539,7 +543,7 @@ HELLO = {"rank": 1, "ranks": 2, "group": "g", "host": "h"}
     ids=itertools.count(),
 )
 def test_a_guest_that_talks_otherwise_is_let_go(said: list[Any]):
-    """One with the secret, of another version, perhaps. The ranks meet all the same."""
+    """Such a guest has the secret, but may be of another version. It is let go, and the ranks meet all the same."""
     address = free_address()
     first = meet(address, 0)
     guest = connected(address)
@@ -609,8 +613,8 @@ def test_who_was_refused_is_said_of_a_few():
 def test_strangers_of_one_address_close_out_no_rank(
     monkeypatch: pytest.MonkeyPatch, source: str, answer_seconds: float
 ):
-    """They hold as many connections as there may be, and more come; a rank is in the midst of its proof. At its own
-    address, it has some time for that: here as much as the test may take."""
+    """Strangers hold as many connections as there may be, and more come, while a rank is about to prove itself. Against
+    strangers from its own address, the rank has only _ANSWER_SECONDS for this: here as long as the test may take."""
     monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", answer_seconds, raising=False)
     address = free_address()
     first = meet(address, 0)
@@ -640,7 +644,7 @@ def test_strangers_of_one_address_close_out_no_rank(
     ],
 )
 def test_whose_a_connection_is(one: str, other: str, same: bool):
-    """Of IPv6, a network of 2**64 addresses is anybody's; IPv4's in its form are not."""
+    """An IPv6 network of 2**64 addresses counts as one source, but every IPv4 address by itself, in any form."""
     assert (rendezvous._source_of(one) == rendezvous._source_of(other)) is same
 
 
@@ -655,8 +659,8 @@ def test_strangers_that_stay_leave_room_for_ranks_of_their_own_address():
 
 
 def test_a_rank_gets_in_behind_a_burst_of_strangers(monkeypatch: pytest.MonkeyPatch):
-    """Hundreds have come, talked and mostly gone before the listener looks: it greets none of those, and finds the
-    rank."""
+    """Hundreds of strangers have connected, sent something and mostly gone before the listener looks. It greets none of
+    them, and finds the rank."""
     if int(Path("/proc/sys/net/core/somaxconn").read_text()) < 1024:
         pytest.skip("expected net.core.somaxconn of 1024 or more")
     looks, run = threading.Event(), rendezvous._Listener._run
@@ -687,7 +691,7 @@ def test_a_rank_gets_in_behind_a_burst_of_strangers(monkeypatch: pytest.MonkeyPa
 
 
 def flood(pipe: Any, address: tuple[str, int], seconds: float) -> None:
-    """Connects, sends what is no proof, and closes, again and again until it is told something; so often."""
+    """Connects, sends what is no proof, and closes, again and again until it gets a message. Then sends how often."""
     end, count = time.monotonic() + seconds, 0
     while time.monotonic() < end and not pipe.poll():
         with contextlib.suppress(OSError), socket.create_connection(address, 0.5) as connection:

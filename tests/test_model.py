@@ -14,7 +14,7 @@ import pytest
 
 MODEL = Path(__file__).parent / "model" / "flashmoe.pml"
 MACHINES = MODEL.with_name("machines.pml")
-"""Of what is passed on and summed on the way to and from other machines."""
+"""The model of relays, which pass rows on and sum them on the way to and from other machines."""
 INSTALL = "apt-get install -y spin gcc"
 
 TWO_PROCESSORS = ["PROCESSORS0=2"]
@@ -50,7 +50,7 @@ CONFIGURATIONS = {
 WAYS = {"direct": ONE_ROW_TILES, "reduced": ["REDUCED", *ONE_ROW_TILES], "puts": [*PUTS, *ONE_ROW_TILES]}
 
 DEADLOCK = r"invalid end state"
-# What an agent checks of what it reads: entries and rows of packets, what came home, the sums that a sender puts.
+# What Spin prints if an agent reads a wrong value: of entries or rows of packets, of return rows, or of an outbox.
 ENTRIES = r"assertion violated .*\.entries\[.*==1\)"
 ROWS = r"assertion violated .*\.rows\[.*==1\)"
 RETURNS = r"assertion violated .*\.return_rows\[.*==1\)"
@@ -61,7 +61,7 @@ def not_zero(counter):
     return rf"assertion violated .*\.{counter}(\[[^]]*\])?==0\)"
 
 
-# Of a row of the table in docs/model_checking.md: the macro, the defines that it needs, and what Spin must say.
+# The bugs of the table in docs/model_checking.md. For each: its macro, the defines that it needs, what Spin must say.
 BUGS = [
     # Calls, tiles and tasks.
     ("EPOCH_REUSE", [], DEADLOCK),
@@ -119,14 +119,15 @@ def tools():
 # With small functions inlined, -Og searches as fast as -O1 and compiles in two thirds of its time. -O2 takes longer to
 # compile than it saves.
 FAST = ["-Og", "-finline-small-functions"]
-# States are stored as they are, with their padding: a tenth more memory, a sixth less time. -DNP does not allow it.
+# -DNOCOMP: states are stored with their padding, which takes a tenth more memory and a sixth less time. With -DNP, Spin
+# does not allow it.
 SAFETY = [*FAST, "-DSAFETY", "-DNOCOMP"]
-# A seeded bug shows within thousands of steps, before a compiler's or a large hash table's cost is worth it.
+# A seeded bug shows within thousands of steps, so optimised code or a large hash table would cost more than it saves.
 SHORT = {"gcc": ["-DSAFETY"], "pan": ["-m100000", "-w18"]}
 
 
 def search(folder, defines, *, model=MODEL, gcc=SAFETY, pan=("-m2000000", "-w24")):
-    """Spin's verifier on the model with these defines; what it printed."""
+    """Runs Spin's verifier on the model with these defines. Returns what it printed."""
     spin = ["spin", "-a", *(f"-D{define}" for define in defines), model]
     # A search that outgrows 4 GB stops and says so.
     compile_verifier = ["gcc", "-w", "-DMEMLIM=4096", *gcc, "-o", "pan", "pan.c"]
@@ -138,7 +139,7 @@ def search(folder, defines, *, model=MODEL, gcc=SAFETY, pan=("-m2000000", "-w24"
 
 def assert_exhaustive(output):
     assert re.search(r"errors: 0$", output, re.M), output
-    # Each is how Spin says that it did not look at everything.
+    # Spin prints one of these if it did not search everything.
     for truncated in ("Search not completed", "max search depth too small", "out of memory", "MEMLIM"):
         assert truncated not in output, output
     states, seconds = re.search(r"(\d+) states, stored", output), re.search(r"elapsed time (\S+)", output)
@@ -152,7 +153,7 @@ def test_protocol_holds(name, tmp_path):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_calls_end(way, tmp_path):
-    """No run goes on for ever without calls ending."""
+    """Agents cannot go on for ever without calls ending."""
     output = search(tmp_path, WAYS[way], gcc=[*FAST, "-DNP"], pan=["-m2000000", "-w24", "-l"])
     assert "non-progress cycles \t+" in output, output
     assert_exhaustive(output)
@@ -160,7 +161,7 @@ def test_calls_end(way, tmp_path):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_check_is_vacuous(way, tmp_path):
-    """Every statement is reached, each assertion too. Spin keeps no account within a d_step."""
+    """Every statement is reached, assertions too. d_step becomes atomic, because Spin does not look into a d_step."""
     output = search(tmp_path, ["d_step=atomic", *WAYS[way]])
     assert_exhaustive(output)
     unreached = re.findall(r"state \d+, (.*)", output)
@@ -199,7 +200,7 @@ MACHINE_BUGS = [
 
 @pytest.mark.parametrize("name", MACHINE_CONFIGURATIONS)
 def test_relays_hold(name, tmp_path):
-    """Every statement is reached, too."""
+    """The search also reaches every statement of the model."""
     output = search(tmp_path, ["d_step=atomic", *MACHINE_CONFIGURATIONS[name]], model=MACHINES)
     assert_exhaustive(output)
     assert re.findall(r"state \d+, (.*)", output) == [], output

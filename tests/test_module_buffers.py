@@ -31,7 +31,7 @@ def make(ctx) -> Callable[[str], MoE]:
 
 
 BIAS = torch.tensor([0.1, -0.3, 1e-7, 1.0 + 2**-20])
-"""That no type of 16 bits has."""
+"""Values that a type of 16 bits cannot all hold exactly."""
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_module_that_was_cast_computes(ctx, make):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_memory_of_no_values_then_defined(make, dtype):
-    """As frameworks make large models: on the device meta, moved without values, then reset."""
+    """As frameworks make large models: the module is made on device meta, moved without values, then reset."""
     module = make("meta")
     if dtype is not None:
         module.to(dtype)

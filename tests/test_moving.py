@@ -1,4 +1,4 @@
-"""Experts that go where a new placement wants them, over torch.distributed, and the counts that it is made of."""
+"""Experts that move to the ranks of a new placement, over torch.distributed; and counts to make a placement from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def on_ranks(pool, tmp_path):
 
 
 def _whole() -> dict[str, torch.Tensor]:
-    """Of all experts; rows that are odd in bytes, and none."""
+    """Tensors of all experts. Rows of `scale` and `fp8` have odd numbers of bytes, and rows of `bias` have none."""
     numbers = torch.arange(E * 3 * 5, dtype=torch.float32).reshape(E, 3, 5)
     return {
         "up": numbers.bfloat16(),
@@ -66,7 +66,7 @@ def _moved(rank: int, placements: list[Any]) -> bool:
         old = {name: each.clone() for name, each in tensors.items()}
         made = move(tensors, before, after)
         assert list(made) == list(tensors)
-        for name, each in tensors.items():  # they remain as they are
+        for name, each in tensors.items():  # the given tensors are not changed
             assert _bits(each) == _bits(old[name])
             assert made[name].untyped_storage().data_ptr() != each.untyped_storage().data_ptr() or not each.numel()
         tensors = made
@@ -91,7 +91,7 @@ def test_rows_are_those_of_the_experts_wherever_they_go(on_ranks):
 
 
 def _moved_in_a_group(rank: int) -> Any:
-    """The ranks of a placement are the group's, which are others than the process's."""
+    """A placement counts ranks within the process group. These numbers differ from the ranks among all processes."""
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         return None
@@ -105,7 +105,7 @@ def test_in_a_group_of_some_of_the_processes(on_ranks):
 
 
 def _refused(rank: int) -> list[tuple[str, str]]:
-    """What each rank raises; the group goes on."""
+    """What this rank raises in several moves in which one rank, or all, give wrong arguments. The group can go on."""
     before, after = contiguous(E, RANKS), [*contiguous(E, RANKS)[1:], 0]
 
     def say(tensors: Any, before: Any, after: Any) -> tuple[str, str]:
@@ -154,8 +154,8 @@ ENTRY = st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True)
 @settings(max_examples=200, deadline=None, database=None)
 @given(st.lists(st.tuples(ENTRY, ENTRY), min_size=1, max_size=12))
 def test_what_moves(entries: list[tuple[list[int], list[int]]]):
-    """Each rank gets what it lacks, once, from one that has it; those that have it send as often as one another, or
-    once more."""
+    """Each rank gets each expert that it lacks once, from a rank that has it. All ranks that have an expert send it
+    equally often, or one time more."""
     before, after = [each for each, _ in entries], [each for _, each in entries]
     todo = moves(before, after)
     lacks = [(e, rank) for e, (has, wants) in enumerate(entries) for rank in sorted(set(wants) - set(has))]
@@ -173,9 +173,10 @@ SIZES = {"hidden": 16, "intermediate": 8, "experts": 8, "top_k": 3}
 
 
 def _balance(rank: int, whole: Any, slices: int) -> tuple[Any, Any, Any]:
-    """A layer's results, what its context has counted, and its results after it has been placed by that."""
+    """A layer's results (twice at first, moved, moved back), the placement that it is moved to, and the load of all
+    ranks, from which this placement is made."""
     problem = whole if slices == 1 else Sliced.of(whole, slices, hybrid(8, RANKS, slices))
-    most = [0] * 5 * slices + [1] * 3 * slices  # room for five on any rank
+    most = [0] * 5 * slices + [1] * 3 * slices  # room for five experts on any rank
     limits = problem.limits() | {"placement": most, "return_mode": "reduced"}
     names = [f"move-{os.urandom(6).hex()}"]
     dist.broadcast_object_list(names)
@@ -219,7 +220,7 @@ def test_a_module_is_placed_by_what_its_context_has_counted(on_ranks, slices: in
 
 
 def test_what_a_context_counts():
-    """Calls that it can tell the experts of, unless they have a load of their own."""
+    """A context counts the calls of layers that have as many experts as it, but no call with a load of its own."""
     problem = random_problem(2, [20], **SIZES)
     given_ids = random_problem(3, [20], **SIZES, fused=False)
     fewer = random_problem(4, [20], **SIZES | {"experts": 7})
@@ -233,7 +234,7 @@ def test_what_a_context_counts():
         flashmoe.moe(ctx, **problem.arguments(0), load=own)
         flashmoe.moe(ctx, **fewer.arguments(0))
         assert own.sum() == 60 and (ctx.load() == expected).all()
-        ctx.load()[:] = 0  # a copy
+        ctx.load()[:] = 0  # changes only a copy
         assert (ctx.load(clear=True) == expected).all() and not ctx.load().any()
         tensors = {name: torch.from_numpy(each) if isinstance(each, np.ndarray) else each
                    for name, each in problem.arguments(0).items()}  # fmt: skip
@@ -254,7 +255,7 @@ WIDE = {"hidden": 160, "experts": 8, "top_k": 3}
 
 
 def _moved_quantised(rank: int, dtype: str, scales: str, slices: int) -> list[np.ndarray]:
-    """A layer's results, where its experts are at first, elsewhere, and there again."""
+    """A layer's results with its experts where they are at first, after a move, and after the move back."""
     whole = MoELayer(
         "layer", *(random_problem(5, [1], **WIDE, intermediate=128 * slices).arguments(0)[name] for name in
                    ("router", "gate_up_proj", "down_proj")), top_k=3, renormalize=True, activation="swiglu"
@@ -296,5 +297,5 @@ def test_scales_go_with_their_experts(on_ranks, dtype: str, scales: str, slices:
         assert first.tobytes() == back.tobytes()
         if slices == 1:
             assert first.tobytes() == moved.tobytes()
-        else:  # what a rank has of a token is summed up there: at most 6 slices' rows of float32, in another order
+        else:  # a rank sums its rows of a token, at most 6 slices' rows in float32: after a move, in another order
             assert np.linalg.norm(moved - first) < 2.0**-20 * np.linalg.norm(first)

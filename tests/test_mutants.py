@@ -1,4 +1,4 @@
-"""The mutants of tools/mutate.py, which CI does not run, are of the code as it is."""
+"""The mutants of tools/mutate.py fit the code as it is now. (CI does not run the mutants themselves.)"""
 
 from __future__ import annotations
 

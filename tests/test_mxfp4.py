@@ -1,7 +1,7 @@
 """Weights in MXFP4 on the CPU engine: every code and scale, the quantiser's rule, layers against the float64 reference
 and against the same numbers in bfloat16.
 
-FLASHMOE_EXAMPLES bounds the number of random layers, of which there are 100 at most but in nightly runs.
+FLASHMOE_EXAMPLES (500 if it is not set) sets the number of random layers: a fifth of it, by default 100.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from test_properties import at_random
 
 EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "500")) // 5
 SIZES = {"hidden": 224, "intermediate": 160, "experts": 12, "top_k": 4, "dtype": "bfloat16"}
-"""Multiples of 32, but of no larger power of two."""
+"""H and I are multiples of 32, but of no larger power of two."""
 TOKENS = [65, 0, 7, 33]
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-"""The magnitudes of e2m1, by their codes."""
+"""The magnitudes of e2m1; a number's index is its code."""
 
 
 # ---- Codes and scales ----------------------------------------------------------------------------------------
 
 
 def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """What a matrix [rows, n / 32, 16] stands for, number by number."""
+    """The numbers that a matrix [rows, n / 32, 16] stands for, computed one by one."""
     made = np.empty((len(blocks), 32 * blocks.shape[1]))
     for row, block, byte in np.ndindex(blocks.shape):
         scale = math.nan if scales[row, block] == 255 else 2.0 ** (int(scales[row, block]) - 127)
@@ -50,8 +50,8 @@ def unpacked(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def seen_by_engine(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The numbers of a matrix [256, 8, 16] as the engine has them: its products with unit vectors of both signs, of
-    which ReLU leaves one."""
+    """The numbers of a matrix [256, 8, 16] as the engine has them: its products with unit vectors of both signs. Of the
+    two products of a number, ReLU keeps the positive one."""
     ones = np.zeros((1, 256, 8, 16), np.uint8)
     for i in range(256):
         ones[0, i, i // 32, i % 32 // 2] = 2 << 4 * (i % 2)
@@ -73,8 +73,8 @@ def seen_by_engine(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def test_all_codes_with_all_scales():
-    """Row e has scale e and, in each block, every code twice. But for the two largest scales, of which some numbers are
-    beyond float32: these have others twice."""
+    """Row e has scale e and, in each block, every code twice. But rows 253 and 254 leave out the codes whose numbers
+    would be beyond float32, and row 255, whose scale would be NaN, has zeros with scale 0."""
     codes = np.arange(32, dtype=np.uint8) % 16
     blocks = np.broadcast_to(codes[0::2] | codes[1::2] << 4, (256, 8, 16)).copy()
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
@@ -82,7 +82,7 @@ def test_all_codes_with_all_scales():
     blocks[254] &= 0xBB  # no more than 1.5
     blocks[255], scales[255] = 0, 0
     expected = unpacked(blocks, scales)
-    assert len(np.unique(expected[100])) == 15  # two zeros are equal
+    assert len(np.unique(expected[100])) == 15  # 16 codes; the two zeros are equal
     np.testing.assert_array_equal(seen_by_engine(blocks, scales), expected)
     np.testing.assert_array_equal(dequantised(blocks, scales), expected)
     np.testing.assert_array_equal(dequantize_mxfp4(blocks, scales), expected)
@@ -115,7 +115,7 @@ def test_a_nan_scale_makes_its_experts_tokens_nan_and_no_other():
 
 
 def by_rule(block: np.ndarray) -> tuple[int, list[float]]:
-    """A block's scale as an exponent, and its numbers before the scale, by the rule in words."""
+    """A block's scale as an exponent, and its numbers divided by the scale, as `quantize_mxfp4` describes them."""
     largest = max(abs(float(each)) for each in block)
     exponent = -127 if largest == 0.0 else max(math.floor(math.log2(largest)) - 2, -127)
     chosen = []
@@ -132,7 +132,7 @@ def by_rule(block: np.ndarray) -> tuple[int, list[float]]:
 def test_the_rule(size: float):
     random = np.random.default_rng(2)
     matrices = (size * random.standard_normal((3, 20, 96))).astype(np.float32)
-    matrices[0, :, :32] = size * np.round(8.0 * matrices[0, :, :32] / size) / 8.0  # many in the middle of two numbers
+    matrices[0, :, :32] = size * np.round(8.0 * matrices[0, :, :32] / size) / 8.0  # many midway between two numbers
     matrices[1, 3] = 0.0
     matrices[1, 4, :8] = size * 2.0 ** np.arange(8)
     blocks, scales = quantize_mxfp4(matrices)
@@ -146,7 +146,7 @@ def test_the_rule(size: float):
 
 
 def test_what_numbers_become():
-    """7 scales and more become 6; middles the even code; signs stay, also of what becomes 0."""
+    """Numbers of 7 scales and more become 6. A number midway between two gets the even code. Zeros keep their signs."""
     block = np.zeros(32, np.float32)
     block[:13] = [7.96875, -7.0, 5.0, 4.99, -3.5, 2.5, 1.75, -1.25, 0.75, 0.25, 0.2500001, -0.25, -0.0]
     blocks, scales = quantize_mxfp4(block)
@@ -157,7 +157,7 @@ def test_what_numbers_become():
 
 
 def test_what_is_in_mxfp4_stays_as_it_is():
-    """But for scales that are larger than the rule's."""
+    """Bits stay the same if each block has a 6. Without a 6, the rule may choose a smaller scale."""
     random = np.random.default_rng(3)
     blocks = random.integers(0, 256, (50, 4, 16)).astype(np.uint8)
     blocks[..., 0] = 0x77  # a 6, so that the scale is the rule's
@@ -174,7 +174,7 @@ def test_every_bf16_value_is_within_half_a_step_or_a_quarter():
     values[:, 5] = every
     made = dequantize_mxfp4(*quantize_mxfp4(values))
     assert (made[:, [*range(5), *range(6, 32)]] == 0.0).all()
-    exact, least = every.astype(np.float64), 2.0**-129  # half of the smallest number but 0
+    exact, least = every.astype(np.float64), 2.0**-129  # half of the smallest number above 0
     assert (np.abs(made[:, 5] - exact) <= np.maximum(np.abs(exact) / 4, least)).all()
 
 
@@ -227,7 +227,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_layers(ranks: Ranks, options: dict[str, Any]):
-    """On one rank and on two, in tasks of other columns."""
+    """On one rank; and on two, with tasks of 24 columns."""
     problem = in_mxfp4(random_problem(1, [65], **SIZES | options))
     check(problem, ranks.call(problem))
     problem = in_mxfp4(random_problem(2, [65, 7], **SIZES | options))
@@ -242,7 +242,7 @@ def test_four_ranks_of_uneven_tokens(ranks: Ranks, options: dict[str, Any], retu
 
 
 def dequantised_problem(problem: Problem) -> Problem:
-    """The same numbers as elements of x's type."""
+    """The same problem with its matrices' numbers in x's type."""
     kind, names = problem.x[0].dtype, ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down")
     made: dict[str, Any] = {}
     for name in names:
@@ -254,7 +254,7 @@ def dequantised_problem(problem: Problem) -> Problem:
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 def test_bits_are_those_of_the_same_numbers_in_x_s_type(ranks: Ranks, options: dict[str, Any]):
-    """Which has them exactly: these scales are no smaller than 2^-12."""
+    """x's type has the numbers exactly, because the scales here are no smaller than 2^-12."""
     problem = in_mxfp4(random_problem(4, [40, 9], **SIZES | options))
     plain = dequantised_problem(problem)
     assert (dequantize_mxfp4(problem.down_proj, problem.down_scale) == plain.down_proj.astype(np.float32)).all()
@@ -294,7 +294,7 @@ def test_experts_in_slices(ranks: Ranks, interleaved: bool):
     check(whole, expected)
     for ours, theirs in zip(ranks.call(sliced, limits), expected, strict=True):
         error = np.linalg.norm(ours.y.astype(np.float64) - theirs.reference.y)
-        assert error <= 1.5 * theirs.allowed.bound  # sums of two slices' results are rounded once more
+        assert error <= 1.5 * theirs.allowed.bound  # 1.5: the sum of two slices is rounded once more
 
 
 def test_the_bound_notices_wrong_scales_and_nibbles(ranks: Ranks):
@@ -325,7 +325,7 @@ def test_memory_is_that_of_x_s_type():
 
 @st.composite
 def cases(draw) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of `random_problem`, and how to call."""
+    """The arguments of `random_problem`, and the options `how` of `Ranks.call`."""
     activation = draw(st.sampled_from([*ACTIVATIONS, "clamped_swiglu"]))
     problem, how = layer_and_call(draw, st.integers(1, 10).map(lambda blocks: 32 * blocks), activation)
     problem["interleaved"] = activation in ("swiglu", "clamped_swiglu") and draw(st.booleans())
@@ -409,13 +409,13 @@ def test_what_does_not_fit_is_refused(problem: Problem, change: dict[str, Any], 
     with flashmoe.Context(**problem.limits()) as context:
         with pytest.raises(flashmoe.InvalidArgument, match="^" + message):
             flashmoe.moe(context, **problem.arguments(0) | change)
-        y = flashmoe.moe(context, **problem.arguments(0))  # it stays usable
+        y = flashmoe.moe(context, **problem.arguments(0))  # the context stays usable
         assert np.isfinite(y.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("name", ["hidden", "intermediate"])
 def test_sizes_that_are_no_blocks_are_refused(name: str):
-    """Matrices cannot even be of them; but a module's parameters, before they are made."""
+    """No matrix in MXFP4 can have such a size. A module of such a size is refused before its parameters are made."""
     torch = pytest.importorskip("torch")
     from flashmoe.nn import MoE
 
@@ -462,7 +462,7 @@ def _call_in(rank: int, ranks: int, name: str, weights: str) -> None:
 
 
 def test_ranks_whose_weights_are_of_other_types_disagree(ranks: Ranks):
-    """Their memory is the same, so that the first call says it."""
+    """Both types need the same memory, so the ranks meet, and only their first call finds the difference."""
     with pytest.raises(flashmoe.FlashMoEError, match=r"dtype of weights: rank \d has \w+, rank \d has \w+"):
         ranks._pool.call(_call_in, [(MXFP4,), ("bfloat16",)], ranks=2, timeout=6 * PATIENCE)
 

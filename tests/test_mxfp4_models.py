@@ -71,7 +71,7 @@ def test_a_checkpoint_is_as_published_ones_are(folders: tuple[Path, Path]):
 
 
 def test_transformers_reads_the_same_numbers_from_it(folders: tuple[Path, Path]):
-    """Its own dequantisation, nibble by nibble; and they are those that were quantised, as far as can be."""
+    """Transformers' own dequantisation gives the same numbers; they are within 15 % of those that were quantised."""
     dequantised = transformers.AutoModelForCausalLM.from_pretrained(
         folders[1], quantization_config=transformers.Mxfp4Config(dequantize=True), dtype=torch.bfloat16
     )
@@ -109,7 +109,7 @@ def test_a_part_is_what_is_cut_of_all(folders: tuple[Path, Path], slices: int, h
         assert (ours.shape, ours.dtype) == (each[mine].shape, each.dtype)
         np.testing.assert_array_equal(ours, each[mine], err_msg=name)
     assert (part.weight_dtype, part.intermediate, part.slices) == (MXFP4, INNER // slices, slices)
-    # The same of numbers, by hand.
+    # The dequantised numbers, too, are those of the whole layer, cut by hand.
     width = INNER // slices
     for place, (expert, n) in enumerate(divmod(id, slices) for id in mine):
         for name, rows, columns in (
@@ -124,7 +124,7 @@ def test_a_part_is_what_is_cut_of_all(folders: tuple[Path, Path], slices: int, h
 
 
 def test_a_slice_that_cuts_a_block_is_refused(folders: tuple[Path, Path], monkeypatch):
-    """Before anything is read."""
+    """It is refused before a tensor is read."""
     message = r"^slices: expected slices of a multiple of 32 columns with weights of mxfp4, .* got 2 slices of I=48"
     with pytest.raises(flashmoe.InvalidArgument, match=message), monkeypatch.context() as patched:
         patched.setattr(os, "preadv", lambda *_: pytest.fail("a tensor is read"))
@@ -134,7 +134,7 @@ def test_a_slice_that_cuts_a_block_is_refused(folders: tuple[Path, Path], monkey
 
 
 def changed(folder: Path, source: Path, change: dict[str, np.ndarray | None], **config: Any) -> Path:
-    """The checkpoint with other tensors in a block; None: without."""
+    """Writes the checkpoint to `folder` with other tensors in one block; a tensor that is None is left out."""
     tensors = load_file(source / "model.safetensors") | {f"{BLOCK}.{name}": array for name, array in change.items()}
     save_file({name: each for name, each in tensors.items() if each is not None}, folder / "model.safetensors")
     said = json.loads((source / "config.json").read_text()) | config
@@ -252,7 +252,7 @@ def test_a_module_with_a_shared_expert():
 
 
 def _of_a_rank(rank: int, ranks: int, name: str, path: str) -> float:
-    """How far a rank's part of a layer, in slices, is from whole experts on one rank, relatively."""
+    """The relative difference between results of a rank's part of a layer, in slices, and of whole experts alone."""
     whole, placement = load_layer(path, 1), hybrid(EXPERTS, ranks, 3)
     part = load_layer(path, 1, slices=3, held=local_experts(placement, rank))
     sizes = {"max_tokens": 16, "hidden": HIDDEN, "experts": EXPERTS, "top_k": 2, "weight_dtype": MXFP4, "processors": 1}
@@ -274,7 +274,7 @@ def _of_a_rank(rank: int, ranks: int, name: str, path: str) -> float:
 
 def test_modules_of_slices(folders: tuple[Path, Path]):
     for error in run_ranks(3, _of_a_rank, [(str(folders[1]),)] * 3):
-        assert error < 2.0**-6  # rows and sums of bfloat16
+        assert error < 2.0**-6  # rows and sums are rounded to bfloat16
 
 
 # ---- Transformers --------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_modules_of_slices(folders: tuple[Path, Path]):
 
 @pytest.fixture(scope="module")
 def models(folders: tuple[Path, Path]) -> tuple[Any, Any]:
-    """The model with experts in MXFP4 by this package; and as Transformers dequantises it, with eager experts."""
+    """The model with experts in MXFP4, as this package loads it; and dequantised, with Transformers' eager experts."""
     dequantised = transformers.AutoModelForCausalLM.from_pretrained(
         folders[1], quantization_config=transformers.Mxfp4Config(dequantize=True), experts_implementation="eager"
     ).float()  # old releases leave experts in bfloat16 whatever is asked for
@@ -307,7 +307,7 @@ def test_logits_are_those_of_the_dequantised_model(models: tuple[Any, Any]):
     # Sums of 64 float32 products in another order differ by at most 64 * 2^-24 of their terms, in each of a few layers.
     bound = 1e-5 * expected.abs().max()
     assert (logits_of(ours, tokens) - expected).abs().max() <= bound
-    ours.set_experts_implementation("eager")  # nothing else can compute them
+    ours.set_experts_implementation("eager")  # has no effect: only this package can compute them
     assert (logits_of(ours, tokens) - expected).abs().max() <= bound
     assert torch.equal(greedy(ours, [[5, 17, 3]], 24), greedy(theirs, [[5, 17, 3]], 24))
 
@@ -332,7 +332,7 @@ def test_a_checkpoint_that_lacks_tensors_of_experts_is_refused(folders: tuple[Pa
 
 @pytest.fixture
 def of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers believes that there is a GPU, and the Hub's kernels."""
+    """Transformers believes that there is a GPU, and that it has the Hub's kernels."""
     from transformers.integrations import hub_kernels
     from transformers.quantizers import quantizer_mxfp4
 
@@ -343,7 +343,7 @@ def of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("of_the_hub")
 def test_blocks_that_transformers_replaces_are_refused_by_name(folders: tuple[Path, Path], tmp_path: Path):
-    """Transformers' own blocks for MXFP4 would ignore the implementation in silence."""
+    """Transformers' own blocks for MXFP4 would ignore, without an error, which implementation is asked for."""
     refused = r"^Mxfp4GptOssExperts: expected experts on .*flashmoe.integrations.transformers.load_mxfp4 leaves these"
     shutil.copy(folders[1] / "config.json", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")  # refused before weights are read

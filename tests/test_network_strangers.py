@@ -1,5 +1,8 @@
-"""What a stranger on the network can do to the ranks of a group on several machines: a third host, which has no secret,
-while the group meets and while it runs."""
+"""What a stranger on the network can do to a group on several machines: a host without the group's secret.
+
+It attacks while the group meets and while it runs. While the group meets, ranks listen at their doors
+(csrc/network/door.h), so that other ranks can connect to them.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +42,21 @@ from spread_ranks import (
 
 __all__ = ["network", "processes"]  # fixtures
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork of a process with threads
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forks of a process with threads warn
 
-LISTENS, ESTABLISHED = "0A", "01"  # as /proc/net/tcp says it
+LISTENS, ESTABLISHED = "0A", "01"  # states in /proc/net/tcp
 GUESTS = 64
-"""Who have proved nothing, at a rank's door."""
+"""The most connections at a rank's door that have not proved to be ranks."""
 COUNTS = [30, 41, 7]
 HELD = 8.0 if LONG else 3.0
-"""Seconds for which a group's meeting stands still, with rank 0's door open."""
+"""Seconds for which a group's meeting is held up, while rank 0's door is open."""
 
 
 # ---- What ranks do ---------------------------------------------------------------------------------------------------
 
 
 def enter_late(seconds: float, *arguments: Any) -> None:
-    """Joins, but connects to nobody before so much time has passed since all ranks have opened their doors."""
+    """Joins, but connects to no rank before `seconds` have passed since all ranks have opened their doors."""
     exchange = AddressMeeting.exchange
 
     def exchange_and_wait(meeting: AddressMeeting, what: str, mine: Any) -> list[Any]:
@@ -70,7 +73,7 @@ def enter_late(seconds: float, *arguments: Any) -> None:
 
 
 def enter_misled(address: str, *arguments: Any) -> None:
-    """Joins, and believes that rank 0's door is at that address."""
+    """Joins, and is made to believe that rank 0's door is at `address`."""
     exchange = AddressMeeting.exchange
     AddressMeeting.exchange = (
         lambda meeting, what, mine: (  # type: ignore[method-assign]
@@ -94,7 +97,7 @@ def connections(where: tuple[str, int], count: int) -> Iterator[socket.socket]:
 
 
 def say(where: tuple[str, int], *parts: bytes) -> bytes:
-    """What is answered, as far as it comes soon."""
+    """Sends the parts over a new connection. Returns the answer, until none comes for 0.3 s."""
     heard = b""
     for connection in connections(where, 1):
         with connection, contextlib.suppress(OSError):
@@ -107,7 +110,7 @@ def say(where: tuple[str, int], *parts: bytes) -> bytes:
 
 
 def put_of_ucx(where: tuple[str, int]) -> bytes:
-    """UCX's TCP transport would write these 32 bytes to an address of the stranger's choice."""
+    """Sends a message with which UCX's TCP transport would write 32 bytes to an address of the stranger's choice."""
     address = struct.pack("<H", socket.AF_INET) + struct.pack("!H", 4444) + socket.inet_aton("10.77.0.3") + bytes(8)
     hello = struct.pack("<IB", 1, 0) + struct.pack("<Q", 7) + address
     put = struct.pack("<BI", 33, 20) + struct.pack("<QQI", 0x10000, 32, 1)
@@ -120,7 +123,7 @@ def random_messages(where: tuple[str, int]) -> bytes:
 
 
 def impossible_lengths(where: tuple[str, int]) -> bytes:
-    """Records and handshake messages of TLS that claim more than there can be, and what follows."""
+    """Sends TLS records and a handshake message with lengths that TLS does not allow, and then a megabyte of zeros."""
     records = [
         bytes([22, 3, 1, 0xFF, 0xFF]),
         bytes([22, 3, 1, 0x40, 0, 1, 0xFF, 0xFF, 0xFF]),
@@ -130,7 +133,7 @@ def impossible_lengths(where: tuple[str, int]) -> bytes:
 
 
 def without_a_key(where: tuple[str, int]) -> bytes:
-    """A handshake as browsers make it."""
+    """Tries a TLS handshake as a browser makes it, without the group's key."""
     import ssl
 
     context = ssl.create_default_context()
@@ -143,7 +146,7 @@ def without_a_key(where: tuple[str, int]) -> bytes:
 
 
 def idle(where: tuple[str, int], count: int) -> int:
-    """So many connections that say nothing, a part of them closed halfway; how many could be made."""
+    """Keeps up to `count` connections that say nothing, a third of them half closed. Returns how many it got."""
     held = list(connections(where, count))
     for each in held[::3]:
         with contextlib.suppress(OSError):
@@ -153,7 +156,7 @@ def idle(where: tuple[str, int], count: int) -> int:
 
 
 def with_another_key(where: tuple[str, int]) -> str:
-    """A rank's own library, which says that it is rank 1 of 2, with a key that it has made up."""
+    """Joins with the package's own library as rank 1 of 2, but with an invented key. Returns the error."""
     library = _ffi.library()
     ctx = OPEN["it"]
     network = library.network_open(1, 2, "5a" * 32, 2 * 10**9, openssl.library(), "")
@@ -170,7 +173,8 @@ def with_another_key(where: tuple[str, int]) -> str:
 
 
 def attack_in_turns(where: Sequence[tuple[str, int]], seconds: float, messages: int, most_idle: int) -> dict[str, int]:
-    """Scans, PUTs, random messages and idle connections for so long, with a tenth of a core."""
+    """Scans ports, sends random messages and keeps connections idle, for `seconds` with a tenth of a core. Returns how
+    many of each."""
     rng, done, held = random.Random(2), {"scanned": 0, "messages": 0, "idle": 0}, []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -201,13 +205,13 @@ def attack_in_turns(where: Sequence[tuple[str, int]], seconds: float, messages: 
 
 
 def ports(host: Host, state: str) -> list[int]:
-    """Of this host's sockets in that state."""
+    """The local ports of the host's sockets that are in this state."""
     lines = [line.split() for line in host.sockets()]
     return [int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == state]
 
 
 def door(net: Network, host: int) -> tuple[str, int]:
-    """Where a rank of that host lets others in."""
+    """The address and port of the door of a rank on that host."""
     found: list[int] = []
 
     def is_open() -> bool:
@@ -219,9 +223,9 @@ def door(net: Network, host: int) -> tuple[str, int]:
 
 
 def meet_late(net: Network, spread: Sequence[int], late: Sequence[int], timeout: float = 20.0) -> list[Process]:
-    """Ranks that begin to join; the `late` ones do not connect for a while."""
+    """Ranks that begin to join. The `late` ones connect only after `HELD` seconds."""
     ranks = net.start(spread, FLASHMOE_SECRET=SECRET)
-    all_of(ranks, os.getpid, [()] * len(ranks))  # they have begun
+    all_of(ranks, os.getpid, [()] * len(ranks))  # waits until all have started
     for p, rank in enumerate(ranks):
         arguments = p, len(ranks), f"{net.address(spread[0])}:{PORT}", "direct", timeout
         rank.tell((enter_late, (HELD, *arguments)) if p in late else (enter, arguments))
@@ -237,7 +241,7 @@ def check_met(ranks: Sequence[Process], expected: Sequence[np.ndarray], xs: Sequ
 
 
 def right_results(net: Network, xs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Of a rank alone."""
+    """The results of the same tokens on a rank alone."""
     alone = net.start([0])[0]
     told(alone, enter, 0, 1, None)
     return [told(alone, compute, x, 1) for x in xs]
@@ -271,7 +275,7 @@ ATTACKS = [put_of_ucx, random_messages, impossible_lengths, without_a_key]
 
 
 def test_strangers_at_an_open_door(network: MakeNetwork):
-    """While a group meets they are let in as far as the door, no more than so many, and hear nothing but refusals."""
+    """While a group meets, a limited number of strangers can connect to a door, and they hear only refusals."""
     net = network(3)
     xs = tokens_of(COUNTS[:2], 1)
     expected = right_results(net, xs)
@@ -283,7 +287,7 @@ def test_strangers_at_an_open_door(network: MakeNetwork):
     before = len(list(own.iterdir()))
     for attack in ATTACKS:
         heard = told(stranger, attack, where)
-        # An alert at most, which is seven bytes.
+        # Each connection gets at most a TLS alert: 7 bytes, the first of which is 21.
         assert len(heard) <= 7 * 8 and all(part == 21 for part in heard[::7]), (attack, heard)
     assert told(stranger, idle, where, 900 if LONG else 300) >= GUESTS
     await_condition(lambda: len(list(own.iterdir())) >= before + GUESTS // 2, "no idle stranger is let in")
@@ -297,7 +301,7 @@ def test_strangers_at_an_open_door(network: MakeNetwork):
 
 
 def test_a_stranger_does_not_become_a_rank(network: MakeNetwork):
-    """Neither with a key of its own, nor by what rank 2 has said, repeated to the same door while it is open."""
+    """Neither with an invented key, nor by repeating at rank 0's open door what rank 2 has said there."""
     net = network(4, GOOD._replace(records=True))
     xs = tokens_of(COUNTS, 1)
     expected = right_results(net, xs)
@@ -311,15 +315,15 @@ def test_a_stranger_does_not_become_a_rank(network: MakeNetwork):
         return {side: text for side, text in said.items() if side[2:] == where and len(text) > 200}
 
     await_condition(lambda: bool(handshakes()), "rank 2 does not come to rank 0's door")
-    time.sleep(0.3)  # its handshake is over
+    time.sleep(0.3)  # until rank 2's handshake is over
     (recorded,) = handshakes().values()
     server_random = say(where, recorded)
-    assert server_random == b"" or server_random[0] in (21, 22)  # an alert, or a handshake that it cannot go on with
+    assert server_random == b"" or server_random[0] in (21, 22)  # an alert, or a handshake that ends there
     refused = told(stranger, with_another_key, where)
     assert "cannot reach rank 0" in refused and "TLS" in refused, refused
     check_met(ranks, expected, xs)
     check_leaving(ranks)
-    # And to the door of the next group of the same ranks.
+    # Nor does it help to repeat this at the door of the next group of the same ranks.
     again = meet_late(net, [0, 1, 2], [1])
     where = door(net, 0)
     say(where, recorded)
@@ -327,7 +331,7 @@ def test_a_stranger_does_not_become_a_rank(network: MakeNetwork):
     check_leaving(again)
 
 
-# Of tests alone: a key that anybody can read protects nothing.
+# Used in tests alone: a private key that anybody can read protects nothing.
 CERTIFICATE = """-----BEGIN PRIVATE KEY-----
 MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgrtMOxwhExbno6JOo
 tR09Krr9dD+FroN5EC96+ggsDyOhRANCAAQCSs3amKeE2LtJjV3OzMwyZ0oxf2OL
@@ -347,7 +351,7 @@ YmysMW6Ms6wCIQD1QlQfAprQOh3fXktF0g6dfbTPzCta+kkTspP0MYrHNg==
 
 
 def impersonate(pipe_path: str, address: tuple[str, int]) -> None:
-    """Answers at the address with a certificate, as any server of TLS does, and listens to who goes on."""
+    """Answers at the address with a certificate, as any TLS server does, and keeps what a client then says."""
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -364,7 +368,7 @@ def impersonate(pipe_path: str, address: tuple[str, int]) -> None:
 
 
 def test_a_certificate_does_not_stand_in_for_the_key(network: MakeNetwork, tmp_path: Path):
-    """Who answers in rank 0's place, with TLS but without the key, is told nothing."""
+    """A stranger who answers in rank 0's place, with TLS but without the group's key, is told nothing."""
     net = network(3)
     (tmp_path / "pem").write_text(CERTIFICATE)
     stranger = net.start([2])[0]
@@ -378,12 +382,12 @@ def test_a_certificate_does_not_stand_in_for_the_key(network: MakeNetwork, tmp_p
     assert f"cannot reach rank 0 on host host1: nothing within 3 s ({net.address(2)}:4711: TLS" in str(errors[1])
     stranger.hear(4 * MARGIN)
     assert told(stranger, OPEN.get, "heard") is None
-    # The ranks still have their errors; and nothing else of the group that was not.
+    # The ranks keep nothing open of the group that did not form.
     assert [ports(host, LISTENS) for host in net.hosts[:2]] == [[], []]
 
 
 def test_the_wire_shows_nothing_of_what_it_carries(network: MakeNetwork):
-    """Neither rows of x nor those that come back are in what a cable has carried, and the cable has carried them."""
+    """The bytes that a cable has carried show neither rows of x nor rows of y, though it has carried both."""
     net = network(2, GOOD._replace(records=True))
     ranks = formed(net, [0, 1], timeout=10.0)
     xs = tokens_of([60, 60], 3)

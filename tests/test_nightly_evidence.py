@@ -1,5 +1,5 @@
-"""What `make nightly` leaves of the Python tests, and what it does not run again; whether what is committed is of these
-sources."""
+"""The records of Python tests that `make nightly` writes, which tests it does not run again, and whether the committed
+records are of these sources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nightly_evidence import FOLDER, NIGHT, NIGHTLY, last_runs
 pytest_plugins = ["pytester"]
 
 SUITE = NIGHTLY._replace(sources=("tests/fake_openssl",))
-"""Of few sources: each run of pytest takes their digest anew, and that of all takes over a second."""
+"""A suite of few sources, because each run of pytest computes their digest. The digest of all takes over a second."""
 
 CONFTEST = f"""
 import sys
@@ -71,7 +71,7 @@ PROCESSES = pytest.mark.parametrize("processes", [ALONE, IN_TWO], ids=["alone", 
 
 @pytest.fixture
 def fake(pytester, monkeypatch) -> pytest.Pytester:
-    """Two files of nightly tests, and one of others."""
+    """A folder with two files of nightly tests, and one in tests/gpu, which is no nightly test."""
     for name in NIGHT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(FOLDER, "results")
@@ -89,7 +89,7 @@ def write(fake: pytest.Pytester, path: str, text: str) -> None:
 
 
 def recorded(fake: pytest.Pytester) -> dict[str, dict[str, Any]]:
-    """By file, without the seconds."""
+    """The record of each file, without its seconds."""
     files = json.loads((fake.path / "results" / "fake-r-cpux0-0123456.json").read_text())["files"]
     assert all(each.pop("seconds") >= 0 for each in files.values())
     return files
@@ -110,7 +110,7 @@ def test_a_night_is_counted_by_file(fake, processes):
 
 @PROCESSES
 def test_a_later_run_leaves_out_what_ended(fake, processes):
-    """And fails as long as anything did of these sources."""
+    """A later run fails, too, if it leaves out a file in which a test failed with the same sources."""
     fake.runpytest_subprocess(*processes).assert_outcomes(passed=6, failed=1, skipped=3, xfailed=1)
     write(fake, "tests/test_what.py", "def test_right(): pass\n")
     done = fake.runpytest_subprocess(*processes)
@@ -151,7 +151,7 @@ def test_files_that_cannot_be_collected_are_no_run_where_other_processes_collect
 
 
 def test_a_process_that_crashes_fails_one_test(fake):
-    """And the file is whole all the same: another process takes the rest."""
+    """The file is recorded all the same, because another process runs its other tests."""
     write(fake, "tests/test_second.py", f"import os\ndef test_crashes(): os.kill(os.getpid(), 9)\n{SECOND}")
     fake.runpytest_subprocess(*IN_TWO)
     assert recorded(fake)["tests/test_second.py"] == SECOND_COUNTS | {
@@ -162,7 +162,7 @@ def test_a_process_that_crashes_fails_one_test(fake):
 
 @PROCESSES
 def test_a_night_that_is_stopped_leaves_the_files_that_it_ended(fake, processes):
-    """By the signal that ends the process itself, in a test that comes behind both files."""
+    """A test waits until both files are recorded, and then kills pytest's main process."""
     parent = "os.getppid()" if processes == IN_TWO else "os.getpid()"
     write(fake, "tests/test_what.py", LAST.format(parent=parent))
     fake.runpytest_subprocess(*processes)
@@ -239,6 +239,6 @@ def test_the_night_is_what_make_sets():
 
 
 def test_committed_runs_are_of_these_sources():
-    """A notice in pytest's summary, not a failure: a night goes by before they have run."""
+    """If not, pytest's summary has a warning and no failure: a night goes by before new sources have run."""
     for each in nightly_evidence.outdated():
         warnings.warn(f"benchmarks/results/{NIGHTLY.results}: {each}", stacklevel=1)

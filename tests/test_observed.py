@@ -1,4 +1,4 @@
-"""`load` and `router_logits`: what a call adds to, and writes, besides its result."""
+"""`load` and `router_logits`: a call adds counts of its choices to the one, and writes its logits to the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = (0, 1, 2, 9, 64, 300)
 
 
 def certain(seed: int, tokens: list[int], **how: Any) -> Problem:
-    """A problem whose tokens all have experts that float32 cannot misjudge."""
+    """A random problem without tokens whose choice of experts float32 may misjudge."""
     problem = random_problem(seed, tokens, **SIZES | {"skew": 4.0} | how)
     return replace(problem, x=[x[is_certain(problem, x)] for x in problem.x])
 
@@ -81,7 +81,7 @@ def test_a_shared_expert_is_not_counted(fused: bool):
 
 
 def test_choices_of_groups_of_experts():
-    """By scores and a bias of the choice: the report says which they are."""
+    """Experts are chosen by groups, scores and a bias. The report says which were chosen."""
     problem = random_problem(
         4,
         [100],
@@ -114,7 +114,7 @@ def test_ids_of_no_experts_are_not_counted():
 
 def off_by_at_most(problem: Problem, rank: int = 0) -> np.ndarray:
     """[T, 1]: 8 standard deviations of the token's least certain logit in float32."""
-    slack = routed(problem, problem.x[rank])[3]  # of the difference of two
+    slack = routed(problem, problem.x[rank])[3]  # 8 standard deviations of two logits' difference
     return slack[:, None] / math.sqrt(2.0)
 
 
@@ -147,13 +147,13 @@ SCORES = {
 @pytest.mark.parametrize("rounded", [False, True], ids=["", "rounded"])
 @pytest.mark.parametrize("rule", SCORES.values(), ids=SCORES)
 def test_logits_are_those_that_scores_are_made_of(rule: dict[str, Any], rounded: bool, dtype: str):
-    """Of integers all logits are exact, and the rounding, where there is one, is the only one."""
+    """Logits of integers are exact, so that `round_logits` is the only rounding."""
     problem = random_problem(7, [40], dtype=dtype, round_logits=rounded, **SIZES, **rule)
     random = np.random.default_rng(7)
     problem.x[0][:] = random.integers(-15, 16, problem.x[0].shape)
     problem.router[:] = random.integers(-15, 16, problem.router.shape)
     exact = router_logits(problem.x[0], problem.router)
-    assert np.abs(exact).max() > 256  # a bfloat16 has 8 bits
+    assert np.abs(exact).max() > 256  # more than the 8 bits of bfloat16, which must round
     logits = np.empty((40, E), np.float32)
     with context_of(problem) as ctx:
         flashmoe.moe(ctx, **problem.arguments(0), router_logits=logits)
@@ -253,7 +253,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_arguments_are_refused(ctx, problem: Problem, wrong: dict[str, Any], message: str):
-    """Also where the context knows the layer, and the context stays usable."""
+    """They are also refused if the context knows the layer from an earlier call; and the context stays usable."""
     arguments = problem.arguments(0)
     good = {"load": np.zeros(E, np.int64), "router_logits": np.zeros((20, E), np.float32)}
     for _ in range(2):
@@ -274,7 +274,7 @@ def test_there_are_no_logits_of_given_routing():
 
 
 def test_memory_of_other_libraries(ctx, problem: Problem):
-    """By DLPack: what the capsule is of is written to."""
+    """Such memory comes by DLPack: the call writes to the memory that a capsule describes."""
     load, logits = np.zeros(E, np.int64), np.zeros((20, E), np.float32)
     flashmoe.moe(ctx, **problem.arguments(0), load=load, router_logits=logits)
     exported = np.zeros(E, np.int64), np.zeros((20, E), np.float32)

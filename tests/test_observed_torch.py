@@ -43,7 +43,7 @@ def layer(ctx, problem) -> MoE:
 
 
 def observed(ctx: flashmoe.Context, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y, load and logits of a call in which PyTorch has no part; logits where there is a router."""
+    """y, load and, if there is a router, logits of a call that does not go through PyTorch's operator."""
     load = torch.zeros(E, dtype=torch.int64)
     logits = torch.empty(len(arguments["x"]), E) if arguments.get("router") is not None else None
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_without_values(ctx, problem):
 
 
 def test_where_gradients_are_recorded(ctx, problem):
-    """Nothing is lost, and both results that a loss may be made of have gradients."""
+    """Load and logits are written all the same, and a loss may be made of y and of logits: both have gradients."""
     arguments = as_tensors(problem.arguments(0))
     expected = observed(ctx, arguments)
     arguments["router"].requires_grad_()
@@ -177,7 +177,7 @@ def test_the_function_compiles(ctx, fused, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recorded", [False, True], ids=["inference", "gradients recorded"])
 def test_a_compiled_module(layer, problem, backend, recorded):
-    """Calls of different sizes, of which those behind the second are of any."""
+    """Calls of several numbers of tokens. From the second number on, PyTorch compiles for any number of tokens."""
     x = tensor(problem.x[0])
     fast = compiled(layer, backend)
     with torch.set_grad_enabled(recorded):
@@ -192,7 +192,7 @@ def test_a_compiled_module(layer, problem, backend, recorded):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiler_keeps_every_call(layer, problem, backend):
-    """Also of two layers, one of which nobody uses the result of."""
+    """It also keeps the call of a layer whose result is not used, because the call changes the layer's load."""
     twin = copy.deepcopy(layer)
     x = tensor(problem.x[0])
 

@@ -1,6 +1,7 @@
 """Whatever an argument is, the answer is a result or one of this package's errors, and the context stays good.
 
-FLASHMOE_EXAMPLES sets the number of examples. They are new in each run; a failure prints how to repeat it.
+FLASHMOE_EXAMPLES (500 if it is not set) sets the number of examples of each random test: half of it. They are new in
+each run; a failure prints how to repeat it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "500"))
 SIZES = {"hidden": 16, "intermediate": 12, "experts": 6, "top_k": 2}
 LIMITS = {**SIZES, "max_tokens": 8, "dtype": "float32", "processors": 2, "timeout": 20.0}
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what PyTorch and NumPy think of such values
+pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch and NumPy warn about odd values
 
 
 class Raising:
-    """Raises whatever is asked of it, but for what it is."""
+    """Raises an error at any use, except if it is asked for its type or its hash."""
 
     shape = property(lambda self: self._raise())
     dtype = property(lambda self: self._raise())
@@ -45,7 +46,7 @@ class Raising:
 
 
 class Lying:
-    """Says it is a tensor."""
+    """Looks like a tensor, but is none."""
 
     shape, dtype, device = (8, 16), np.dtype(np.float32), "cpu"
 
@@ -82,9 +83,9 @@ ODD: tuple[Callable[[], Any], ...] = (
     lambda: torch.zeros(16).expand(8, 16), lambda: torch.zeros(8, 16).to_mkldnn(),
     lambda: torch.nn.Parameter(torch.zeros(8, 16)),
 )  # fmt: skip
-"""Values of the wrong type, and some that are right somewhere; made anew for each example."""
+"""Values of wrong types, and some that are right for some arguments. They are made anew for each example."""
 
-# No valid sizes that are large, since contexts are made with them.
+# Large sizes that are valid are left out, because contexts are made with these numbers.
 numbers = st.integers(max_value=64) | st.integers(min_value=2**21) | st.floats()
 odd = (
     st.integers(0, len(ODD) - 1).map(lambda i: ODD[i]())
@@ -181,7 +182,7 @@ def test_odd_input_of_a_module(ctx, value):
 
 
 def test_unknown_arguments(ctx):
-    """As of any function."""
+    """They raise TypeError, as they do in any function."""
     for call, arguments in (
         (flashmoe.moe, good_call(ctx, True, "numpy")),
         (flashmoe.Context, LIMITS),

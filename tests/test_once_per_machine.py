@@ -1,5 +1,8 @@
-"""Rows that cross once per machine, and sums that come back: on several hosts, and on one whose ranks are told that
-they are of several. What crosses, and in which order sums are formed, is computed here from the routing alone."""
+"""Rows that cross once to each machine, and sums that come back (`reduced`).
+
+The groups are on several hosts, or on one host whose ranks are told that they are on several. The tests compute what
+crosses, and the order of sums, from the routing alone.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,11 @@ from spread_ranks import (
 
 __all__ = ["network", "processes"]  # fixtures
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork of a process with threads
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forks of a process with threads warn
 
 EXPERTS = 8
 COUNTS = [37, 0, 150, 9, 64, 1, 20, 33]
-"""Tokens of ranks, uneven; one has none."""
+"""How many tokens each rank has: uneven numbers, and one rank has none."""
 SPREADS = [[0, 1, 1], [0, 0, 1, 1, 2, 2, 0, 1]]
 MORE_SPREADS = [[0, 1], [0, 0, 1, 2, 2], [0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 0], [0, 0, 1, 0, 1, 2]]
 
@@ -51,7 +54,7 @@ MORE_SPREADS = [[0, 1], [0, 0, 1, 2, 2], [0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 0], [0
 
 
 class Spread:
-    """Who is where, and who stands for a machine."""
+    """Which ranks are on which machine, and which of them is a machine's relay."""
 
     def __init__(self, machine: Sequence[int]) -> None:
         self.of = list(machine)
@@ -61,24 +64,24 @@ class Spread:
         return self.ranks[self.of[p]].index(p)
 
     def relay(self, p: int, machine: int) -> int:
-        """The rank that stands for a machine towards p."""
+        """The rank that is the relay of a machine for source p."""
         there = self.ranks[machine]
         return there[self.place(p) % len(there)]
 
 
 def owners(ranks: int) -> np.ndarray:
-    """Of 8 experts in contiguous shares, the first of which are the larger ones."""
+    """The rank of each of the 8 experts: contiguous shares, larger ones on the first ranks."""
     return np.repeat(np.arange(ranks), [EXPERTS // ranks + (q < EXPERTS % ranks) for q in range(ranks)])
 
 
 def tokens_on(ids: np.ndarray, owner: np.ndarray, ranks: Sequence[int]) -> int:
-    """How many of the tokens need some of these ranks."""
+    """How many tokens have an expert on at least one of these ranks."""
     return int(np.isin(owner[ids], ranks).any(axis=1).sum())
 
 
 def two_levels(rows: np.ndarray, owner: np.ndarray, home: int, spread: Spread) -> np.ndarray:
-    """A token's sum of its experts' rows, fp32 [K, H], each owned by that rank: a rank's in the order of k; those of
-    another machine's ranks in theirs; and all these in the order of the ranks that send them home."""
+    """The sum of a token's rows, float32 [K, H], in the group's order. `owner`: the rank of each row. A rank sums its
+    rows by ascending k, a relay sums the ranks of its machine in order, and home sums what it gets, by sending rank."""
     total = np.zeros(H, np.float32)
     for q in range(len(spread.of)):
         if spread.of[q] == spread.of[home]:
@@ -115,7 +118,7 @@ def told_to_be(processes: Processes, spread: Sequence[int], mode: str, **options
 
 
 def rows_of(x: np.ndarray, seed: int, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """What each choice adds to its token, fp32 [T, K, H], by a rank alone that has but one choice at a time."""
+    """What each choice adds to its token, float32 [T, K, H]: a rank alone makes a call for each k, with one choice."""
     layer = Layer.random(seed)
     return np.stack(
         [
@@ -138,8 +141,8 @@ def alone() -> Any:
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
 @pytest.mark.parametrize("spread", SPREADS + (MORE_SPREADS if LONG else []), ids=str)
 def test_bits_and_rows_on_one_machine(processes: Processes, alone: None, spread: list[int], mode: str):
-    """`direct` has one rank's bits, `reduced` those of sums of ranks, then of machines; and rows are written as often
-    as is defined: each once to every machine, then to those of its ranks that need it."""
+    """`direct` has the bits of one rank, and `reduced` those of sums by rank and then by machine. A row is written once
+    to every other machine that needs it, and there once to each further rank that needs it."""
     ranks, where, owner = told_to_be(processes, spread, mode), Spread(spread), owners(len(spread))
     xs = tokens_of(COUNTS[: len(spread)], 11)
     ys = all_of(ranks, compute, [(x, 11, 5) for x in xs])
@@ -192,7 +195,7 @@ def test_the_plan_has_what_relays_need(processes: Processes, mode: str):
 
 
 def bits_of(x: np.ndarray, seed: int, calls: int) -> np.ndarray:
-    """Of a call in bfloat16, whose rows are rounded on their way."""
+    """The bits of y in calls in bfloat16, whose rows are rounded before they travel; all calls have the same bits."""
     ctx, layer = OPEN["it"], Layer.random(seed)
     own = ctx.local_experts()
     x, gate_up, down, router = (
@@ -206,7 +209,7 @@ def bits_of(x: np.ndarray, seed: int, calls: int) -> np.ndarray:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("spread", [[0, 1, 1, 0], [0, 0, 1, 1, 2, 2, 0, 1]], ids=str)
 def test_sums_have_the_bits_of_one_machine(network: MakeNetwork, processes: Processes, spread: list[int]):
-    """Whether the network carries rows or they are stored to mapped memory."""
+    """The bits are the same if the network carries rows and if ranks store rows to mapped memory."""
     net = network(max(spread) + 1)
     results = []
     for ranks in (formed(net, spread, "reduced"), told_to_be(processes, spread, "reduced")):
@@ -225,7 +228,7 @@ def test_sums_have_the_bits_of_one_machine(network: MakeNetwork, processes: Proc
 def test_gradients_have_the_bits_of_one_machine(
     network: MakeNetwork, processes: Processes, mode: str, redispatch: bool
 ):
-    """Of x, the router and weights, also where x is dispatched again."""
+    """Gradients of x, the router and weights, also if the backward pass dispatches x again."""
     spread = [0, 1, 1, 0]
     xs, dys = tokens_of([30, 41, 0, 7], 3), tokens_of([30, 41, 0, 7], 4)
     net, results = network(2), []
@@ -234,7 +237,7 @@ def test_gradients_have_the_bits_of_one_machine(
         told_to_be(processes, [0] * 4, mode, redispatch=redispatch),
     ):
         each = [(x, dy, 3) for x, dy in zip(xs, dys, strict=True)]
-        results.append(all_of(ranks, gradients, each, 200.0))  # to import PyTorch may take a minute
+        results.append(all_of(ranks, gradients, each, 200.0))  # importing PyTorch may take a minute
         check_leaving(ranks, on_hosts=False)
     for ours, theirs in zip(*(itertools.chain(*each) for each in results), strict=True):
         assert np.array_equal(ours, theirs)
@@ -242,8 +245,8 @@ def test_gradients_have_the_bits_of_one_machine(
 
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
 def test_what_crosses(network: MakeNetwork, mode: str):
-    """Bytes and messages of a call, as docs/several_machines.md defines them; nothing goes through the network to ranks
-    of the own machine."""
+    """Bytes and messages of a call are as docs/several_machines.md defines them. Nothing goes through the network to
+    ranks of the same machine."""
     spread, counts, seed = [0, 0, 1, 1, 2], [20, 7, 33, 0, 12], 6
     net, where, owner = network(3), Spread(spread), owners(len(spread))
     ranks = formed(net, spread, mode)
@@ -261,9 +264,9 @@ def test_what_crosses(network: MakeNetwork, mode: str):
             there, here = where.ranks[spread[q]], where.ranks[spread[p]]
             messages, sent = messages + 1, sent + 64  # the call's configuration
             if where.relay(p, spread[q]) == q and blocks[p] != 0:
-                messages += 1  # of a batch, which all blocks are
+                messages += 1  # for the one batch that all token blocks form
                 sent += tokens_on(ids[p], owner, there) * H * 4 + int(np.isin(owner[ids[p]], there).sum()) * 12
-                sent += len(xs[p]) * 2 * len(there)  # how often ranks need the token
+                sent += len(xs[p]) * 2 * len(there)  # 2 bytes for each token and rank
                 sent += blocks[p] * sum(int((owner == rank).sum()) + 1 for rank in there) * 2  # offsets
             if mode == "direct":  # a row for each choice goes home
                 messages += 1
@@ -279,7 +282,7 @@ def test_what_crosses(network: MakeNetwork, mode: str):
 # ---- Sizes of messages ---------------------------------------------------------------------------------------
 
 PAPER = {"max_tokens": 4096, "hidden": 2048, "intermediate": 8, "experts": 64, "top_k": 2, "dtype": "bfloat16"}
-"""The paper's E64 but for I, which nothing that crosses depends on."""
+"""The paper's layer E64, except for I, because nothing that crosses depends on I."""
 
 
 def compute_paper(rank: int, tokens: int) -> None:
@@ -298,8 +301,8 @@ def compute_paper(rank: int, tokens: int) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
 def test_messages_are_large(network: MakeNetwork, mode: str):
-    """Of the paper's E64 at 4,096 tokens a rank on three hosts, at least 90 % of the bytes are in messages of 64 KiB or
-    more."""
+    """With the layer `PAPER` and 4,096 tokens a rank on three hosts, at least 90 % of the bytes are in messages of
+    64 KiB or more."""
     net = network(3)
     ranks = formed(net, [0, 1, 2], mode, **PAPER)
     all_of(ranks, compute_paper, [(p, PAPER["max_tokens"]) for p in range(3)])

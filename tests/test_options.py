@@ -1,5 +1,5 @@
-"""The table of options (flashmoe.spec.options): it is the one place that declares them, and what is made from it shows
-them all."""
+"""The table of options (flashmoe.spec.options): few other files declare an option, and all that is made from the table
+has all options."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from flashmoe.spec.tensors import OPTIONAL, WRITTEN, Tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 3
-"""Files that may declare an option, C++'s among them: the table, `LayerSpec` in C++, and the arguments of kernels."""
+"""The most files that may declare an option: the table, `LayerSpec` in C++, and the arguments of kernels."""
 
 
 def declared_in_python(source: str) -> set[str]:
-    """The names of all parameters with a default, and of all annotated fields of classes."""
+    """The names of all parameters of functions, and of all annotated fields of classes."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -36,7 +36,7 @@ def declared_in_python(source: str) -> set[str]:
 
 
 def declared_in_cpp(source: str) -> set[str]:
-    """The names of all fields, by their type and what follows the name."""
+    """The names of all fields, which are recognised by their types and by what follows the names."""
     types = r"\b(?:bool|float|double|uint32_t|[A-Z]\w+) "
     lists = re.findall(rf"^\s*{types}((?:\w+(?: = [^,;()]+(?:\(\))?)?(?:, )?)+);", source, flags=re.M)
     return {name for each in lists for name in re.findall(r"(?:^|, )(\w+)", each)}

@@ -1,4 +1,4 @@
-"""Profilers of PyTorch show calls by name, and change no bit of them."""
+"""PyTorch's profiler shows calls by name, and changes no bit of their results."""
 
 from __future__ import annotations
 

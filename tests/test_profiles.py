@@ -36,7 +36,7 @@ def file(tmp_path, monkeypatch) -> Iterator[Path]:
 
 
 def record(tokens: int, raster: int, **changes) -> Record:
-    """A record that is known by its raster."""
+    """A record that the tests recognise by its raster."""
     return replace(RECORD, setting=replace(SETTING, tokens=tokens), profile={"raster": raster}, **changes)
 
 
@@ -77,7 +77,7 @@ def test_many_processes_store_at_once():
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(who)]) for who in (1, 2, 3, 4)]
     seen = [0]
     while any(writer.poll() is None for writer in writers):
-        seen.append(len(profiles.read()))  # never a half of a file
+        seen.append(len(profiles.read()))  # raises if a file is half written
     assert [writer.wait() for writer in writers] == [0] * 4
     assert seen == sorted(seen)
     found = {(each.setting.ranks, each.setting.tokens) for each in profiles.read()}
@@ -85,7 +85,7 @@ def test_many_processes_store_at_once():
 
 
 def edited(change) -> str:
-    """The file with RECORD in it, changed."""
+    """The text of a file that has RECORD, after `change` has changed its content."""
     content = json.loads(profiles.store(RECORD).read_text())
     change(content)
     return json.dumps(content)
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_read(file, make, reason):
         with pytest.raises(FlashMoEError, match=f"profiles: cannot read {file} .*{reason}.*; remove it") as raised:
             use()
         assert str(raised.value).isprintable() and len(str(raised.value)) < 2000
-    assert file.read_text() == text  # it may be worth a look
+    assert file.read_text() == text  # it is left for its user to look at
 
 
 def test_a_file_that_claims_terabytes(file):
@@ -250,7 +250,7 @@ def test_an_exact_bucket_is_found_without_a_notice(caplog):
 
 @pytest.mark.parametrize(("tokens", "raster"), [(1, 2), (200, 2), (300, 32), (1024, 32), (60000, 32)])
 def test_else_the_nearest_one_with_a_notice(caplog, tokens, raster):
-    """Of two equally near ones, as for 256 to 512 tokens, the larger."""
+    """Of two equally near ones, the larger is taken: 4096 instead of 64, for 257 to 512 tokens."""
     caplog.set_level(logging.INFO, "flashmoe")
     profiles.store(record(64, 2), record(4096, 32))
     for _ in range(2):
@@ -326,6 +326,6 @@ def test_shipped_profiles_can_be_used():
 def test_a_shipped_profile_counts_where_nothing_is_stored(monkeypatch):
     monkeypatch.setattr(profiles, "shipped", lambda: (RECORD,))
     assert profiles.lookup(replace(SETTING, tokens=5000)) == RECORD.profile
-    assert profiles.lookup(replace(SETTING, tokens=2048)) == {}  # it was measured for other calls
+    assert profiles.lookup(replace(SETTING, tokens=2048)) == {}  # the shipped one is for other numbers of tokens
     profiles.store(record(2048, 8))
     assert profiles.lookup(SETTING) == {"raster": 8}

@@ -1,5 +1,5 @@
-"""The table of tasks (include/flashmoe/spec/program.h) is read, not repeated: whoever runs tasks names no product, and
-Python's phases are its rows."""
+"""The table of tasks (include/flashmoe/spec/program.h) is not repeated elsewhere: code that runs tasks names no
+product, and Python's list of phases has the rows of the table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHO_RUNS = (*(f"include/flashmoe/{layer}" for layer in ("actors", "protocol", "g
 
 
 def products() -> set[str]:
-    """The kinds of task that stand in a queue: those of the enumeration but the words that are no work."""
+    """The names of products: the enumeration without Reduce, Combine and the words that are no tasks."""
     kinds = re.search(r"enum class TaskKind : uint32_t \{(.*?)\}", PROGRAM.read_text(), re.DOTALL)
     assert kinds
     return set(re.findall(r"k\w+", kinds[1])) - {"kNone", "kStop", "kFormed", "kReduce", "kCombine", "kBehindStop"}
@@ -60,5 +60,5 @@ def test_phases_of_python_are_the_rows() -> None:
     expected += ("epilogue", "form", "send", "rehearse", "gradients", "return")
     lists = phases_of_python()
     assert lists
-    for phases in lists:  # the CPU engine has no epilogue
+    for phases in lists:  # a list may lack the last phase, return
         assert phases in (expected, expected[:-1])

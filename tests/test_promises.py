@@ -1,4 +1,4 @@
-"""What tools/gpu_evidence/promises.py lists: the pages promise it, and the tests that are named are there."""
+"""The promises that tools/gpu_evidence/promises.py lists are on the pages that it names, and their tests exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @cache
 def words_of(page: Path) -> str:
-    """Its text, with one space for each run of white space."""
+    """The page's text, with one space for each run of white space."""
     return " ".join(page.read_text().split())
 
 
@@ -37,7 +37,7 @@ def fault_of_test(test: str) -> str | None:
 
 
 def faults(promises: Sequence[Promise]) -> Iterator[str]:
-    """What is wrong with the promises, one by one and beside one another."""
+    """What is wrong with single promises, and what two promises have in common that they may not."""
     for each in promises:
         if " ".join(each.quote.split()) != each.quote or each.quote not in words_of(ROOT / each.page):
             yield f"{each.says}: {each.page} does not say: {each.quote}"

@@ -18,8 +18,8 @@ SHARED = {
     "max_tokens": 300, "hidden": 160, "intermediate": 160, "experts": 65, "top_k": 64, "dtype": "float32",
     "placement": [0] * 65, "processors": 2, "timeout": PATIENCE,
 }  # fmt: skip
-"""Of the contexts that examples share. One rank may hold all experts there, so that every placement fits; no
-example has 65, so that none gets this placement by default."""
+"""The limits of contexts that examples share. In these contexts one rank may hold all experts, so that every placement
+fits. No example has 65 experts, so that none gets this placement by default."""
 
 
 def at_random(examples: int) -> settings:
@@ -40,7 +40,8 @@ class Case:
 
     problem: dict
     fresh_processors: int
-    """0: in a shared context; otherwise in a tight one of its own, with so many processors."""
+    """0: the call runs in a shared context. Otherwise in a context of its own, just large enough, with so many
+    processors."""
     perturb: int
     tile: tuple[int, int]
 
@@ -93,7 +94,7 @@ def test_every_rank_agrees_with_the_reference(ranks, case):
         check(problem, outcomes)
     except Exception as error:
         error.add_note(f"The calls before it in the same context, the latest last: {earlier[-20:]}")
-        _earlier.clear()  # a failed call takes the contexts with it
+        _earlier.clear()  # after a failed call, `ranks` makes new contexts
         raise
     earlier.append(case)
 

@@ -1,4 +1,4 @@
-"""Submodules of `flashmoe.nn.MoE` whose parameters it reads without calling them: what would not run is refused."""
+"""`flashmoe.nn.MoE` reads parameters of submodules that it does not call: it refuses hooks there that would not run."""
 
 from __future__ import annotations
 

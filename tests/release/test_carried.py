@@ -1,7 +1,7 @@
-"""The kernels that a released package carries, on a GPU, where there is no compiler: each computes a layer.
+"""Each kernel that a released package carries computes a layer on a GPU, without a compiler.
 
-`tools/check_wheel.py --gpu` runs this with the wheel that it has installed; elsewhere the package carries none. The one
-that traces is `flashmoe run`'s, which that program runs as well.
+`tools/check_wheel.py --gpu` runs these tests with the wheel that it has installed; other installations carry no
+kernels. Kernels for traced calls are left out here, because `flashmoe run` uses them, and check_wheel.py runs it too.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ FEW_IN_GROUP = [each for each in jit.COMMON if each.few and each.group]
 OTHERS = ("quantised", "mxfp4", "keeps", "backward", "trace", "few")
 PLAIN = [each for each in jit.COMMON if not any(getattr(each, name) for name in OTHERS)]
 FEW, MORE = 5, 333
-"""Tokens of a call of the kernel for a few, which layers but transposed ones have, and of the general one."""
+"""Tokens of a call by the kernel for a few tokens (transposed layers have none), and of one by the general kernel."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_compiler(tmp_path_factory) -> Iterator[None]:
-    """Nor a kernel that was compiled before: what is not carried would be an error."""
+    """Hides the compiler and all kernels that were compiled before, so that a kernel which the package does not carry
+    causes an error."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLASHMOE_NVCC", "/none")
@@ -86,7 +87,7 @@ def test_gradients():
 
 
 def test_gradients_of_a_group():
-    """Two ranks, of GPUs of their own or, with FLASHMOE_SHARE_GPUS=2, of one."""
+    """Two ranks, on GPUs of their own or, with FLASHMOE_SHARE_GPUS=2, on one GPU."""
     call = (5, [MORE, FEW], SIZES | {"dtype": "bfloat16", "return_mode": "direct"})
     with on_rank.pool_of(2) as pool:
         arguments = (training_ranks.unique(), [call], 1)
@@ -98,7 +99,7 @@ def test_gradients_of_a_group():
 
 @pytest.mark.parametrize("variant", FEW_IN_GROUP, ids=[each.title for each in FEW_IN_GROUP])
 def test_few_tokens_of_a_group(variant):
-    """Two ranks, as above."""
+    """Two ranks, on two GPUs or one, as in `test_gradients_of_a_group`."""
     problem = problems.random_problem(7, [FEW, FEW], dtype=variant.dtype, **SIZES)
     if variant.quantised:
         problem = problems.quantised(problem)
