@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from flashmoe.checkpoint import load_layer
+from flashmoe.pytorch.routing import route as route_in_torch
 from flashmoe.reference.routing import route
+from flashmoe.spec import Options
 from safetensors.torch import save_file
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, TOKENS = 32, 24, 8, 3, 40
@@ -98,6 +100,24 @@ def test_it_chooses_and_weighs_in_float32(ctx, name):
     # The layer's combine weights differ from the reference's in their last bits, so that a few elements of y round to
     # the neighbouring bfloat16 number.
     assert float((y.float() - expected.float()).norm() / expected.float().norm()) < 2.0**-9
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_experts_with_a_logit_of_minus_infinity_are_not_chosen(score, groups):
+    """Whatever their `choice_bias`: two of the experts, which would otherwise be everybody's first choice."""
+    random = torch.Generator().manual_seed(3)
+    router, bias = torch.randn(EXPERTS, HIDDEN, generator=random), torch.zeros(EXPERTS)
+    out = [1, 6]
+    bias[out] = -torch.inf
+    choice_bias = torch.zeros(EXPERTS).index_fill(0, torch.tensor(out), 2.0)
+    how = {"score": score, "groups": groups, "top_groups": groups, "renormalize": True}
+    found = route_in_torch(tokens_of(), router, bias, choice_bias, Options(top_k=TOP_K, **how))
+    inputs = tokens_of().float().numpy(), router.numpy(), bias.numpy(), TOP_K
+    _, ids, weights = route(*inputs, choice_bias=choice_bias.numpy(), **how)
+    assert not np.isin(found.ids, out).any()
+    np.testing.assert_array_equal(found.ids, ids)
+    np.testing.assert_allclose(found.weights, weights, rtol=1e-4)
 
 
 def test_bfloat16_would_choose_otherwise(ctx):

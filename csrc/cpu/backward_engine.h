@@ -29,7 +29,7 @@ class BackwardEngine : public Engine {
  private:
   void multiply(uint32_t n, TileIndex tile);
   void find_rows(uint32_t tile);
-  float* load_gradients(uint32_t tile, uint32_t columns);
+  float* load_gradients(uint32_t tile, uint32_t padded);
   // The row of x that the forward pass had for `row`, a row of the task that runs.
   const uint8_t* x_of(const Row& row, const Kept::Row& kept) const;
   // A right operand, as it is stored.
@@ -45,7 +45,6 @@ class BackwardEngine : public Engine {
   // For the tile's rows: the gradients of a slice's pre-activations, and the slice's part of the gradients of combine
   // weights.
   void hidden_gradients(uint32_t tile, uint32_t slice);
-  float weight_gradient_of(uint64_t row, uint32_t expert, uint32_t slice, const float* hidden, const float* dy);
   // Computes what the tile's rows add to their tokens' gradients, and writes it to each row's home.
   void return_gradients(uint32_t tile);
   void combine(const Piece& piece);

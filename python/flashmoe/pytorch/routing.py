@@ -39,10 +39,12 @@ def route(x: Tensor, router: Tensor, bias: Tensor | None, choice_bias: Tensor | 
 
 @torch.no_grad()
 def _choice_values(logits: Tensor, scores: Tensor, choice_bias: Tensor | None, options: Options) -> Tensor:
-    """[T, E]: the values by which experts are chosen, -inf outside of the best groups."""
+    """[T, E]: the values by which experts are chosen. They are -inf outside of the best groups, and where a logit is
+    -inf, whatever the expert's `choice_bias`."""
     if options.groups == 1 and choice_bias is None:
         return logits
     values = scores if choice_bias is None else scores + choice_bias
+    values = values.masked_fill(logits == -torch.inf, -torch.inf)
     by_group = values.unflatten(1, (options.groups, -1))
     of_group = by_group.topk(min(2, by_group.shape[2]), dim=2).values.sum(dim=2)
     best = _chosen(of_group, options.top_groups or options.groups)
