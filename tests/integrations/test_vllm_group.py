@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import flashmoe
@@ -76,10 +77,14 @@ def begin(rank: int, ranks: int, name: str, port: int, sizes: dict[str, int]) ->
 @pytest.fixture(scope="module", params=MODES)
 def group(request) -> Iterator[tuple[RankPool, dict[str, int]]]:
     """Two ranks of vLLM's, and how they are spread."""
-    sizes = MODES[request.param]
-    with RankPool(RANKS) as pool:
-        pool.call(begin, [(free_port(), sizes)] * RANKS, timeout=200)
-        yield pool, sizes
+    sizes, port = MODES[request.param], free_port()
+    try:
+        with RankPool(RANKS) as pool:
+            pool.call(begin, [(port, sizes)] * RANKS, timeout=200)
+            yield pool, sizes
+    finally:  # what vLLM's ranks share for their all-reduce, and leave behind
+        for left in Path("/dev/shm").glob(f"{port}-tp*cpushm*"):
+            left.unlink()
 
 
 def weights_of(experts: int) -> tuple[Tensor, Tensor]:
