@@ -16,9 +16,32 @@ WITH_EXAMPLES = [
     "flashmoe.release",
     "flashmoe.integrations.transformers.check",
     "flashmoe.integrations.transformers.fuse",
+    "flashmoe.launch.run_ranks",
+    "flashmoe.placement.contiguous",
+    "flashmoe.placement.hybrid",
+    "flashmoe.placement.balanced",
+    "flashmoe.placement.roomy",
+    "flashmoe.placement.local_experts",
+    "flashmoe.placement.owners",
+    "flashmoe.placement.move",
+    "flashmoe.quantize.quantize_rows",
+    "flashmoe.quantize.quantize_weights",
+    "flashmoe.quantize.dequantize",
+    "flashmoe.quantize.quantize_mxfp4",
+    "flashmoe.quantize.dequantize_mxfp4",
+    "flashmoe.quantize.quantize_layer",
+    "flashmoe.quantize.quantize_checkpoint",
+    "flashmoe.trace.write_traces",
+    "flashmoe.trace.write_perfetto",
+    "flashmoe.trace.write_timeline",
+    "flashmoe.account.accounts",
+    "flashmoe.account.account",
+    "flashmoe.integrations.transformers.parallelize",
+    "flashmoe.integrations.transformers.load_parallel",
+    "flashmoe.integrations.transformers.load_mxfp4",
 ]
 SHAPED = ("x", "gate_up_proj", "down_proj")
-"""Tensors that every call has: their header has the shape in the place of a type."""
+"""Tensors that every call has. Their headers in docstrings give a shape instead of a type."""
 
 
 def public(name: str) -> Any:
@@ -31,7 +54,7 @@ def public(name: str) -> Any:
 
 
 def headers(text: str) -> dict[str, str]:
-    """Of a docstring's parameters: what stands behind each name."""
+    """For each parameter of a docstring, the text behind its name."""
     section = re.search(r"^Parameters\n-+\n(.*?)^\w+\n-+$", text, re.MULTILINE | re.DOTALL)
     assert section is not None
     found = re.findall(r"^(\w+(?:, \w+)*): ?(.*)$", section[1], re.MULTILINE)

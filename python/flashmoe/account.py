@@ -77,6 +77,17 @@ def accounts(traces: Sequence[CallTrace]) -> list[Account]:
     A processor without a task waits for packets or for tasks. On a GPU, it waits for packets until the rank's formers
     have made tiles of all packets; a call without formers (of few tokens) has only waits for tasks. The CPU engine has
     no formers: there, processors wait for packets until the last rank of `traces` has dispatched its tokens.
+
+    Examples
+    --------
+    In real calls, the traces are those that `Context.trace` returns.
+
+    >>> from flashmoe.account import accounts
+    >>> from flashmoe.trace import CallTrace, Event
+    >>> events = [Event("processor 0", "gate", 1000, 3000, 0, 0), Event("processor 0", "gemm0", 3000, 8000, 0, 0)]
+    >>> trace = CallTrace(rank=0, backward=False, processors=1, start_ns=0, end_ns=10000, events=events)
+    >>> accounts([trace])[0].ns
+    {'start': 1000, 'gate': 2000, 'gemm0': 5000, 'tail': 2000}
     """
     traces = [trace.on_host_clock() for trace in traces]
     dispatched = [event.end_ns for trace in traces for event in trace.events if event.kind == "dispatch"]
@@ -85,7 +96,17 @@ def accounts(traces: Sequence[CallTrace]) -> list[Account]:
 
 
 def account(trace: CallTrace) -> Account:
-    """The account of one rank, from its trace alone."""
+    """The account of one rank, from its trace alone.
+
+    Examples
+    --------
+    >>> from flashmoe.account import account
+    >>> from flashmoe.trace import CallTrace, Event
+    >>> events = [Event("processor 0", "gate", 1000, 3000, 0, 0), Event("processor 0", "gemm0", 3000, 8000, 0, 0)]
+    >>> trace = CallTrace(rank=0, backward=False, processors=1, start_ns=0, end_ns=10000, events=events)
+    >>> account(trace).shares()
+    {'start': 0.1, 'gate': 0.2, 'gemm0': 0.5, 'tail': 0.2, 'uncovered': 0.0}
+    """
     return accounts([trace])[0]
 
 

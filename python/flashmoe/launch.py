@@ -98,6 +98,15 @@ def run_ranks(
     `fn` must be importable (defined at the top level of a module). `name` is a fresh group name, the same for
     all. `timeout` is in seconds, from when the processes are started to the last answer, None for no limit. Raises
     `InvalidArgument` before a process is started, and `RankFailed` when any rank does not return.
+
+    Examples
+    --------
+    A string's method, which can be pickled too, stands here for a function of a module. In a file, the call has to be
+    under ``if __name__ == "__main__":``, because the new processes import that file.
+
+    >>> from flashmoe.launch import run_ranks
+    >>> run_ranks(2, "rank {0} of {1} gets {3}".format, [("a",), ("b",)])
+    ['rank 0 of 2 gets a', 'rank 1 of 2 gets b']
     """
     call = _Call.checked(ranks, MAX_RANKS, fn, per_rank_args, timeout)
     with RankPool(ranks) as pool:

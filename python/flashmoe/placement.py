@@ -27,7 +27,14 @@ Placed = tuple[int | tuple[int, ...], ...]
 
 
 def contiguous(experts: int, ranks: int) -> tuple[int, ...]:
-    """The default: contiguous shares, as even as possible; the first ``experts % ranks`` ranks get one more."""
+    """The default: contiguous shares, as even as possible; the first ``experts % ranks`` ranks get one more.
+
+    Examples
+    --------
+    >>> from flashmoe.placement import contiguous
+    >>> contiguous(5, 2)
+    (0, 0, 0, 1, 1)
+    """
     share, more = divmod(experts, ranks)
     return tuple(rank for rank in range(ranks) for _ in range(share + (rank < more)))
 
@@ -38,6 +45,14 @@ def hybrid(experts: int, ranks: int, tensor: int) -> tuple[int, ...]:
     Every `tensor` consecutive ranks share the same experts: each of these ranks has one slice of each of the experts.
     The experts are divided among such sets of ranks in contiguous shares. Raises `InvalidArgument` unless `tensor`
     divides R.
+
+    Examples
+    --------
+    Ranks 0 and 1 have the two slices of each of experts 0 and 1; ranks 2 and 3 have those of experts 2 and 3.
+
+    >>> from flashmoe.placement import hybrid
+    >>> hybrid(4, 4, 2)
+    (0, 1, 0, 1, 2, 3, 2, 3)
     """
     if bounded("tensor", tensor, 1, ranks) and ranks % tensor:
         raise InvalidArgument(f"tensor: expected a divisor of R={ranks}, got {tensor}")
@@ -67,6 +82,16 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
     ------
     InvalidArgument
         `load` has numbers below 0, or no numbers; `ranks` or `copies` is out of range.
+
+    Examples
+    --------
+    Expert 0 has twice as much work as all others together. If both ranks hold it, they have equal work.
+
+    >>> from flashmoe.placement import balanced
+    >>> balanced([8, 2, 1, 1], 2)
+    (0, 1, 0, 1)
+    >>> balanced([8, 2, 1, 1], 2, copies=1)
+    ((0, 1), 1, 0, 0)
     """
     loads = _checked_load(load)
     ranks = bounded("ranks", ranks, 1, MAX_RANKS)
@@ -84,7 +109,14 @@ def balanced(load: Sequence[float] | np.ndarray, ranks: int, copies: int = 0) ->
 
 def roomy(experts: int, ranks: int, copies: int) -> tuple[int, ...]:
     """A placement for a `Context` that is to have room for every placement that `balanced` makes with this number of
-    copies: its rank 0 has as many experts as a rank of those placements may have. Raises `InvalidArgument`."""
+    copies: its rank 0 has as many experts as a rank of those placements may have. Raises `InvalidArgument`.
+
+    Examples
+    --------
+    >>> from flashmoe.placement import roomy
+    >>> roomy(4, 2, copies=2)
+    (0, 0, 0, 1)
+    """
     experts, ranks = bounded("experts", experts, 1, MAX_EXPERTS), bounded("ranks", ranks, 1, MAX_RANKS)
     copies = bounded("copies", copies, 0, experts * (ranks - 1))
     most = -(-(experts + copies) // ranks)
@@ -153,6 +185,18 @@ def move(tensors: Mapping[str, Tensor], before: Placement, after: Placement, gro
         A placement or a tensor of this rank is not as above. The other ranks raise `GroupError`, which names this rank.
     GroupError
         The ranks disagree on placements, names, shapes or types. Nothing is sent then.
+
+    Examples
+    --------
+    A group of one rank keeps its two experts.
+
+    >>> import torch, torch.distributed as dist
+    >>> from flashmoe.placement import move
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> moved = move({"down_proj": torch.ones(2, 16, 8)}, before=(0, 0), after=(0, 0))
+    >>> moved["down_proj"].shape
+    torch.Size([2, 16, 8])
+    >>> dist.destroy_process_group()
     """
     from .pytorch import moving  # needs PyTorch
 
@@ -188,12 +232,30 @@ def moves(before: Placement, after: Placement) -> list[Move]:
 
 
 def owners(placement: Placement, rank: int) -> tuple[int, ...]:
-    """For each expert, the rank to which `rank` sends the expert's tokens."""
+    """For each expert, the rank to which `rank` sends the expert's tokens.
+
+    Examples
+    --------
+    Both ranks have a copy of expert 2, and send its tokens to their own copy.
+
+    >>> from flashmoe.placement import owners
+    >>> placement = (0, 1, (0, 1), 1)
+    >>> owners(placement, 0), owners(placement, 1)
+    ((0, 1, 0, 1), (0, 1, 1, 1))
+    """
     return tuple(_ffi.library().placement_owners(flat(placement), rank))
 
 
 def local_experts(placement: Placement, rank: int) -> list[int]:
-    """The experts that `rank` holds, ascending: the order of its weights."""
+    """The experts that `rank` holds, ascending: the order of its weights.
+
+    Examples
+    --------
+    >>> from flashmoe.placement import local_experts
+    >>> placement = (0, 1, (0, 1), 1)
+    >>> local_experts(placement, 0), local_experts(placement, 1)
+    ([0, 2], [1, 2, 3])
+    """
     return [expert for expert, ranks in enumerate(placement) if rank in holders(ranks)]
 
 

@@ -62,6 +62,14 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     A scale is the largest magnitude / 448, at least 2^-126. An element is ``e4m3(x * (1 / scale))``, all in float32.
     What docs/fp8.md says about NaN and infinities holds here too.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashmoe.quantize import quantize_rows
+    >>> elements, scale = quantize_rows(np.array([[1.0, -2.0, 896.0]]))
+    >>> elements.astype(np.float32).tolist(), scale.tolist()
+    ([[0.5, -1.0, 448.0]], [[2.0]])
     """
     x = _numbers("x", x, 1)
     *lead, width = x.shape
@@ -80,6 +88,14 @@ def quantize_weights(matrices: np.ndarray, scales: str = "block", halves: int = 
 
     Raises `InvalidArgument` for anything but such matrices with at least one row and one column, and for numbers that
     are not finite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashmoe.quantize import quantize_weights
+    >>> elements, scale = quantize_weights(np.ones((256, 128)))
+    >>> elements.dtype.name, elements.shape, scale.shape
+    ('float8_e4m3fn', (256, 128), (2, 1))
     """
     one_of("scales", scales, _SCALES)
     matrices = _numbers("matrices", matrices, 2)
@@ -100,7 +116,16 @@ def quantize_weights(matrices: np.ndarray, scales: str = "block", halves: int = 
 
 def dequantize(elements: np.ndarray, scale: np.ndarray, halves: int = 1) -> np.ndarray:
     """float64 [..., rows, columns]: the exact numbers that quantised matrices stand for. Scales as `quantize_weights`
-    gives them."""
+    gives them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashmoe.quantize import dequantize, quantize_weights
+    >>> elements, scale = quantize_weights(np.array([[1.0, -448.0, 3.3]]))
+    >>> dequantize(elements, scale).tolist()
+    [[1.0, -448.0, 3.25]]
+    """
     numbers, scale = _numbers("elements", elements, 2, np.float64), np.asarray(scale, np.float64)
     *lead, rows, columns = numbers.shape
     parts = bounded("halves", halves, 1, rows)
@@ -123,6 +148,16 @@ def quantize_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     of their value, and other numbers by at most half a step of e2m1.
 
     Raises `InvalidArgument` for another n, and for numbers that are not finite.
+
+    Examples
+    --------
+    The largest of these numbers, 31, has the exponent 4. So the scale is 2^2, and e is 129.
+
+    >>> import numpy as np
+    >>> from flashmoe.quantize import quantize_mxfp4
+    >>> blocks, scales = quantize_mxfp4(np.arange(32))
+    >>> blocks.shape, scales.tolist()
+    ((1, 16), [129])
     """
     encoding = ENCODINGS[MXFP4]
     columns = encoding.block[1]
@@ -140,7 +175,16 @@ def quantize_mxfp4(matrices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """float32 [..., n]: the numbers that e2m1 [..., n / 32, 16] uint8 stands for with scales [..., n / 32]. They are
-    exact, but infinite beyond float32, and NaN where a scale is 0xff."""
+    exact, but infinite beyond float32, and NaN where a scale is 0xff.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashmoe.quantize import dequantize_mxfp4, quantize_mxfp4
+    >>> blocks, scales = quantize_mxfp4(np.arange(32))
+    >>> dequantize_mxfp4(blocks, scales)[:10].tolist()
+    [0.0, 0.0, 2.0, 4.0, 4.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    """
     blocks, scales = np.asarray(blocks), np.asarray(scales)
     if blocks.dtype != np.uint8 or blocks.ndim < 2 or blocks.shape[-1] != 16:
         raise InvalidArgument(f"blocks: expected [..., n / 32, 16] uint8, got {list(blocks.shape)} {blocks.dtype}")
@@ -162,6 +206,16 @@ def quantize_layer(layer: MoELayer, scales: str = "block", dtype: Any = FP8) -> 
     Raises `InvalidArgument` for a layer that is already quantised, and for slices that cut blocks. In FP8 it also
     raises this for transposed matrices; in MXFP4 for scales other than those of blocks, and for an H or I that is not a
     multiple of 32.
+
+    Examples
+    --------
+    >>> import importlib.resources
+    >>> from flashmoe.checkpoint import load_layer
+    >>> from flashmoe.quantize import quantize_layer
+    >>> path = importlib.resources.files("flashmoe") / "assets" / "tiny-qwen3-moe"
+    >>> layer = quantize_layer(load_layer(path, 0))
+    >>> layer.weight_dtype, layer.gate_up_proj.shape, layer.gate_up_scale.shape
+    ('float8_e4m3fn', (16, 256, 256), (16, 2, 2))
     """
     encoding = ENCODINGS[dtype := dtype_named("dtype", dtype, tuple(ENCODINGS))]
     one_of("scales", scales, encoding.kinds)
@@ -202,6 +256,17 @@ def quantize_checkpoint(source: str | Path, target: str | Path, dtype: Any = FP8
     ``F32, F16, BF16``, for one that is already quantised, and for a model whose checkpoints have no experts in `dtype`.
     Raises `InvalidArgument` if `target` exists and is not empty, if weights are not finite, or, in MXFP4, if they do
     not consist of blocks of 32.
+
+    Examples
+    --------
+    >>> import importlib.resources, tempfile
+    >>> from flashmoe.checkpoint import load_layer
+    >>> from flashmoe.quantize import quantize_checkpoint
+    >>> path = importlib.resources.files("flashmoe") / "assets" / "tiny-qwen3-moe"
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     quantize_checkpoint(path, folder)
+    ...     load_layer(folder, 0).weight_dtype
+    'float8_e4m3fn'
     """
     source, target = local_path(source), local_path(target, "target")
     form = _FORMS[dtype := dtype_named("dtype", dtype, tuple(_FORMS))]

@@ -132,6 +132,19 @@ def write_traces(path: str | Path, traces_by_rank: Sequence[Sequence[CallTrace]]
 
     `about` becomes the file's ``otherData``, to which ``clock_error_us`` is added: for each rank, by how many
     microseconds its spans may be off from the host's clock. Between spans of two ranks, the two errors add up.
+
+    Examples
+    --------
+    >>> import flashmoe, json, numpy as np, pathlib, tempfile
+    >>> from flashmoe.trace import write_traces
+    >>> x, router = np.ones((5, 16), np.float32), np.ones((4, 16), np.float32)
+    >>> gate_up_proj, down_proj = np.ones((4, 16, 16), np.float32), np.ones((4, 16, 8), np.float32)
+    >>> with flashmoe.Context(max_tokens=8, hidden=16, intermediate=8, experts=4, top_k=2, dtype="float32") as ctx:
+    ...     traces = ctx.trace(lambda: flashmoe.moe(ctx, x, gate_up_proj, down_proj, router=router, top_k=2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_traces(path := pathlib.Path(folder, "trace.json"), [traces], {"layer": "a small one"})
+    ...     json.loads(path.read_text())["otherData"]
+    {'layer': 'a small one', 'clock_error_us': [0.0]}
     """
     events = [[event for trace in traces for event in trace.on_host_clock().events] for traces in traces_by_rank]
     errors = [max((trace.error_ns for trace in traces), default=0) / 1000 for traces in traces_by_rank]
@@ -146,6 +159,17 @@ def write_perfetto(
     A rank becomes a process. An actor becomes a thread, and so does each further warp of an actor. A task becomes a
     span named by its kind, with `index`, `column` and, if there is one, `expert` as arguments. Times are in
     microseconds. `about`: the file's ``otherData``.
+
+    Examples
+    --------
+    >>> import json, pathlib, tempfile
+    >>> from flashmoe.trace import Event, write_perfetto
+    >>> events = [Event("processor 0", "combine", start_ns=1000, end_ns=3000, index=0, column=0)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_perfetto(path := pathlib.Path(folder, "trace.json"), [events])
+    ...     span = json.loads(path.read_text())["traceEvents"][-1]
+    >>> span["name"], span["ts"], span["dur"]
+    ('combine', 0.0, 2.0)
     """
     origin = _span(events_by_rank)[0]
     records: list[dict[str, Any]] = []
@@ -180,6 +204,16 @@ def write_timeline(path: str | Path, events_by_rank: Sequence[Sequence[Event]], 
 
     Readable from a handful of rows to a few hundred: rows shrink, and only as many are labelled as fit. Raises
     `FlashMoEError` if matplotlib is not installed.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> from flashmoe.trace import Event, write_timeline
+    >>> events = [Event("processor 0", "combine", start_ns=1000, end_ns=3000, index=0, column=0)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_timeline(path := pathlib.Path(folder, "timeline.png"), [events], title="One task")
+    ...     path.read_bytes()[1:4]
+    b'PNG'
     """
     origin, end = _span(events_by_rank)
     unit, unit_ns = _time_unit(end - origin)

@@ -58,6 +58,21 @@ def load_mxfp4(
         The configuration does not name MXFP4, or the model's experts are not gpt-oss's.
     CheckpointError
         The checkpoint lacks tensors of experts.
+
+    Examples
+    --------
+    A random model, with the sizes of gpt-oss made small, is saved, quantised and loaded.
+
+    >>> import tempfile, transformers
+    >>> from flashmoe.integrations.transformers import load_mxfp4
+    >>> from flashmoe.quantize import quantize_checkpoint
+    >>> sizes = dict(num_hidden_layers=1, hidden_size=64, intermediate_size=32, num_local_experts=4, vocab_size=100)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).save_pretrained(f"{folder}/plain")
+    ...     quantize_checkpoint(f"{folder}/plain", f"{folder}/mxfp4", "mxfp4")
+    ...     model = load_mxfp4(f"{folder}/mxfp4")
+    >>> model.model.layers[0].mlp.experts.down_proj_blocks.shape
+    torch.Size([4, 64, 1, 16])
     """
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     said = getattr(config, "quantization_config", None) or {}

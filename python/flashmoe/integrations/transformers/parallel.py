@@ -89,6 +89,20 @@ def parallelize(
         The model has no known experts modules, or has some that are refused or that differ.
     GroupError, HeapError, PeerTimeout, FlashMoEError
         As `Context`.
+
+    Examples
+    --------
+    In a group of one rank, the share is all 16 experts.
+
+    >>> import importlib.resources, torch, torch.distributed as dist, transformers
+    >>> from flashmoe.integrations.transformers import parallelize
+    >>> path = importlib.resources.files("flashmoe") / "assets" / "tiny-qwen3-moe"
+    >>> model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> with parallelize(model, max_tokens=64) as ctx:
+    ...     len(ctx.local_experts()), model(torch.tensor([[1, 2, 3]])).logits.shape
+    (16, torch.Size([1, 3, 1024]))
+    >>> dist.destroy_process_group()
     """
     modules = checked_modules(model)
     sizes, top_k = recognise(modules[0]).sizes(modules[0]), _top_k_of(model.config, top_k)
@@ -166,6 +180,17 @@ def load_parallel(
         The folder holds no checkpoint, or lacks tensors.
     InvalidArgument, GroupError, HeapError, PeerTimeout, FlashMoEError
         As `parallelize`.
+
+    Examples
+    --------
+    >>> import importlib.resources, torch, torch.distributed as dist
+    >>> from flashmoe.integrations.transformers import load_parallel
+    >>> path = importlib.resources.files("flashmoe") / "assets" / "tiny-qwen3-moe"
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = load_parallel(path, max_tokens=64)
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 1024])
+    >>> dist.destroy_process_group()
     """
     rank, ranks = place_in(group)
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
