@@ -1,5 +1,5 @@
-"""Backward passes that send x again instead of keeping other ranks' rows: the bits of gradients, what is kept, and
-ranks that do not do the same."""
+"""Backward passes that send x again (`redispatch`), so that forward passes need not keep other ranks' rows: the bits
+of the gradients, the bytes that are kept, and the errors if ranks differ in the option."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ AGAIN = ({"redispatch": False}, {"redispatch": True})
 
 
 def both_ways(pool: RankPool, problem: Problem, grads: list[np.ndarray], times: int = 2, **how: Any) -> Any:
-    """The gradients of calls of one context, half of which keep; the first is checked, the others have its bits."""
+    """Makes `times` calls in one context, in turn without and with `redispatch`. Checks that the gradients of all calls
+    have the same bits, and returns those of the first call."""
     limits = problem.limits() | {"redispatch": True}
     runs = train(pool, problem, grads, times=times, limits=limits, options=AGAIN, **how)
     for run in runs[1:]:
@@ -56,7 +57,7 @@ def test_copies_and_slices(pool: RankPool):
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_bits_are_those_of_every_run(pool: RankPool, count: int):
-    """Whatever the schedule, and however tiles take the rows."""
+    """Neither random delays (`perturb`) nor another shape of the tiles changes the bits of the gradients."""
     problem, grads = trainable(6, [70, 33, 0, 50][:count], **SIZES, return_mode="reduced")
     first = both_ways(pool, problem, grads, 11, perturb=range(11))
     other = both_ways(pool, problem, grads, 11, perturb=range(11, 22), tile=(16, 24))
@@ -80,7 +81,8 @@ def module_of(ctx: flashmoe.Context, seed: int, **options: Any) -> flashmoe.nn.M
 
 
 def _kept_both_ways(rank: int, ranks: int, name: str, again: bool) -> tuple[int, int, list[int]]:
-    """Bytes that a call keeps by the context's default and by the other, and where its tokens' experts are."""
+    """The bytes that a call keeps with the context's `redispatch` and with `redispatch=False`, and the ids of the
+    experts that its tokens chose."""
     limits = {"max_tokens": 64, "dtype": "bfloat16", "redispatch": again}
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits, **SIZES) as ctx:
         torch.manual_seed(rank)
@@ -108,7 +110,8 @@ def test_a_context_keeps_unless_it_is_told_otherwise(pool: RankPool):
 
 
 def _orders(rank: int, ranks: int, name: str) -> bool:
-    """Of two layers, one of which keeps, all orders of their passes, each twice."""
+    """Two layers, the first with `redispatch`, the second without: their gradients have the same bits in both orders of
+    the backward passes, each of which runs twice. Returns whether nothing is kept at the end."""
     limits = {"max_tokens": 64, "dtype": "float32", "redispatch": True}
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits, **SIZES) as ctx:
         pair = [module_of(ctx, 5 + rank), module_of(ctx, 7 + rank, redispatch=False)]
@@ -145,7 +148,7 @@ def test_a_rank_alone_has_nothing_to_send():
         assert kept_objects() == before
 
 
-# Ranks that do not do the same, and what is refused
+# Ranks that differ in `redispatch`, and what is refused
 
 
 def _differ(rank: int, ranks: int, name: str) -> str:

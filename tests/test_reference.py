@@ -73,15 +73,15 @@ def test_activations_by_hand():
     [
         ([3, 1], 0.0, True),
         ([1, 3], 0.0, False),  # not descending
-        ([3, 2], 0.0, False),  # 1 and 2 are equal: the lower id first
+        ([3, 2], 0.0, False),  # experts 1 and 2 have equal logits, so the lower id must come first
         ([3, 2], 1e-9, True),
         ([3, 0], 0.5, False),
         ([3, 0], 1.0, True),
         ([3, 3], 9.0, False),
         ([3, 4], 9.0, False),
         ([3, -2], 9.0, False),
-        ([-1, 1], 0.0, True),  # 3 was dropped
-        ([-1, 0], 0.0, False),  # 3 and 1 would both have come before 0
+        ([-1, 1], 0.0, True),  # expert 3 was chosen and dropped
+        ([-1, 0], 0.0, False),  # experts 3 and 1 both come before expert 0, but only one choice was dropped
         ([-1, -1], 0.0, True),
     ],
 )

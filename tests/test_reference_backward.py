@@ -41,7 +41,8 @@ def test_gradients_are_those_of_autograd(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_slopes(case):
-    """Along a random direction in all tensors together, by central differences; but for the logits' own gradient."""
+    """Each tensor's gradient agrees with a central difference along a random direction of the tensor. (The router's
+    logits get no gradient of their own here.)"""
     tensors, options = random_call(np.random.default_rng(3), **CASES[case])
     rng = np.random.default_rng(4)
     grad = rng.standard_normal(tensors["x"].shape)
@@ -67,7 +68,8 @@ def test_an_expert_without_rows_gets_zeros():
 
 
 def _layer(of: dict[str, Any], options: dict[str, Any], kept: np.ndarray) -> tuple[Any, Any]:
-    """y and the router's logits, in PyTorch: an independent writing of the layer, but for which experts are chosen."""
+    """y and the router's logits, by PyTorch operators. The layer is written independently of the reference, except that
+    the experts that compute are the reference's (`kept`)."""
     transposed = options.get("transposed", False)
     matrices = ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down")
     up, down, shared_up, shared_down = (of[name].mT if name in of and transposed else of.get(name) for name in matrices)
@@ -96,7 +98,7 @@ def _layer(of: dict[str, Any], options: dict[str, Any], kept: np.ndarray) -> tup
 
 
 def _weights(logits: Any, of: dict[str, Any], options: dict[str, Any]) -> dict[tuple[int, int], Any]:
-    """Of every token's chosen experts, dropped ones too."""
+    """The combine weights of each token's chosen experts, including dropped ones, by token and expert."""
     sigmoid = options.get("score") == "sigmoid"
     g = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
     by = g.detach() + of["choice_bias"].detach() if "choice_bias" in of else g.detach()

@@ -1,4 +1,4 @@
-"""A call that some ranks of a group refuse is over on all: none takes another call for it, and the next is right."""
+"""If some ranks refuse a call, it ends on all ranks: no rank takes another call for it, and the next call is right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spread_ranks import tokens_of as tokens_between
 __all__ = ["network", "processes"]  # fixtures
 
 RANDOM_CALLS = int(os.environ.get("FLASHMOE_REFUSED_CALLS", "300"))
-"""How many random calls of groups are tried."""
+"""How many random calls `test_random_calls` makes, in all its groups together."""
 H, I, E, K, T = 16, 12, 4, 2, 20
 SIZES = {"hidden": H, "intermediate": I, "experts": E, "top_k": K, "max_tokens": 32, "dtype": "float32"}
 TIMEOUT = 20.0
@@ -67,14 +67,14 @@ SPECIAL: dict[str, Callable[[Arguments], Arguments]] = {
     "-inf": _wrong(router_bias=lambda a: np.array([0, -np.inf, 0, 0.5], np.float32)),
     "given": lambda given: _given_routing(given, -1),
 }
-"""Calls that are as good as others: rows with NaN, an expert of probability 0, ids that are no expert."""
+"""Unusual calls that succeed: rows of x with NaN, an expert whose probability is 0, ids that name no expert (-1)."""
 BAD: dict[str, Callable[[Arguments], Arguments]] = {
     "an id beyond": lambda given: _given_routing(given, E),
     "an id below": lambda given: _given_routing(given, -2),
     "an id twice": lambda given: _given_routing(given, None),
     "strict": lambda given: SPECIAL["NaN rows"](given) | {"strict": True},
 }
-"""Calls that a rank makes, and that end with an error of its own."""
+"""Calls that a rank does not refuse, but that end with an error on this rank, because they have a bad row."""
 
 
 def _with_nan(x: np.ndarray) -> np.ndarray:
@@ -84,7 +84,8 @@ def _with_nan(x: np.ndarray) -> np.ndarray:
 
 
 def _given_routing(given: Arguments, special: int | None) -> Arguments:
-    """Experts by the number of the token; every third token's second is `special`, or its first once more."""
+    """Gives each token two experts by the token's number. Every third token's second id is `special`, or its first id
+    again if `special` is None."""
     tokens = np.arange(len(given["x"]))
     ids = np.stack([tokens % E, (tokens + 1 + tokens // E % (E - 1)) % E], axis=1).astype(np.int64)
     ids[::3, 1] = ids[::3, 0] if special is None else special
@@ -137,7 +138,8 @@ def forward(ctx: flashmoe.Context, rank: int, layer: int, wrong: str | None, spe
 
 
 def train(ctx: flashmoe.Context, rank: int, layer: int, refused: str | None, special: str = "") -> str:
-    """A forward pass that keeps, and its backward pass, which ``main_grad`` is refused in."""
+    """A forward pass that keeps, and its backward pass. `refused` says which of them the rank refuses: the forward pass
+    for the shape of x, or the backward pass because a parameter has no ``main_grad``."""
     import torch
     from flashmoe.nn import MoE
 
@@ -166,8 +168,9 @@ def calls_of_rank(
     machines: tuple[int, ...] = (),
     **options: Any,
 ) -> list[Outcome]:
-    """The outcomes of calls: forward or train, with a colon and what is special where something is; of a layer;
-    refused, or bad, on these ranks for these reasons. Ranks that are sleepy come late to each."""
+    """The outcomes of the calls of `plan`. Each call there is a kind, a layer and reasons. The kind is "forward" or
+    "train", followed by a colon and a key of `SPECIAL` if the call is unusual. The reasons, by rank, say why the call
+    is refused or bad on these ranks. Ranks in `sleepy` come 0.05 s late to each call."""
     cpu.machines = machines
     with flashmoe.Context(
         rank=rank,
@@ -204,15 +207,15 @@ def _closed_pools():
 
 
 def group(ranks: int, plan: Sequence[Any], **options: Any) -> list[list[Outcome]]:
-    """The outcomes of each rank."""
+    """The outcomes of the calls of `plan`, by rank."""
     if ranks not in _pools:
         _pools[ranks] = RankPool(ranks)
     return _pools[ranks].call(_go, [(plan, options)] * ranks)
 
 
 def check(found: list[list[Outcome]], right: list[list[Outcome]], plan: Sequence[Any], first: int = 1) -> None:
-    """Each call of each rank is right, or ends with its own error, or names who has refused it and why. `right`: the
-    outcomes of a group whose calls of the same layers are not refused."""
+    """Each call of each rank is right, or ends with the rank's own error, or with an error that names a rank that has
+    refused the call, and why. `right`: the outcomes of the same calls in a group where no rank refuses any."""
     call = first - 1
     for i, (kind, _, wrong) in enumerate(plan):
         passes = ["forward"] if kind.startswith("forward") else ["forward", "backward"]
@@ -296,7 +299,8 @@ def test_calls_in_a_row_are_refused_by_ranks_that_are_ahead_or_behind(sleepy):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_row_is_no_refusal(ranks, bad):
-    """The rank has made the call: the others hear nothing, also where the next call is refused indeed."""
+    """A rank with a bad row has made the call, so the other ranks' results are right, even if the next call is refused
+    by that rank."""
     plan = [
         ("forward", 1, {}),
         ("forward", 2, {1: bad}),
@@ -309,8 +313,8 @@ def test_a_bad_row_is_no_refusal(ranks, bad):
 
 
 def random_plan(seed: int, ranks: int, count: int) -> list[Any]:
-    """A tenth of the calls is refused on some ranks; a tenth each has rows with NaN, an expert that is never chosen,
-    and ids that are no expert; in a tenth tokens of some ranks have errors."""
+    """A tenth of the calls is refused on some ranks. Up to a tenth each has rows with NaN, an expert that is never
+    chosen, ids that name no expert, and bad rows on some ranks."""
     rng = np.random.default_rng(seed)
     plan = []
     for _ in range(count):
@@ -427,7 +431,7 @@ def _all_outcomes(calls: Sequence[tuple[np.ndarray, int, bool, bool]]) -> list[O
     return [_outcome_between_machines(*each) for each in calls]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork of a process with threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python warns if a process with threads forks
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
 @pytest.mark.parametrize("spread", [(0, 1), (0, 0, 1), (0, 1, 1, 0)], ids=str)
 def test_calls_are_refused_between_machines(network, spread, mode):

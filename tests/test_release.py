@@ -1,7 +1,8 @@
-"""What is released: one version, a wheel for every Python, an sdist with all that it is built from.
+"""What is released: one version, one wheel for every Python, and an sdist with everything that the wheel is built from.
 
-`make wheel` builds both, and tries the wheel; that takes longer, and needs nvcc. Here are its judgement of a wheel, and
-what it left where it ran. tests/test_jit.py has how carried kernels are found.
+`make wheel` builds the wheel and the sdist, and tries the wheel; it takes longer than these tests, and needs nvcc.
+These tests check how tools/build_release.py judges a wheel, and the records that `make wheel` wrote on the machines
+where it ran. tests/test_jit.py tests how the kernels in a wheel are found.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ def test_the_changelog_says_what_this_version_is():
 def test_one_wheel_serves_every_python():
     assert re.search(r"^Tag: py3-none-", metadata.distribution("flashmoe-layer").read_text("WHEEL"), re.M)
     library = (Path(flashmoe.__file__).parent / "lib" / "libflashmoe.so").read_bytes()
-    assert b"TVMFFI" in library  # names that it links to are in it
+    assert b"TVMFFI" in library  # a name that it links to: such names can be found
     for of_python in (b"libpython", b"PyObject_", b"Py_Initialize", b"PyGILState_"):
         assert of_python not in library
 
 
 def test_the_library_shows_its_functions_alone():
-    """Else operators of C++ might be bound to those of another C++ library, where the library has its own."""
+    """If the C++ library is linked in and its symbols are visible, its operators may be bound to those of another C++
+    library in the process."""
     if shutil.which("nm") is None:
         pytest.skip("no nm on this machine")
     library = Path(flashmoe.__file__).parent / "lib" / "libflashmoe.so"
@@ -52,9 +54,10 @@ def test_the_library_shows_its_functions_alone():
 
 
 def test_the_library_names_no_folder_that_it_was_built_in():
-    """So that two builds, for which pip makes folders of different names, are the same."""
+    """If the library contained such a name, two builds would differ, because pip makes a folder with another name for
+    each build."""
     library = (Path(flashmoe.__file__).parent / "lib" / "libflashmoe.so").read_bytes()
-    assert b"tvm/ffi/" in library  # a header that puts its own name into errors
+    assert b"tvm/ffi/" in library  # TVM FFI's headers put their own paths into errors
     assert build_release.sources_named(library) == set()
 
 
@@ -76,7 +79,7 @@ def test_the_sdist_has_what_the_package_is_built_from(tmp_path):
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """Makes a wheel of a name, a tag and kernels, where one kernel has been compiled."""
+    """A function that makes a wheel with a given name, tag and kernels. `KERNEL` is the one compiled kernel."""
     monkeypatch.setattr(build_release, "WORK", tmp_path)
     monkeypatch.setattr(build_release, "PLATFORM", "manylinux_2_28_x86_64")
     (tmp_path / "kernels").mkdir()
@@ -132,7 +135,7 @@ def test_a_wheel_that_another_build_would_not_give(made):
 
 
 def documented() -> dict[str, str]:
-    """Names of kernels and how many MiB they take in the wheel, in the table for users."""
+    """The names of the kernels and their sizes in the wheel, in MiB, as the table of docs/installation.md has them."""
     return dict(
         re.findall(r"^\| `([^`]+)` \|.*\| ([0-9.]+) \|$", (ROOT / "docs" / "installation.md").read_text(), re.M)
     )
@@ -147,7 +150,8 @@ COMMITTED = sorted((ROOT / "benchmarks" / "results" / "release").glob("*.json"))
 
 @pytest.mark.parametrize("path", COMMITTED, ids=[path.stem for path in COMMITTED])
 def test_where_a_release_ran(path):
-    """Of other sources than these: a notice, since whoever changes them need not build a release."""
+    """A record of other sources than the present ones gives only a warning, because whoever changes the sources need
+    not build a release."""
     run = json.loads(path.read_text())
     assert run["wheel"]["name"].endswith(f"-{TAG}.whl")
     assert run["pythons"] and all("kernels found" in each["ran"] for each in run["pythons"])

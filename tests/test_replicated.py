@@ -1,4 +1,4 @@
-"""Tokens that the ranks of a group hold alike: each brings its share, all get the results."""
+"""Replicated tokens: ranks of a token group hold the same tokens, each computes a share, and all get all results."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SIZES = {"hidden": 16, "intermediate": 8, "experts": 6, "top_k": 2}
 
 
 def _results(rank: int, problem: Problem, batches: list[list[torch.Tensor]], slices: int, counts: bool) -> Any:
-    """What a layer of replicated tokens gives for each batch, of which every pair of ranks has one, and its load; once
-    its shares are known to be what the layer of own tokens gives."""
+    """The results of a layer with replicated tokens for each batch, and the layer's load. A batch has the tokens of
+    each pair of ranks. Checks that a rank's share has the bits that a layer with `tokens="own"` gives for it."""
     names = [f"replicated-{os.urandom(6).hex()}"]
     dist.broadcast_object_list(names)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -59,10 +59,10 @@ def test_every_rank_gets_the_results_of_its_group_s_tokens(pool, tmp_path, slice
     counts = [(8, 6), (7, 5), (1, 0), (0, 0), (40, 1)]
     batches = [[torch.randn(n, 16, generator=generator) for n in pair] for pair in counts]
     outcomes = Gloo(pool, tmp_path)(4, _results, problem, batches, slices, True)
-    for first, second in ((0, 1), (2, 3)):  # of a pair
+    for first, second in ((0, 1), (2, 3)):  # the ranks of a pair
         for mine, theirs in zip(outcomes[first][0], outcomes[second][0], strict=True):
             assert mine[0].tobytes() == theirs[0].tobytes() and mine[1].tobytes() == theirs[1].tobytes()
-    chosen = sum(sum(pair) for pair in counts) * 2 * 2  # each batch twice, two experts a token
+    chosen = sum(sum(pair) for pair in counts) * 2 * 2  # each batch is computed twice, with two experts per token
     assert sum(load for _, load in outcomes).sum() == chosen
 
 

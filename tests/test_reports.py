@@ -1,4 +1,5 @@
-"""What the CPU engine says of a call (`CallReport`, `GroupReport`, events of a traced one), by the routing alone."""
+"""The CPU engine's reports on calls (`CallReport`, `GroupReport`, the events of traced calls), against what the routing
+alone says that they must be."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from flashmoe.trace import Event
 from problems import DTYPES, PATIENCE, Problem, check, random_problem
 
 TILE = (8, 16)
-"""Rows and columns of a tile: small, so that there are many."""
+"""Rows and columns of a tile: few, so that there are many tiles."""
 SIZES = {"hidden": 40, "intermediate": 24, "experts": 6, "top_k": 3}
-COLUMNS = {"gemm0": 2, "gemm1": 3}  # of 16, of I and H
+COLUMNS = {"gemm0": 2, "gemm1": 3}  # blocks of 16 columns: of I = 24 columns, and of H = 40
 TOKENS = [70, 0, 301]
 PLACEMENTS = {
     "contiguous": [0, 0, 1, 1, 2, 2],
@@ -34,7 +35,7 @@ TASKS = ("gate", "gemm0", "gemm1", "reduce", "combine")
 
 
 def problem_of(mode: str, placement: str, capacity: str = "dropless", dtype: str = "float32") -> Problem:
-    """Given ids, so that what is sent is known without the engine."""
+    """A call to which the ids are given, so that what ranks send is known without the engine."""
     options = {"return_mode": mode, "capacity_factor": CAPACITIES[capacity]}
     return random_problem(
         1, TOKENS, **SIZES, dtype=dtype, fused=False, skew=3.0, placement=PLACEMENTS[placement], **options
@@ -42,7 +43,8 @@ def problem_of(mode: str, placement: str, capacity: str = "dropless", dtype: str
 
 
 def kept(ids: np.ndarray, factor: float | None) -> np.ndarray:
-    """ids with -1 for what an expert drops: all but its first ceil(factor * (T K) / E) pairs, token by token."""
+    """A rank's ids, with -1 for dropped choices. In the order of tokens and of k, an expert keeps its first
+    ceil(factor * T * K / E) choices."""
     ids = ids.copy()
     if factor is None:
         return ids
@@ -57,7 +59,7 @@ def kept(ids: np.ndarray, factor: float | None) -> np.ndarray:
 
 
 def block_tokens(tokens: int, processors: int) -> int:
-    """The largest size of 8 to 128 tokens that gives each processor two blocks."""
+    """Tokens of a token block: the largest power of two, of 8 to 128, that gives each processor two blocks; else 8."""
     return next((size for size in (128, 64, 32, 16, 8) if -(-tokens // size) >= 2 * processors), 8)
 
 
@@ -66,12 +68,13 @@ def blocks_of(tokens: int, processors: int) -> int:
 
 
 def pieces_of(tokens: int, processors: int) -> int:
-    """Into which a return group of so many tokens is cut: one for each processor, but at most 128 tokens each."""
+    """How many pieces a return group of so many tokens is cut into: one for each processor, more if a piece would have
+    over 128 tokens."""
     return -(-tokens // min(max(-(-tokens // processors), 1), 128))
 
 
 class Counted(NamedTuple):
-    """What a rank's report has to say."""
+    """The counts in a rank's report."""
 
     dropped: int
     tiles: int
@@ -85,11 +88,11 @@ class Counted(NamedTuple):
 
 
 def expected_counts(problem: Problem, processors: int) -> list[Counted]:
-    """By rank."""
+    """The counts that each rank's report has to have, by rank."""
     reduced = problem.options["return_mode"] == "reduced"
     row_bytes = SIZES["hidden"] * problem.down_proj.itemsize
     ids = [kept(each, problem.options["capacity_factor"]) for each in problem.topk_ids]
-    # A dropped pair, -1, goes nowhere.
+    # A dropped choice has the id -1, and so the destination -1: it goes to no rank.
     ranks_of = [np.array([*problem.destinations(p), -1])[each] for p, each in enumerate(ids)]
     blocks = [blocks_of(len(each), processors) for each in ids]
     counted = []
@@ -168,14 +171,16 @@ def test_reports_count_what_the_routing_says(ranks, mode, placement, capacity, d
 
 @pytest.mark.parametrize("mode", ["direct", "reduced"])
 def test_auto_reports_the_mode_that_sends_fewer_rows(ranks, mode):
-    """With two ranks and K = 3, some two of a token's experts share one: they are summed. With K = 1 nothing is."""
+    """With two ranks and K = 3, two of a token's experts are on the same rank, which sums their rows before it sends
+    them. With K = 1, there are no rows to sum."""
     sizes = SIZES | {"top_k": 3 if mode == "reduced" else 1}
     problem = random_problem(2, [33, 20], **sizes, return_mode="auto")
     assert [outcome.report.return_mode for outcome in ranks.call(problem)] == [mode] * 2
 
 
 def test_a_rank_alone_sends_nothing(ranks):
-    """Nor do ranks without tokens. Its 18 pairs are spread evenly, or a third are one expert's, or there are none."""
+    """Two ranks without tokens send nothing either. The load imbalance is 1 if the 18 choices are spread evenly over
+    six experts, 2 if one expert has a third of the choices, and 0 if there are no choices."""
     one, none = random_problem(3, [6], **SIZES, fused=False), random_problem(3, [0, 0], **SIZES, fused=False)
     even = replace(one, topk_ids=[np.array([[0, 1, 2], [3, 4, 5]] * 3, np.int32)])
     uneven = replace(one, topk_ids=[np.array([[0, 1, 2], [0, 3, 4]] * 3, np.int32)])
@@ -191,7 +196,8 @@ def test_a_rank_alone_sends_nothing(ranks):
 
 
 class Traced(NamedTuple):
-    """A rank's traced call, between two looks at the clock; and whether its bits are those of an untraced one."""
+    """The report of a rank's traced call, the times just before and after the call, whether its result has the bits of
+    an untraced call, and the untraced call's events."""
 
     before_ns: int
     report: CallReport
@@ -230,7 +236,8 @@ def test_traced_call(pool, mode):
         assert counts_in(told[rank].report) == counted
         every_task_is_there(told[rank].report, rank, [len(ids) for ids in problem.topk_ids])
         times_add_up(told[rank])
-    # One clock for all processes: a rank ends its call when all have begun theirs, and no sooner.
+    # All processes have the same clock, so their times can be compared: no rank ends its call before all ranks have
+    # begun theirs.
     spans = [span_of(each.report.events) for each in told]
     assert max(start for start, _ in spans) < min(end for _, end in spans)
     group = summarize([each.report for each in told], SIZES["experts"])
@@ -240,7 +247,7 @@ def test_traced_call(pool, mode):
 
 
 def span_of(events: list[Event]) -> tuple[int, int]:
-    """When processors begin a call, and when they end it."""
+    """The times when the first processor begins a call and when the last processor ends it."""
     times = [(event.start_ns, event.end_ns) for event in events if event.actor != "os"]
     return min(start for start, _ in times), max(end for _, end in times)
 
@@ -250,7 +257,8 @@ def spent_on(kind: str, report: CallReport) -> int:
 
 
 def every_task_is_there(report: CallReport, rank: int, tokens: list[int]) -> None:
-    """Once, by index and column. Rows go to other ranks in parts of 32 tokens of a block."""
+    """The report has one event for each task, with the task's index and column. A block's rows go to another rank in
+    parts of 32 tokens, with one event each."""
     tiles, blocks, groups = range(report.tiles), range(report.tasks["gate"]), range(COLUMNS["gemm1"])
     of_tiles = {kind: itertools.product(tiles, range(COLUMNS[kind])) for kind in COLUMNS}
     columns = {"direct": range(1), "reduced": groups}[report.return_mode]
@@ -297,7 +305,7 @@ def times_add_up(traced: Traced) -> None:
 
 
 def test_times_of_an_untraced_call(ranks):
-    """Of each processor's time between the call's begin and its end, all is accounted for."""
+    """The times in the report (`phase_ns`) add up to the processors' whole time, from the call's begin to its end."""
     problem = problem_of("reduced", "rank 0 without")
     for rank, outcome in enumerate(ranks.call(problem, problem.limits() | {"processors": 2}, tile=TILE)):
         report = outcome.report

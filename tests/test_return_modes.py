@@ -1,4 +1,4 @@
-"""What `return_mode="auto"` means on GPUs, beside every committed measurement of both modes."""
+"""On GPUs, `return_mode="auto"` takes the mode that was faster in each committed measurement of both modes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from flashmoe.contexts.limits import engine_return_mode
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 SLOWER = 1.03
-"""The choice may take so many times as long as the faster mode. Calls of one shape differ by 1 to 3 %."""
+"""The mode that `auto` takes may need up to this many times as long as the faster mode. Calls of one shape differ by 1
+to 3 %."""
 BUILT_IN = "reduced 4"
-"""The way in link_clusters' results that has as many clusters as the engine chooses (kLinkClusters of policy.cpp)."""
+"""The name, in the results of benchmarks/link_clusters.py, of `reduced` with as many link clusters as the engine
+chooses (kLinkClusters of policy.cpp)."""
 
 
 def measured() -> Iterator[tuple[str, dict[str, float]]]:
-    """Of each shape, tokens and number of ranks: how long a call takes with either mode, over the bare GEMMs of its
-    own run."""
+    """For each measured shape, number of tokens and number of ranks: its name, and the time of a call in each mode,
+    divided by the time of the bare GEMMs in the same run."""
     for file in sorted((RESULTS / "link_clusters").glob("*.json")):
         for row in json.loads(file.read_text())["shapes"]:
             ways = row["busy_over_floor"]

@@ -1,4 +1,5 @@
-"""The package's rooms: few modules lie at its top, and every import path that a page or an example names is there."""
+"""The package's rooms (folders of internal modules): few modules lie at the package's top, and every import path that a
+page or an example names exists."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ ROOMS = ("calls", "contexts", "groups", "pytorch", "system", "weights")
 MOST_AT_THE_TOP = 18
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")])
 NO_MODULES = {"flashmoe.so", "flashmoe.pml", "flashmoe.transformers", "flashmoe.profiles"}
-"""Files, and the names of extras and entry points."""
+"""Names that `imported` finds in pages, but that are files, extras or entry points."""
 NEEDS = {
     "flashmoe.nn": "torch",
     "flashmoe.pytorch": "torch",
@@ -27,11 +28,11 @@ NEEDS = {
     "flashmoe.integrations.transformers": "transformers",
     "flashmoe.integrations.vllm": "vllm",
 }
-"""What some modules import that the package does not bring."""
+"""Modules of the package that import a package which `flashmoe` does not bring, and that package."""
 
 
 def imported(text: str) -> Iterator[str]:
-    """Dotted names that a text uses or imports, in prose as in code."""
+    """The dotted names below `flashmoe` that a text mentions or imports, in prose and in code."""
     yield from re.findall(r"(?<![\w./-])flashmoe(?:\.[A-Za-z_]\w*)+", text)
     for module, names in re.findall(r"from (flashmoe[\w.]*) import (\([^)]*\)|[^\n#`]*)", text):
         yield from (f"{module}.{name}" for name in re.findall(r"(\w+)(?: as \w+)?", names))
@@ -85,7 +86,7 @@ def test_a_room_says_what_is_in_it_and_imports_nothing(room):
 
 
 def test_an_import_of_the_package_brings_no_room_that_it_does_not_need():
-    """Groups on several machines, and PyTorch."""
+    """`import flashmoe` imports nothing of `groups`, by which ranks meet, and nothing of `pytorch`."""
     code = "import flashmoe, sys\nprint(*{name.split('.')[1] for name in sys.modules if name[:9] == 'flashmoe.'})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(ROOMS) & set(done.stdout.split()) == {"calls", "contexts", "system", "weights"}

@@ -1,4 +1,4 @@
-"""Of benchmarks/routing_flips.py: which tokens it finds to have other experts, a loss with another model's choices."""
+"""benchmarks/routing_flips.py: it finds the tokens with other experts, and the loss with another model's choices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from routing_flips import Trained, batches, compare, flips  # noqa: E402
 
 def test_a_flip_is_a_token_with_other_experts():
     ours = torch.tensor([[3.0, 2.0, 1.0, 0.0], [3.0, 2.0, 1.5, 0.0], [3.0, 2.0, 1.0, 0.0]])
-    theirs = torch.tensor([[2.0, 3.0, 1.0, 0.0], [3.0, 1.5, 1.75, 0.0], [3.0, 2.0, 1.0, 0.5]])  # an order, a flip, none
+    # Token 0 has the same two experts in another order, token 1 has another second expert, token 2 the same experts.
+    theirs = torch.tensor([[2.0, 3.0, 1.0, 0.0], [3.0, 1.5, 1.75, 0.0], [3.0, 2.0, 1.0, 0.5]])
     assert flips(ours, theirs, 2) == [{"token": 1, "experts": [[1], [2]], "gaps": [0.5, 0.25]}]
 
 
@@ -29,4 +30,4 @@ def test_models_that_are_alike_do_not_part_and_other_choices_are_another_loss():
     ids = ids.clone()
     ids[2, -1] = min(set(range(logits.shape[1])) - {*ids[2].tolist()})
     assert one.loss_with(windows, [routed[0], (logits, weights, ids)]) != loss
-    assert one.loss(windows).item() == loss  # its own routers again
+    assert one.loss(windows).item() == loss  # the model's own routers choose again

@@ -1,4 +1,4 @@
-"""The comparison of two versions of the package, and that it can fail."""
+"""benchmarks/same_bits.py: it finds whether two versions of the package differ in any layer's bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_version_that_differs_from_itself_is_found():
 
 
 def test_layers_have_names_of_their_own():
-    """Two of one name would be one."""
+    """Results are kept by the layer's name, so of two layers with the same name one would be lost."""
     layers = [*(layer for ranks in (1, 2, 4, 8) for layer in cpu_layers(ranks)), *gpu_layers(), *group_layers()]
     assert len({layer.name for layer in layers}) == len(layers) > 600
 

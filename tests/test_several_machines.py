@@ -1,4 +1,4 @@
-"""Groups whose ranks are on several machines: hosts that are network namespaces, which TLS connects over TCP."""
+"""Groups whose ranks are on several machines. The machines are network namespaces, and TLS over TCP connects them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from spread_ranks import (
 
 __all__ = ["network", "processes"]  # fixtures
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork of a process with threads
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python warns if a process with threads forks
 
 
 def listen(address: str) -> None:
@@ -60,11 +60,11 @@ class Refused(NamedTuple):
     error: Exception
     seconds: float
     left: list[str]
-    """Sockets, threads and shared memory of this process that were not there before."""
+    """Files, sockets, threads and shared memory that this process holds after the attempt and did not hold before."""
 
 
 def attempt(*arguments: Any) -> Refused | None:
-    """None: it has joined."""
+    """Tries to join a group. Returns None if that succeeds."""
     before, since = held(), time.monotonic()
     try:
         enter(*arguments)
@@ -79,7 +79,7 @@ def attempt(*arguments: Any) -> Refused | None:
 def held() -> set[str]:
     found = {f"thread {path.name}" for path in Path("/proc/self/task").iterdir()}
     for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # by which they are listed
+        with contextlib.suppress(OSError):  # the descriptor by which this loop lists the folder may be closed
             found.add(os.readlink(path))
     return found | {line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line}
 
@@ -94,7 +94,7 @@ SPREADS = [[0, 1, 1, 0], [0, 0, 1, 2, 2]] + ([[0, 1], [0, 0, 1, 1, 2, 2, 0, 1]] 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("spread", SPREADS, ids=str)
 def test_direct_has_the_bits_of_one_rank(network: MakeNetwork, spread: list[int]):
-    """Uneven numbers of tokens, a rank without any, and many calls; and what is left behind is nothing."""
+    """The ranks have different numbers of tokens, and one has none. They make many calls, and leave nothing behind."""
     net = network(max(spread) + 1)
     ranks, alone = formed(net, spread), one_rank(net)
     counts = [([37, 0, 150, 9, 64] * 2)[p] for p in range(len(spread))]
@@ -111,11 +111,11 @@ def test_direct_has_the_bits_of_one_rank(network: MakeNetwork, spread: list[int]
 @nightly
 @pytest.mark.timeout(3600)
 def test_groups_of_any_sizes(network: MakeNetwork):
-    """200 of them, of processes that join again and again, and keep nothing of the groups that are over."""
+    """The same 24 processes join 200 groups, one after the other, and keep nothing of a group that has ended."""
     net, rng = network(3), np.random.default_rng(5)
     alone = one_rank(net)
     here = [net.start([host] * 8, FLASHMOE_SECRET=SECRET) for host in range(3)]
-    first: dict[int, int] = {}  # by process: what it holds after its first group
+    first: dict[int, int] = {}  # by process id: how many things (`held`) the process holds after its first group
     for seed in range(200):
         spread = [0, *rng.integers(0, 3, rng.integers(1, 8)).tolist()]
         free = [rng.permutation(np.array(each, object)).tolist() for each in here]
@@ -130,13 +130,15 @@ def test_groups_of_any_sizes(network: MakeNetwork):
 
 
 def test_reduced_returns_are_within_rounding(network: MakeNetwork):
-    """They are the same in every call, and within the rounding of a sum of K numbers of `direct`'s."""
+    """The results with `reduced` have the same bits in every call, and differ from those with `direct` by no more than
+    the rounding of a sum of K numbers."""
     net = network(2)
     xs = tokens_of([30, 41, 0], 3)
     ranks, alone = formed(net, [0, 1, 1], "reduced"), one_rank(net)
     for y, x in zip(all_of(ranks, compute, [(x, 3, 5) for x in xs]), xs, strict=True):
         expected = told(alone, compute, x, 3)
-        # K rows of a token, in another order: K - 1 additions, each within half an ulp of sums of up to K rows.
+        # Both modes add the K rows of a token, each in its own order: K - 1 additions, each of which errs by at most
+        # half an ulp of a sum of up to K rows.
         bound = 2 * K * np.finfo(np.float32).eps * np.abs(expected).max(initial=0) * K
         assert np.abs(y - expected).max(initial=0) <= bound
     check_leaving(ranks)
@@ -144,11 +146,12 @@ def test_reduced_returns_are_within_rounding(network: MakeNetwork):
 
 @nightly
 def test_gradients_have_the_bits_of_one_rank(network: MakeNetwork):
-    """Those of x, where each row is returned by itself."""
+    """Only gradients of x are compared: each of their rows is returned by itself, whereas gradients of weights sum over
+    the tokens of all ranks."""
     net = network(2)
     ranks, alone = formed(net, [0, 1, 1]), one_rank(net)
     xs, dys = tokens_of([30, 41, 0], 3), tokens_of([30, 41, 0], 4)
-    # To import PyTorch may take a minute where all of them do.
+    # When all ranks import PyTorch at the same time, that may take a minute.
     grads = all_of(ranks, gradients, [(x, dy, 3) for x, dy in zip(xs, dys, strict=True)], 200.0)
     for (dx, *_), x, dy in zip(grads, xs, dys, strict=True):
         assert np.array_equal(dx, told(alone, gradients, x, dy, 3, seconds=200.0)[0])
@@ -162,7 +165,7 @@ def errors_of_joining(net: Network, spread: Sequence[int], arguments: Sequence[t
     ranks = net.start(spread, FLASHMOE_SECRET=SECRET)
     if "other" in secrets:
         ranks[-1] = net.start(spread[-1:], FLASHMOE_SECRET=secrets["other"])[0]
-    all_of(ranks, os.getpid, [()] * len(ranks))  # they have begun: so each is given all of its time
+    all_of(ranks, os.getpid, [()] * len(ranks))  # all processes run now, so starting them takes none of the timeout
     errors = []
     for arguments_of, refused in zip(arguments, all_of(ranks, attempt, arguments), strict=True):
         timeout = arguments_of[-1]
@@ -174,7 +177,7 @@ def errors_of_joining(net: Network, spread: Sequence[int], arguments: Sequence[t
 
 
 def test_a_rank_that_comes_behind_the_end_of_its_meeting_hears_why(monkeypatch):
-    """Rank 0, too, which listens before it comes itself."""
+    """Rank 0 too hears why: it listens from the start, but comes to its own meeting only when the meeting has ended."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = free.getsockname()
     over, told = threading.Event(), []
@@ -206,33 +209,33 @@ def test_joining_ends_with_a_named_error(network: MakeNetwork):
     def attempts(*ranks: int, of: int, timeout: float = 2.0) -> list[tuple]:
         return [(p, of, where, "direct", timeout) for p in ranks]
 
-    # Nobody listens.
+    # No rank listens at the address.
     (error,) = errors_of_joining(net, [1], attempts(1, of=2))
     assert isinstance(error, PeerTimeout)
     assert "rank 1 on host host2 cannot reach the rendezvous" in str(error) and "refused" in str(error)
-    # One is missing.
+    # One rank is missing.
     for error in errors_of_joining(net, [0, 1], attempts(0, 2, of=3)):
         assert isinstance(error, PeerTimeout) and "rank 1 did not join within 2 s" in str(error)
     # A rank that joins twice.
     for error in errors_of_joining(net, [0, 1, 1], attempts(0, 1, 1, of=3, timeout=30.0)):
         assert isinstance(error, GroupError) and "already has a rank 1" in str(error) and "host2" in str(error)
-    # Ranks that disagree on how many they are, and on the return mode's memory.
+    # Ranks that disagree on the number of ranks.
     disagreeing = [*attempts(0, of=2, timeout=30.0), *attempts(1, of=3, timeout=30.0)]
     for error in errors_of_joining(net, [0, 1], disagreeing):
         assert isinstance(error, GroupError)
         assert "disagrees on ranks: rank 0 has 2, rank 1 on host host2 has 3" in str(error)
-    # Another secret: the rank is told, the others hear why one is missing.
+    # A rank with another secret is told so, and the other rank hears why that rank is missing.
     told_so, other = errors_of_joining(net, [0, 1], attempts(0, 1, of=2), other="another secret, which is wrong")
     assert isinstance(other, GroupError) and "FLASHMOE_SECRET" in str(other)
     assert isinstance(told_so, PeerTimeout) and "another secret was refused" in str(told_so)
-    # The port is taken: rank 0 cannot listen, and who does is no rank.
+    # The port is taken by a process that is no rank: rank 0 cannot listen, and rank 1 does not reach it.
     squatter = net.start([0])[0]
     assert told(squatter, listen, net.address(0)) is None
     error, elsewhere = errors_of_joining(net, [0, 1], attempts(0, 1, of=2))
     assert isinstance(error, GroupError) and f"expected port {PORT}" in str(error)
     assert isinstance(elsewhere, PeerTimeout) and f"cannot reach the rendezvous {where}" in str(elsewhere)
     squatter.end()
-    # No way there.
+    # The link between the hosts is cut.
     net.cut(1)
     here, there = errors_of_joining(net, [0, 1], attempts(0, 1, of=2))
     assert isinstance(here, PeerTimeout) and "rank 1 did not join within 2 s" in str(here)
@@ -249,13 +252,13 @@ def test_a_rank_that_ends_while_others_join_is_named(network: MakeNetwork, gone:
     where = f"{net.address(0)}:{PORT}"
     ranks = net.start([0, 1, 1], FLASHMOE_SECRET=SECRET)
     for p, rank in enumerate(ranks):
-        rank.tell((attempt, (p, 4, where, "direct", 30.0)))  # of four, one of which never comes
+        rank.tell((attempt, (p, 4, where, "direct", 30.0)))  # of four ranks; the fourth never comes
     at_rank_0 = f":{PORT:04X}"
     await_condition(
         lambda: len([line for line in net.hosts[0].sockets() if line.split()[1].endswith(at_rank_0)]) == 1 + len(ranks),
         "they have not come to where rank 0 listens",
     )
-    time.sleep(0.5)  # who has come is let in
+    time.sleep(0.5)  # meanwhile rank 0 accepts the ranks that have come
     ranks.pop(gone).signal(signal.SIGKILL)
     for refused in [rank.hear(2 * MARGIN) for rank in ranks]:
         assert isinstance(refused.error, GroupError) and text.format(where=where) in str(refused.error)
@@ -264,7 +267,8 @@ def test_a_rank_that_ends_while_others_join_is_named(network: MakeNetwork, gone:
 
 
 def test_strangers_neither_join_nor_hold_the_listener_up(network: MakeNetwork):
-    """Some say nothing, some talk nonsense, some try a secret; meanwhile the ranks meet."""
+    """Of 100 connections of a stranger, a third sends nothing, a third sends a wrong proof of the secret, and a third
+    sends too many bytes. They stay open while the ranks meet."""
     net = network(2)
     ranks = net.start([0, 1], FLASHMOE_SECRET=SECRET)
     stranger = net.start([1])[0]
@@ -277,7 +281,7 @@ def test_strangers_neither_join_nor_hold_the_listener_up(network: MakeNetwork):
 
 
 def pester(address: str) -> str:
-    for _ in range(200):  # until it listens
+    for _ in range(200):  # until rank 0 listens
         try:
             socket.create_connection((address, PORT), 1).close()
             break
@@ -292,7 +296,7 @@ def pester(address: str) -> str:
             each.settimeout(0.05)
             heard = each.recv(4096)
             heard = each.recv(4096) if number % 3 == 1 else b""
-        except OSError:  # of too many the oldest are closed
+        except OSError:  # a timeout, or the listener has closed the connection, since there are too many
             continue
         assert heard in (b"", bytes(32)), heard
     OPEN["held"] = held  # type: ignore[assignment]
@@ -357,8 +361,8 @@ def many_calls(x: np.ndarray, seed: int) -> str:
 
 @pytest.mark.parametrize("what", ["cut", *(pytest.param(each, marks=nightly) for each in ("killed", "stopped"))])
 def test_a_host_that_is_gone_is_named(network: MakeNetwork, what: str):
-    """In the midst of calls a link is cut, or a host's ranks are killed, or stopped: who is left ends with an error
-    that names a rank of it, within the timeout."""
+    """During calls, the link to a host is cut, or the host's ranks are killed or stopped. Each rank that is left ends
+    with an error that names a rank on the other host, soon after the timeout."""
     net = network(2)
     timeout = 3.0
     ranks = formed(net, [0, 0, 1, 1], timeout=timeout)
@@ -384,7 +388,8 @@ def test_a_host_that_is_gone_is_named(network: MakeNetwork, what: str):
 
 
 def test_a_slow_link_and_one_that_is_down_for_a_while_change_nothing(network: MakeNetwork):
-    """10 Mbit/s; then half a second without a link, in the midst of calls; then a rank that is stopped for as long."""
+    """The results are right if the link is cut for half a second during calls, if a rank is stopped for half a second,
+    and if the link has only 10 Mbit/s."""
     net = network(2)
     ranks, alone = formed(net, [0, 1], timeout=8.0), one_rank(net)
     xs = tokens_of([180, 11], 8)
@@ -420,7 +425,8 @@ def test_a_slow_link_and_one_that_is_down_for_a_while_change_nothing(network: Ma
 
 
 def meet_in_threads(ranks: Sequence[int], of: int, secrets: Sequence[bytes | None], timeout: float = 10.0) -> list[Any]:
-    """What two exchanges give each of these ranks of `of`, which are threads, or the error."""
+    """Runs these ranks of a group of `of` ranks as threads. Returns for each rank the results of two exchanges, or the
+    error."""
     store = pytest.importorskip("torch.distributed").HashStore()
 
     def meet(rank: int, secret: bytes | None) -> Any:

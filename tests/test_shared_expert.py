@@ -1,4 +1,4 @@
-"""The shared expert: an FFN of every token, beside its experts and in the same call."""
+"""The shared expert: an FFN that every token goes through, beside its K experts and in the same call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_bits_do_not_depend_on_how_many_ranks_there_are(ranks: Ranks):
 
 
 def test_the_routed_part_keeps_its_routing_and_its_report(ranks: Ranks):
-    """Other ranks get no row for the sake of a shared expert."""
+    """With a shared expert, ranks send one another no more rows, because each computes it for its own tokens."""
     plain = random_problem(7, [40, 24], **SIZES)
     more = random_problem(7, [40, 24], **SIZES, shared=2)
     more.router = plain.router
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], told: str):
 
 
 def test_ids_of_slices_are_no_experts(ranks: Ranks):
-    """E and up stand for the shared expert's slices, but not for a caller."""
+    """Within a call, ids of E and above stand for the shared expert's slices; but a caller may not give such ids."""
     problem = random_problem(10, [9, 9], **SIZES, shared=2, fused=False)
     problem.topk_ids[1][3, 2] = 17
     with pytest.raises(Exception, match=r"topk_ids: expected ids in \[0, E=16\), or -1 for none, got 17"):

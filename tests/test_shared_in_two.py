@@ -1,4 +1,5 @@
-"""A shared expert whose gate and up are two matrices, read where they are: the bits of one matrix that has both."""
+"""A shared expert whose gate and up are two matrices, `shared_gate_up` and `shared_up`, each read where it lies:
+results and gradients have the bits that they have with one matrix of both."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def apart(both: Any) -> dict[str, Any]:
-    """The two operands that have the rows of `both`, each in memory of its own."""
+    """The two operands for gate and up, which have the first and the second half of the rows of `both`. Each is in
+    memory of its own."""
     gate, up = (
         half.copy() if isinstance(half, np.ndarray) else half.clone()
         for half in (both[: len(both) // 2], both[len(both) // 2 :])
@@ -37,7 +39,7 @@ def apart(both: Any) -> dict[str, Any]:
 
 
 def check_bits(together: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
-    """All results and gradients of a rank's calls are the same to the bit."""
+    """A rank's result and gradients have the same bits with one matrix (`together`) and with two (`found`)."""
     assert found.keys() == together.keys() | {"shared_up"}
     halves = apart(together["shared_gate_up"])
     assert halves["shared_gate_up"].any() and halves["shared_up"].any()
@@ -77,7 +79,7 @@ def test_random_sizes_have_the_same_bits(dtype, hidden, intermediate, shared, to
 @pytest.mark.parametrize("return_mode", ["direct", "reduced"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_have_the_same_bits(pool: RankPool, dtype: str, return_mode: str):
-    """One of them without tokens in the first case."""
+    """In the first case, one of the ranks has no tokens."""
     for tokens in ([40, 0], [33, 65]):
         problem, grads = trainable(4, tokens, dtype=dtype, shared=2, return_mode=return_mode, **SIZES)
         calls = train(pool, problem, grads, times=2, options=({}, apart(problem.shared_gate_up)), perturb=(1, 2))
@@ -89,7 +91,8 @@ def test_two_ranks_have_the_same_bits(pool: RankPool, dtype: str, return_mode: s
 
 
 def test_ranks_may_differ(pool: RankPool):
-    """In how they hold the shared expert, which is each rank's own."""
+    """One rank may have gate and up in one matrix and the other rank in two, because each rank has its own tensors of
+    the shared expert."""
     problem, grads = trainable(5, [20, 30], shared=2, **SIZES)
     (expected,) = train(pool, problem, grads)
     with_up = apart(problem.shared_gate_up)
@@ -113,7 +116,7 @@ def _leaves(problem: Any, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 @pytest.mark.parametrize("frozen", ["shared_gate_up", "shared_up"])
 def test_one_of_the_two_may_be_frozen(frozen: str):
-    """The other's gradient is as it was, and nothing is written elsewhere."""
+    """The frozen matrix gets no gradient, and the gradient of the other matrix is the same as if neither is frozen."""
     problem = random_problem(6, [30], shared=2, **SIZES)
     found = []
     with flashmoe.Context(**problem.limits()) as context:
@@ -129,7 +132,7 @@ def test_one_of_the_two_may_be_frozen(frozen: str):
 
 
 def test_they_may_be_neighbours_or_one_matrix():
-    """Halves of one matrix, in either order in memory, and one matrix twice."""
+    """The two operands may be halves of one matrix, in either order in memory, or one matrix given twice."""
     problem = random_problem(7, [30], shared=1, **SIZES)
     both = as_tensor(problem.shared_gate_up)
     gate, up = both.chunk(2)
@@ -146,7 +149,8 @@ def test_they_may_be_neighbours_or_one_matrix():
 
 
 def test_gradients_under_a_compiler():
-    """Of the operator, whose results are tensors of their own."""
+    """Under `torch.compile`, the call is an operator of PyTorch, which returns gradients as new tensors. Their bits are
+    those of a call that is not compiled."""
     problem = random_problem(8, [30], shared=2, **SIZES)
     found = []
     with flashmoe.Context(**problem.limits()) as context:

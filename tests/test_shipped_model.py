@@ -1,4 +1,5 @@
-"""The trained model that the package ships, on the CPU engine: the text and the perplexity of eager experts."""
+"""The trained model that the package ships, on the CPU engine: it writes the text that it writes with eager experts,
+and has about the same perplexity."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ROOM = LOAD | {"max_tokens": 512}
 
 
 def _write(rank, ranks):
-    """What a rank writes from its own prompt, and what the whole model writes with eager experts."""
+    """The text that a rank writes from its own prompt, and the text that the whole model with eager experts writes from
+    the same prompt."""
     expected = text_of(loaded(dtype=torch.float32, experts_implementation="eager"), PROMPTS[rank])
     model = load_parallel(FOLDER, dtype=torch.float32, **ROOM)
     return text_of(model, PROMPTS[rank], synced_gpus=True), expected
@@ -48,7 +50,8 @@ def test_a_process_alone_writes_the_same(one_thread):
 
 
 def test_its_tokenizer_is_complete():
-    """Any text comes back, and what ends and fills texts is in the vocabulary; training pads with it."""
+    """Decoding gives back any text. The tokens that end and pad texts are in the vocabulary, and padded batches can be
+    continued and trained on."""
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
     tokenizer = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
@@ -86,7 +89,7 @@ def _read(rank, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_it_foretells_a_passage_as_well_as_eager_experts(on_ranks, eager, ranks):  # noqa: F811
     _, expected = eager
-    assert 15.0 < expected < 25.0  # as its README.md says of the whole text
+    assert 15.0 < expected < 25.0  # the model's README.md says 18.7 for the whole test text
     assert perplexity(sum(on_ranks(ranks, _read))) == pytest.approx(expected, rel=ALIKE)
 
 
@@ -100,7 +103,8 @@ def test_a_lost_expert_would_be_noticed(eager):
 
 
 def test_the_routing_of_the_passage_can_be_drawn(tmp_path):
-    """By the example; of layer 1, whose hidden states are shipped, by the command's own count."""
+    """examples/routing_map.py draws the routing, and prints how many tokens each layer's experts get. For layer 1,
+    whose hidden states are shipped, a call of the layer must give the same numbers."""
     root = Path(__file__).resolve().parents[1]
     command = [sys.executable, str(root / "examples" / "routing_map.py"), str(tmp_path / "map.png")]
     said = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout

@@ -1,4 +1,4 @@
-"""Simulated time: its inputs are those measured, and what it predicts is within a tenth of what was measured."""
+"""Simulated time: its inputs are the measured ones, and the times that it predicts are within 10 % of measured ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS = {
     "qwen3-30b": ("qwen3-30b-a3b", 8192),
     "mixtral": ("mixtral-8x7b", 8192),
 }
-"""Of the benchmarks: as models, and tokens a GPU."""
+"""Layers by their names in the benchmarks: the name in `flashmoe.models`, and the tokens per GPU."""
 MEASURED = [
     ("fused_gpu/h200x1.json", 1),
     ("fused_gpu_slices/h100x1.json", 1),
@@ -31,13 +31,13 @@ MEASURED = [
 
 
 def predicted(layer: str, gpus: int) -> float:
-    """Milliseconds."""
+    """The simulated time of a call, in milliseconds."""
     model, tokens = LAYERS[layer]
     return simulation.simulate(models.find(model), tokens=tokens, gpus=gpus).call_us / 1e3
 
 
 def measured(file: str, layer: str) -> float:
-    """Milliseconds, the median of the slowest rank's."""
+    """The measured time of a call, in milliseconds: the median over calls, each timed on its slowest rank."""
     rows = json.loads((RESULTS / file).read_text())["shapes"]
     return next(row["fused_ms"] for row in rows if (row["shape"], row["tokens"]) == (layer, LAYERS[layer][1]))
 
@@ -48,7 +48,8 @@ def test_task_times_are_those_measured():
 
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_a_timeline_is_of_the_call_that_is_simulated(gpus):
-    """Its tasks are as long as those of the call, begin and end with them, and a cluster has one at a time."""
+    """The timeline's tasks take as long as those of the simulated call, the first task begins and the last task ends
+    when the call's do, and a cluster has one task at a time."""
     of = {"tokens": 2048, "gpus": gpus}
     events = simulation.timeline(models.find("qwen3-30b-a3b"), **of)
     call = simulation.simulate(models.find("qwen3-30b-a3b"), **of)
@@ -56,7 +57,7 @@ def test_a_timeline_is_of_the_call_that_is_simulated(gpus):
     clusters = {event.actor for event in events[0]}
     assert len(events) == gpus and len(clusters) == inputs.GPU["blocks"] / 2
     busy_ns = sum(each.end_ns - each.start_ns for of_rank in tasks for each in of_rank)
-    # Times are cut to nanoseconds: each end by less than one.
+    # The timeline has whole nanoseconds, so each of its times is too small by less than 1 ns.
     assert busy_ns / len(clusters) / gpus == pytest.approx(call.busy_us * 1000, abs=max(map(len, tasks)))
     assert max(min(each.start_ns for each in of_rank) for of_rank in tasks) == int(call.first_task_us * 1000)
     assert max(each.end_ns for of_rank in tasks for each in of_rank) == int(call.last_task_us * 1000)
@@ -88,8 +89,8 @@ def test_traced_layers_have_their_own_times():
 
 
 def test_bytes_are_those_of_rows():
-    """Of two ranks that each have half of the experts, K = 2: a row goes to the other unless both its experts are here,
-    and as many come back as experts are there."""
+    """Each of two ranks has half of the experts, and K = 2. A token's row goes to the other rank unless both its
+    experts are on the token's own rank, and one row comes back for each of its experts on the other rank."""
     tokens, shape = 16384, models.find("flashmoe-paper")
     call = simulation.simulate(shape, tokens=tokens, gpus=2)
     here = (shape.experts / 2 / shape.experts) * ((shape.experts / 2 - 1) / (shape.experts - 1))

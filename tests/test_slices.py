@@ -1,4 +1,4 @@
-"""Experts that are cut into slices on several ranks, on the CPU engine, against the same layer whole."""
+"""Experts that are cut into slices on several ranks, on the CPU engine, against the same layer with whole experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OF_EXPERTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
 @dataclass(eq=False)
 class Sliced(Problem):
-    """A problem whose experts, and `placement`, are of slices of another one's."""
+    """A problem whose experts are slices of another problem's experts. `placement` says where each slice lies."""
 
     slices: int = 1
 
@@ -60,7 +60,7 @@ class Sliced(Problem):
 
 
 def check(whole: Problem, sliced: Sliced, outcomes: list[Outcome]) -> None:
-    """Every rank's y is what the whole experts make, within the error that slices may have; its routing is theirs."""
+    """Every rank's y is that of the whole experts, within the error bound of slices, and so is its routing."""
     slices = sliced.slices
     for rank, outcome in enumerate(outcomes):
         x, report = whole.x[rank], outcome.report
@@ -116,13 +116,14 @@ def test_layers(ranks: Ranks, layer: dict[str, Any], count: int, tensor: int):
 
 
 SPLITS = [(count, tensor) for count in (2, 4, 8) for tensor in (1, 2, 4, 8) if tensor <= count]
-"""Ranks, and how many of them share an expert."""
+"""The number of ranks, and how many of them share the slices of an expert."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("count", "tensor"), SPLITS)
 def test_every_split(ranks: Ranks, count: int, tensor: int, dtype: str):
-    """Expert times tensor parallelism: with biases and a capacity, uneven batches, and ranks that have none."""
+    """All ways to split ranks between expert and tensor parallelism, with biases or with a capacity. Ranks have
+    different numbers of tokens, and some have none."""
     tokens = [40, 0, 7, 33, 1, 0, 19, 150][:count]
     sizes = {"hidden": 40, "intermediate": 32, "experts": 8, "top_k": 3, "skew": 3.0}
     for options in ({"biases": (True, True, True)}, {"capacity_factor": 0.5}):
@@ -135,7 +136,8 @@ def test_every_split(ranks: Ranks, count: int, tensor: int, dtype: str):
 
 @st.composite
 def sliced_problems(draw) -> tuple[Problem, Sliced, dict[str, Any]]:
-    """Any split and any placement of slices, with copies: uneven, and with ranks that hold nothing."""
+    """Any number of slices and any placement of them, also with several copies of a slice, with different numbers of
+    slices on the ranks, and with ranks that hold none."""
     count = draw(st.sampled_from([2, 4, 8]) | st.integers(2, 8))
     slices = draw(st.sampled_from([n for n in range(2, count + 1) if count % n == 0]) | st.integers(2, 8))
     experts = draw(st.integers(1, 12))
@@ -177,8 +179,9 @@ def test_any_placement_of_slices(ranks: Ranks, drawn: tuple[Problem, Sliced, dic
 
 
 def check_traffic(sliced: Sliced, outcomes: list[Outcome]) -> None:
-    """What crossed between ranks, by definition: a token's row goes once to each other rank that holds any slice of any
-    of its experts, and one row comes back from there; besides, 12 bytes for each slice, and a signal a packet."""
+    """Reports count the right traffic between ranks: a token's row goes once to each other rank that holds a slice of
+    its experts, and one row comes back from that rank. In addition, each slice for which a row goes to another rank
+    adds an entry of 12 bytes, and each packet a signal of 8 bytes."""
     n, row = sliced.slices, sliced.x[0].shape[1] * sliced.x[0].itemsize
     sent = np.zeros((len(outcomes), len(outcomes)), np.int64)  # [from, to] tokens
     entries = np.zeros_like(sent)
@@ -210,7 +213,8 @@ def test_the_same_bits_whatever_the_schedule(ranks: Ranks, dtype: str):
 
 
 def test_a_row_crosses_once_to_a_rank_with_several_slices(ranks: Ranks):
-    """Of two ranks each has a slice of every expert: a token crosses once, and one sum of its slices comes back."""
+    """Each of two ranks has a slice of every expert: a token's row goes to the other rank once, and one sum of its
+    slices' rows comes back."""
     whole = random_problem(6, [40, 30], **SIZES, fused=False)
     outcomes = ranks.call(Sliced.of(whole, 2, hybrid(6, 2, 2)))
     assert [outcome.report.rows_sent for outcome in outcomes] == [40, 30]
@@ -236,7 +240,7 @@ def test_whole_and_sliced_calls_of_one_context(ranks: Ranks):
 def _module(
     rank: int, ranks: int, name: str, sliced: Sliced, layer: Any, state: dict[str, Any], how: str
 ) -> np.ndarray:
-    """What the module gives that is made from whole experts, or from this rank's slices."""
+    """The result of a module that is made in the way `how`: from whole experts, or from this rank's slices."""
     sizes = {"hidden": 48, "intermediate": 24, "experts": 6, "top_k": 3}
     placed = {"placement": sliced.placement, "slices": sliced.slices}
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **sliced.limits()) as context, torch.no_grad():
@@ -266,7 +270,8 @@ def _module(
 
 @pytest.mark.parametrize("how", ["a layer", "its part of a layer", "a state dict", "its own state"])
 def test_a_module_cuts_what_it_loads(how: str):
-    """Of two ranks each has as many slices as there are experts."""
+    """Each of the two ranks has 6 slices, as many as there are experts, so the number of matrices does not tell whether
+    they are whole experts or a rank's slices."""
     whole = random_problem(12, [30, 20], **SIZES, biases=(True, True, True))
     sliced = Sliced.of(whole, 2, hybrid(6, 2, 2))
     weights = {name: getattr(whole, name) for name in (*OF_EXPERTS, "router", "router_bias", "choice_bias")}
@@ -349,7 +354,7 @@ def test_a_later_slice_brings_no_bias_of_the_second_product(dtype: str):
     whole = random_problem(10, [5, 5], **SIZES, biases=(False, False, True), dtype=dtype)
     sliced = Sliced.of(whole, 2, hybrid(6, 2, 2))
     good = sliced.down_bias.copy()
-    sliced.down_bias[7, 3] = -0.5  # slice 1 of expert 3, the fourth of rank 1
+    sliced.down_bias[7, 3] = -0.5  # slice 1 of expert 3, the fourth slice that rank 1 has
     with RankPool(2) as pool:
         messages, *results = zip(*pool.call(_call_again, [(sliced, good)] * 2, timeout=6 * PATIENCE), strict=True)
     assert messages[0] == f"rank 1 refused call 1: {messages[1]}"
@@ -359,7 +364,8 @@ def test_a_later_slice_brings_no_bias_of_the_second_product(dtype: str):
 
 
 def _call_again(rank: int, ranks: int, name: str, sliced: Sliced, bias: np.ndarray) -> tuple[str, Any, Any]:
-    """A rank refuses a call, of which the other hears; then both call again."""
+    """Rank 1 refuses a call for its down bias, and rank 0 gets an error that says so. Then both ranks call with `bias`.
+    Returns the rank's error text, and the result and report of the second call."""
     expected = InvalidArgument if rank == 1 else GroupError
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **sliced.limits()) as context:
         with pytest.raises(expected) as caught:

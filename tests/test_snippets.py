@@ -1,4 +1,5 @@
-"""Readers copy the pages' snippets: they run as they stand. tests/test_types.py has type checkers read them."""
+"""The code snippets of pages run as they stand, because users copy them. tests/test_types.py runs type checkers on
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layer's description, its options and its way from Python to C++."""
+"""The description of a layer (`LayerSpec`), its options, and how both go from Python to C++."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMITS = {
 
 @pytest.fixture
 def call():
-    """Calls the shipped operator on a layer that fits it."""
+    """A function that makes a call of a valid layer in a context with room for it."""
     arguments = random_problem(1, [5], **SIZES).arguments(0)
     with flashmoe.Context(max_tokens=8, dtype="float32", processors=1, **SIZES) as context:
         yield lambda: flashmoe.moe(context, **arguments)
@@ -61,7 +61,7 @@ def test_a_layer_is_frozen():
 
 
 def changed(monkeypatch, change) -> None:
-    """Changes the map by which a layer goes to the library."""
+    """Applies `change` to every map in which Python gives a layer to the C++ library."""
     whole = LayerSpec.to_map
     monkeypatch.setattr(LayerSpec, "to_map", lambda layer: change(whole(layer)))
 

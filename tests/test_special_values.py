@@ -1,5 +1,5 @@
-"""NaN, infinities and ids of no expert: whose rows they spoil, what is told of them, and that all other rows, ranks and
-calls are as without."""
+"""NaN, infinities, and ids that name no expert: which rows they spoil, and what reports and errors say. All other rows,
+ranks and calls have the results that they have without them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def drawn(seed: int, count: int, **options: Any) -> Problem:
 
 
 def spoiled(problem: Problem, seed: int) -> tuple[Problem, list[np.ndarray]]:
-    """With a tenth of the rows of each rank, one at least, as this module is about; and which have no expert."""
+    """The problem with a tenth of each rank's rows spoiled, at least one: by NaN or an infinity in x, or if ids are
+    given, by ids of -1 (further choices, at random, are then -1 too). Also, by rank, which rows have no expert."""
     rng = np.random.default_rng(seed)
     x, rows = [each.copy() for each in problem.x], []
     for of_rank in x:
@@ -67,7 +68,7 @@ def spoiled(problem: Problem, seed: int) -> tuple[Problem, list[np.ndarray]]:
     for of_rank, of_weights, some in zip(ids, weights, rows, strict=True):
         of_rank[some] = -1
         of_rank[rng.random(of_rank.shape) < 0.1] = -1
-        of_weights[of_rank < 0] = np.nan  # nobody reads them
+        of_weights[of_rank < 0] = np.nan  # weights of choices without an expert are not read
     return replace(problem, topk_ids=ids, topk_weights=weights), [(each < 0).all(axis=1) for each in ids]
 
 
@@ -93,7 +94,7 @@ def reference(problem: Problem, rank: int, **more: Any) -> Any:
 
 
 def verify(problem: Problem, outcomes: list[Outcome]) -> None:
-    """In float32: as the definition has it, by the error of sums in that order."""
+    """In float32, routing, reports and results are those of the reference, the results within an error of float32."""
     for rank, outcome in enumerate(outcomes):
         expected, report = reference(problem, rank), outcome.report
         np.testing.assert_array_equal(report.topk_ids, expected.topk_ids)
@@ -114,7 +115,7 @@ def verify(problem: Problem, outcomes: list[Outcome]) -> None:
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", LAYERS)
 def test_other_rows_keep_their_bits(ranks: Ranks, name: str, count: int):
-    """As in a call of them alone; and all is as the definition has it."""
+    """Rows that are not spoiled have the bits of a call with these rows alone, and all rows are as in the reference."""
     problem, rows = spoiled(drawn(11, count, **LAYERS[name]), 12)
     alone = without(problem, rows)
     limits = problem.limits() | {"return_mode": "auto"}
@@ -165,7 +166,8 @@ def test_half_types(ranks: Ranks, fused: bool):
 
 
 def test_random_calls_back_to_back(ranks: Ranks):
-    """Of both kinds, with rows of each sort and without, on disturbed schedules; none hangs."""
+    """Calls with a router and calls with given ids, some with spoiled rows, all with random delays: their results are
+    right, and none hangs."""
     for count in (1, 2, 4):
         problems = []
         for seed in range(12):
@@ -220,7 +222,8 @@ def test_a_large_bias_of_the_choice_chooses_no_expert_that_a_logit_rules_out(ran
 
 @pytest.mark.parametrize("options", [{}, {"renormalize": False}, {"score": "sigmoid"}, {"choice_bias": True}], ids=str)
 def test_too_few_are_left(ranks: Ranks, options: dict[str, Any]):
-    """Then the lowest of those ruled out are chosen, with a weight of 0, as by PyTorch's softmax and topk."""
+    """If fewer than K experts are left, the lowest ids among the experts that are ruled out are chosen too, with a
+    weight of 0, as by PyTorch's softmax and topk."""
     problem = masked(drawn(23, 1, **options), [0, 1, 2, 3, 4, 6], "router_bias")
     (found,) = ranks.call(problem)
     verify(problem, [found])
@@ -252,13 +255,13 @@ def test_a_bias_that_rules_out_every_choice(ranks: Ranks, where: str, value: flo
     assert [each.report.bad_rows for each in found] == TOKENS[2]
 
 
-# ---- errors, after which all goes on -----------------------------------------------------------------------------
+# ---- errors, after which ranks go on calling ---------------------------------------------------------------------
 
 
 def _told(
     rank: int, ranks: int, _: str, name: str, limits: dict[str, Any], calls: list[dict[str, Any]]
 ) -> list[tuple[str, Any]]:
-    """Of each call what it raises, or its result."""
+    """For each call an empty text and the result, or the text of the error that it raises and `last_call`."""
     found: list[tuple[str, Any]] = []
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits) as context:
         for arguments in calls:
@@ -270,7 +273,7 @@ def _told(
 
 
 def told(pool: RankPool, problems: list[Problem]) -> list[list[tuple[str, Any]]]:
-    """By rank, and by call."""
+    """Makes these calls in one group. Returns what `_told` returns, by rank and by call."""
     count, name = problems[0].ranks, f"told-{secrets.token_hex(6)}"
     arguments = [(name, problems[0].limits(), [each.arguments(rank) for each in problems]) for rank in range(count)]
     return pool.call(_told, arguments, ranks=count, timeout=120.0)
@@ -309,7 +312,7 @@ def test_of_several_wrong_rows_the_first_is_told(pool: RankPool):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_strict_calls(pool: RankPool, count: int):
-    """The rank that has the row hears of it, and the next call is in step."""
+    """Only the rank that has the bad row gets an error, and the ranks' next calls are right."""
     good, who = random_problem(33, [12] * count, **SIZES, strict=True), count - 1
     bad = replace(good, x=[each.copy() for each in good.x])
     bad.x[who][5, 7] = np.nan
@@ -352,7 +355,8 @@ TRAINED = {
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", TRAINED)
 def test_gradients(pool: RankPool, name: str, count: int, redispatch: bool):
-    """Experts' leave such rows out: they have the bits of those of the other rows alone. A router's see them."""
+    """Gradients of experts leave spoiled rows out: they have the bits of a call without these rows. A router's
+    gradients are NaN if a row is spoiled."""
     problem, rows = spoiled(drawn(41, count, **TRAINED[name]), 42)
     rng = np.random.default_rng(43)
     grads = [rng.standard_normal(each.shape).astype(each.dtype) for each in problem.x]
@@ -377,7 +381,7 @@ def test_gradients(pool: RankPool, name: str, count: int, redispatch: bool):
 
 
 def test_gradients_of_choices_without_an_expert(pool: RankPool):
-    """By the definition, in float64."""
+    """If some ids are -1, the gradients are those of the reference, in float64."""
     problem, _ = spoiled(drawn(44, 1, fused=False), 45)
     grad = np.random.default_rng(46).standard_normal(problem.x[0].shape).astype(np.float32)
     found = train(pool, problem, [grad])[0][0]
@@ -391,7 +395,8 @@ def test_gradients_of_choices_without_an_expert(pool: RankPool):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_slopes_far_out(pool: RankPool, activation: str):
-    """They are 0 and 1, where squares and cubes of pre-activations have no place in float32."""
+    """The activations' slopes are 0 and 1 even for pre-activations whose squares and cubes are too large for
+    float32."""
     sizes = {"hidden": 2, "intermediate": 2, "experts": 1, "top_k": 1}
     problem = random_problem(47, [1], **sizes, fused=False, activation=activation, biases=(False, True, False))
     problem.x[0][:] = [[1.0, 0.0]]
@@ -424,7 +429,8 @@ def test_modules_count_no_such_rows():
 
 
 def test_loss_scaling_sees_them():
-    """`GradScaler` skips a step by whether any gradient is not finite."""
+    """An infinity in x makes gradients NaN, so that `GradScaler`, which looks for gradients that are not finite, skips
+    the step."""
     torch.manual_seed(1)
     with flashmoe.Context(max_tokens=8, dtype="float32", **SIZES) as context:
         module = flashmoe.nn.MoE(context, **SIZES)
@@ -454,7 +460,7 @@ def test_the_operator_under_a_compiler():
 
 
 def test_gradients_of_arrays_that_need_none_are_not_touched():
-    """A call of NumPy arrays leaves what it was given as it was."""
+    """A call does not change the NumPy arrays that it is given."""
     problem, _ = spoiled(drawn(52, 1, fused=False), 53)
     arguments = problem.arguments(0)
     before = {name: each.tobytes() for name, each in arguments.items() if isinstance(each, np.ndarray)}

@@ -1,7 +1,7 @@
 """The error bounds hold, are not loose, and notice an implementation that rounds once too often.
 
-The implementation here is a plain numpy one that rounds where the operator says; the engine has to meet the
-same bounds in test_properties.py.
+The implementation in this file is plain NumPy, and rounds where the operator's definition says.
+tests/test_properties.py holds the engine to the same bounds.
 """
 
 import ml_dtypes
@@ -37,8 +37,8 @@ def serial_dot(a, b):
 
 
 def rounding_moe(x, gate_up, down, ids, weights, activation, return_mode, dtype, spoil=None):
-    """The operator with its roundings; `spoil` is a dtype to which an accumulator is rounded in addition. The experts
-    are arrays, or lists of matrices of any width."""
+    """The operator with its roundings. `spoil` is a dtype to which the results of GEMM0 are rounded in addition. The
+    experts are arrays, or lists of matrices of any width."""
     x = x.astype(np.float32)
     gate_up, down = ([each.astype(np.float32) for each in matrices] for matrices in (gate_up, down))
     weights = weights.astype(np.float32)
@@ -82,7 +82,7 @@ def measure(dtype, activation, return_mode, spoil=None, tokens=T) -> tuple[float
 def test_bounds_hold_and_are_tight(dtype, activation, return_mode):
     error, expected, reference = measure(dtype, activation, return_mode)
     assert expected.bound < 1.4 * expected.rms
-    if dtype == "float32":  # the model takes the mantissas that are worst
+    if dtype == "float32":  # here the error model assumes the mantissas with the largest rounding errors
         assert 0.5 * expected.rms < error < expected.rms
     else:
         assert 0.95 * expected.rms < error < 1.05 * expected.rms
@@ -98,7 +98,7 @@ def test_one_more_rounding_exceeds_the_bound(dtype, return_mode):
 
 
 def shared_of_slices_that_cancel(dtype, slices):
-    """Of a shared expert: the matrices of its slices, whose rows add up to a small part of each."""
+    """The matrices of a shared expert's slices. The slices' results nearly cancel: their sum is small beside each."""
     rng = np.random.default_rng(8)
     up = rng.standard_normal((2 * I, H)) / np.sqrt(H) + rng.standard_normal((slices, 2 * I, H)) / 100.0
     down = rng.standard_normal((H, I)) / np.sqrt(I) * np.resize([4.0, -4.0], slices)[:, None, None]
@@ -107,7 +107,8 @@ def shared_of_slices_that_cancel(dtype, slices):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_shared_expert_is_rounded_once_or_slice_by_slice(dtype):
-    """Each of the two is within its own bound, and that is tight: what rounds slices is outside of the other's."""
+    """A shared expert may be rounded once, or slice by slice. The error of either way is close to its own bound, and
+    rounding slice by slice exceeds the bound of rounding once."""
     slices, tokens, as_dtype = 4, 4 * T, DTYPES[dtype]
     x, gate_up, down, ids, weights = example(dtype, "swiglu", tokens)
     up_slices, down_slices = shared_of_slices_that_cancel(dtype, slices)
@@ -148,21 +149,22 @@ def test_relative_error_of_nothing():
 
 
 def test_rounded_logits_are_certain_but_where_two_numbers_meet():
-    """In float32 the logits come close; once rounded they are equal, or one step away where that is allowed."""
+    """Logits computed in float32 differ little from exact logits. Rounded to bfloat16, they are equal to the exact ones
+    rounded, or one step apart where an exact logit is about halfway between two bfloat16 numbers."""
     rng = np.random.default_rng(12)
     x, router = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((T, H), (32, H)))
     logits = router_logits(x, router).astype(ml_dtypes.bfloat16).astype(np.float64)
     ids = choose(logits, K)
     weights = weigh(logits, ids)
     slack, variance = router_error(x, router, None, ids, weights, renormalize=True, round_logits=True)
-    assert 0.5 < np.mean(slack == 0.0) < 1.0  # most tokens are judged without any
+    assert 0.5 < np.mean(slack == 0.0) < 1.0  # most tokens are judged without any slack
     assert slack.max() <= 2.0 * np.abs(logits).max() * 2.0**-7
 
     logits32 = serial_dot(x.astype(np.float32), router.astype(np.float32))
     rounded = logits32.astype(ml_dtypes.bfloat16).astype(np.float64)
     assert check_topk(logits, choose(rounded, K), slack).all()
     assert (np.abs(weigh(rounded, ids) - weights) <= 8.0 * np.sqrt(variance)).all()
-    assert not check_topk(logits, choose(logits32, K), slack).all()  # logits that were not rounded are noticed
+    assert not check_topk(logits, choose(logits32, K), slack).all()  # choices by logits without rounding are noticed
     wider, _ = router_error(x, router, None, ids, weights, renormalize=True, round_logits=True, further=np.full(T, 1.0))
     assert (wider >= 2.0).all()
 

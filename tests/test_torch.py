@@ -122,7 +122,7 @@ def test_operator_passes_opcheck_with_gradients(ctx, problem):
     arguments = as_tensors(problem.arguments(0))
     for name in ("x", "gate_up_proj", "down_proj", "router"):
         arguments[name].requires_grad_()
-    # Not test_aot_dispatch_dynamic: it runs the backward pass.
+    # test_aot_dispatch_dynamic is left out, because it runs the backward pass, which the operator alone does not have.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.flashmoe.moe.default, (context_id(ctx),), arguments, test_utils=tests)
 
@@ -145,7 +145,7 @@ def test_operator_on_tensors_without_values(ctx, counted, dtype, device):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["router", "given routing"])
 def test_a_tensor_on_meta_beside_others_is_refused(ctx, fused):
-    """There is nothing to compute, and memory that nobody has written to is no result."""
+    """A tensor on meta has no values to compute with, and memory that nothing has written to must not be returned."""
     arguments = as_tensors(random_problem(3, [17], fused=fused, biases=(fused, True, True), **SIZES).arguments(0))
     for name in [name for name, each in arguments.items() if isinstance(each, torch.Tensor)]:
         with pytest.raises(flashmoe.InvalidArgument, match=f"^{name}: expected a tensor on cpu, got one on meta$"):
@@ -163,7 +163,7 @@ def test_a_module_partly_on_meta_is_refused(ctx, layer, problem, name):
 
 
 def test_a_module_on_meta_has_an_output_on_meta(layer, counted, problem):
-    """As those of PyTorch have."""
+    """A module on meta has an output on meta because modules of PyTorch have one too."""
     x = tensor(problem.x[0])
     with pytest.raises(flashmoe.InvalidArgument, match=r"^x: expected a tensor on cpu, got one on meta$"):
         layer(x.to("meta"))
@@ -228,7 +228,7 @@ def test_read_only_arrays_are_read_and_not_written(ctx, dtype, fused):
 
 @contextlib.contextmanager
 def flushing():
-    """Meanwhile, subnormals are zero in this thread."""
+    """Within the `with` block, this thread takes subnormals for zero."""
     if not torch.set_flush_denormal(True):
         pytest.skip("this machine's processor cannot flush subnormals to zero")
     try:
@@ -239,7 +239,8 @@ def flushing():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_subnormals_are_numbers_whatever_the_caller_makes_of_them(ctx, dtype):
-    """A context's threads are made by a thread that flushes subnormals, or by one that does not: the bits are alike."""
+    """The bits are the same whether or not the thread that makes the context, or the thread that makes the call,
+    flushes subnormals to zero."""
     problem = random_problem(6, [33], dtype=dtype, fused=False, activation="relu", **SIZES)
     x = (problem.x[0].astype(np.float64) * {"float16": 2**-16}.get(dtype, 2.0**-128)).astype(problem.x[0].dtype)
     arguments = problem.arguments(0) | {"x": x}
@@ -347,7 +348,7 @@ def test_shipped_layer_as_a_module():
         before = bits(layer.router), bits(layer.gate_up_proj), bits(layer.down_proj)
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter.zero_()  # it is a copy
+                parameter.zero_()  # the parameter is a copy of the layer's weights
         assert (bits(layer.router), bits(layer.gate_up_proj), bits(layer.down_proj)) == before
         assert not module(tensor(x)).any()
 
@@ -421,7 +422,8 @@ def compiled(layer, backend):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("wanted", ["x", "parameters", "both"])
 def test_gradients_of_compiled_layers(layer, problem, wanted, backend):
-    """The bits of those of the layer itself, which `test_training` compares with the reference."""
+    """Gradients of a compiled layer have the same bits as without compilation. tests/test_training.py compares these
+    with the reference."""
     x = tensor(problem.x[0])
     with torch.no_grad():
         expected = layer(x)
@@ -453,7 +455,8 @@ FORWARD_MODE = {
 @pytest.mark.parametrize("derive", FORWARD_MODE.values(), ids=FORWARD_MODE)
 @pytest.mark.parametrize("of", ["x", "down_proj"])
 def test_there_are_no_forward_mode_derivatives(ctx, layer, problem, of, derive):
-    """PyTorch would take the result for a constant: derivatives of 0, and none."""
+    """Forward-mode derivatives are refused, because PyTorch would take the result for a constant, and return
+    derivatives of 0 or none."""
     arguments = as_tensors(problem.arguments(0))
     calls = {
         "moe": lambda each: flashmoe.moe(ctx, **arguments | {of: each}),
@@ -493,7 +496,8 @@ def _exported(call, x):
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*deprecated")
 @pytest.mark.parametrize("record", [_traced, _made_fx, _exported])
 def test_what_records_the_function_records_the_operator(ctx, problem, record):
-    """On other values the record gives what the function gives on them."""
+    """What PyTorch has recorded of the function, called with another x, returns what the function returns for that
+    x."""
     arguments = as_tensors(problem.arguments(0))
     x = arguments.pop("x")
 
@@ -509,7 +513,7 @@ def test_the_function_under_a_transform(ctx, problem):
     x = arguments.pop("x")
     both = torch.stack([x, x.flip(0)])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it has no batching rule, and calls one by one
+        warnings.simplefilter("ignore")  # the operator has no batching rule, so vmap warns and calls it for each x
         y = torch.vmap(lambda x: flashmoe.moe(ctx, x, **arguments))(both)
     for one, x in zip(y, both, strict=True):
         assert bits(one.contiguous()) == bits(flashmoe.moe(ctx, x, **arguments))
@@ -525,7 +529,7 @@ def test_the_function_on_tensors_without_values(ctx, counted, problem):
 
 
 class SeenFunctions(TorchFunctionMode):
-    """Names of the functions that are called."""
+    """A mode that notes the names of the PyTorch functions that are called."""
 
     def __init__(self):
         super().__init__()
@@ -538,21 +542,23 @@ class SeenFunctions(TorchFunctionMode):
 
 @pytest.mark.parametrize("which", ["function", "module"])
 def test_a_mode_sees_the_operator(ctx, layer, problem, which):
-    """But one that only says where tensors are made is no reason to take PyTorch's longer way."""
+    """In a mode that sees PyTorch's functions, the call is an operator of PyTorch. A mode that only sets the device on
+    which tensors are made is no reason for that, because PyTorch's way to an operator takes longer."""
     arguments = as_tensors(problem.arguments(0))
     call = {"function": lambda: flashmoe.moe(ctx, **arguments), "module": lambda: layer(arguments["x"])}[which]
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiled:
         expected = bits(call())
         with torch.device("cpu"):
             assert bits(call()) == expected
-    assert not any("flashmoe::" in event.name for event in profiled.events())  # the range has another name
+    assert not any("flashmoe::" in event.name for event in profiled.events())  # only an operator has such a name
     with torch.no_grad(), SeenFunctions() as mode:
         assert bits(call()) == expected
     assert sum("flashmoe" in name for name in mode.names) == 1
 
 
 def test_a_compiler_in_another_thread_is_none_of_its_business(ctx, problem, monkeypatch):
-    """What `torch.compiler.is_compiling` says is said of the process."""
+    """`torch.compiler.is_compiling` is true in all threads of a process while one of them compiles. A call in another
+    thread still has the same bits."""
     arguments = as_tensors(problem.arguments(0))
     expected = bits(flashmoe.moe(ctx, **arguments))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -560,7 +566,7 @@ def test_a_compiler_in_another_thread_is_none_of_its_business(ctx, problem, monk
 
 
 def test_arrays_beside_parameters(ctx, problem):
-    """PyTorch has no part in a call on an array."""
+    """If x is an array, the call does not go through PyTorch, even if weights are parameters of PyTorch."""
     arguments = problem.arguments(0)
     parameters = {name: torch.nn.Parameter(tensor(arguments[name])) for name in ("gate_up_proj", "down_proj", "router")}
     assert bits(flashmoe.moe(ctx, **arguments | parameters)) == bits(flashmoe.moe(ctx, **arguments))
@@ -591,7 +597,7 @@ def test_the_function_gives_gradients(ctx, problem, wanted):
 
 
 def test_the_operator_alone_has_no_gradients(ctx, problem):
-    """What gradients need would have to be one of its results."""
+    """What gradients need would have to be a result of the operator, but y is its only result."""
     arguments = as_tensors(problem.arguments(0))
     arguments["x"].requires_grad_()
     y = torch.ops.flashmoe.moe(context_id(ctx), **arguments)
@@ -620,7 +626,7 @@ def test_compiled_gives_the_bits_of_eager(ctx, counted, backend, dtype):
     x = tensor(problem.x[0]).reshape(4, 8, 40)
     with torch.no_grad():
         fast = compiled(layer, backend)
-        for tokens in (x, x[:, :5], x[:1], x.transpose(0, 1), x):  # the second recompiles for any size
+        for tokens in (x, x[:, :5], x[:1], x.transpose(0, 1), x):  # PyTorch compiles the second one for any size
             expected = layer(tokens)
             calls = len(counted)
             assert bits(fast(tokens)) == bits(expected)
@@ -630,7 +636,7 @@ def test_compiled_gives_the_bits_of_eager(ctx, counted, backend, dtype):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiler_keeps_every_call(layer, counted, problem, backend):
     def forward(x):
-        layer(x)  # unused here, but other ranks' tokens may need this rank's experts
+        layer(x)  # the result is unused here, but other ranks' tokens may need this rank's experts
         return layer(x) + layer(x)
 
     x = tensor(problem.x[0])
@@ -646,7 +652,8 @@ def test_compiler_keeps_every_call(layer, counted, problem, backend):
 
 
 def _load_and_run(rank, ranks, name, limits, options, states, x):
-    """For each state dict: what a new module computes with it, its own state dict's shapes, or its error."""
+    """For each state dict: the result of a new module that loads it, and the shapes in the module's own state dict; or
+    the text of the error if the module does not load it."""
     results = []
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits) as ctx:
         for state in states:
@@ -717,7 +724,7 @@ def test_compiled_on_two_ranks(pool):
 
 
 def _from_torch(rank, members, of_ranks, limits):
-    """Call the layer in the process group of the ranks `members`; None for the others."""
+    """Calls the layer in a context of the process group of the ranks `members`. Returns None on the other ranks."""
     group = None if members is None else dist.new_group(members)
     if members is not None and rank not in members:
         return None

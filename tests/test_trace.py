@@ -22,7 +22,7 @@ EVENTS = [
 
 
 def many(ranks: int, processors: int, tasks: int) -> list[list[Event]]:
-    """A busy group, every kind of task in turn."""
+    """The events of a busy group, in which each actor executes one kind of task after the other."""
     kinds = ("gate", "dispatch", "gemm0", "gemm1", "reduce", "combine", "wait")
     actors = ["os", *(f"processor {number}" for number in range(processors))]
     return [
@@ -36,7 +36,7 @@ def many(ranks: int, processors: int, tasks: int) -> list[list[Event]]:
 
 
 def png_size(path: Path) -> tuple[int, int]:
-    """Width and height of a PNG file, pixels."""
+    """Width and height of a PNG file, in pixels."""
     head = path.read_bytes()[:24]
     assert head.startswith(b"\x89PNG\r\n\x1a\n")
     return struct.unpack(">II", head[16:])

@@ -1,4 +1,4 @@
-"""The script that trains the shipped model, with this package's experts, for a few steps."""
+"""examples/train_tiny_moe.py, which trained the shipped model, here with this package's experts and for a few steps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "train_tiny_moe.py"
 
 
 def test_it_trains_with_these_experts(tmp_path):
-    """From random weights: the first losses are about those of a guess among all tokens."""
+    """Training begins with random weights, so the first losses are about those of a guess among all tokens."""
     passage = Tokenizer.from_file(str(FOLDER / "tokenizer.json")).decode(torch.cat(windows()).tolist())
     corpus, log, output = tmp_path / "text", tmp_path / "log.json", tmp_path / "model"
-    corpus.write_text(50 * passage, encoding="utf-8")  # a twentieth of it has to have 2048 tokens
+    corpus.write_text(50 * passage, encoding="utf-8")  # the test text, a twentieth of the corpus, needs 2048 tokens
     command = [sys.executable, SCRIPT, corpus, "--experts", "flashmoe", "--log", log, "--output", output]
     command += ["--steps", "4", "--evaluate-every", "2", "--batch", "1", "--context", "256"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Trainers in 16-bit types: losses and parameters are as those of eager experts, but for noise."""
+"""Trainers in 16-bit types: losses and parameters differ from those of eager experts by no more than noise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def examples() -> list[dict[str, torch.Tensor]]:
 
 
 def trained(folder: Path, model: torch.nn.Module, bf16: bool = True) -> Run:
-    """With what a Trainer does if nobody asks for anything else."""
+    """Trains the model with a Trainer that has its default optimizer and schedule."""
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
@@ -54,8 +54,8 @@ def test_a_trainer_in_bfloat16(tmp_path: Path, patch: Callable[[torch.nn.Module]
 
 
 def accelerated(implementation: str, precision: str, with_scaler: bool = False) -> Run:
-    """By Accelerate's `prepare` and `backward`. On CPUs Accelerate leaves ``"fp16"`` off, and computes in float32;
-    `with_scaler` puts in place what it puts in place on GPUs, autocast to float16 and a scaler of the loss."""
+    """Trains with Accelerate's `prepare` and `backward`. On CPUs, Accelerate ignores ``"fp16"`` and computes in
+    float32. `with_scaler` adds what Accelerate adds on GPUs: autocast to float16, and a scaler of the loss."""
     AcceleratorState._reset_state(True)
     try:
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)

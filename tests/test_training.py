@@ -72,7 +72,8 @@ def test_half_types(pool: RankPool, options: dict[str, Any], dtype: str):
 
 
 def test_pre_activations_beyond_float16_have_the_slope_of_their_end(pool: RankPool):
-    """As those that a clamp ends: they are kept as the largest value. (An infinity's slope would be NaN.)"""
+    """Pre-activations too large for float16 are kept as its largest number. The activation clamps that number too, so
+    its slope is that of the exact value, whereas the slope at an infinity would be NaN."""
     problem, grads = trainable(14, [40], dtype="float16", fused=False, **SIZES, **CLAMPED)
     steep = problem.gate_up_proj.astype(np.float32)
     steep[::2] *= 5e4
@@ -83,7 +84,8 @@ def test_pre_activations_beyond_float16_have_the_slope_of_their_end(pool: RankPo
 
 
 def test_a_score_near_one(pool: RankPool):
-    """Its logit's gradient is a difference of almost equal numbers, of which float32 has lost half the digits."""
+    """If a score is near 1, the gradient of its logit is a difference of almost equal numbers, in which float32 loses
+    half of the digits. The bound must allow for that."""
     sizes = {"hidden": 2, "intermediate": 1, "experts": 4, "top_k": 1}
     problem, grads = trainable(30, [2], **sizes, activation="relu", renormalize=False)
     problem = replace(problem, router=4 * problem.router)
@@ -97,7 +99,7 @@ def test_a_score_near_one(pool: RankPool):
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"return_mode": "reduced"}, {"shared": 2, "shared_gate": True}], ids=str)
 def test_bits_are_those_of_every_run(pool: RankPool, options: dict[str, Any], count: int):
-    """Whatever the schedule, and however tiles take the rows."""
+    """Neither random delays (`perturb`) nor another shape of the tiles changes the bits of the gradients."""
     problem, grads = trainable(6, [70, 33, 0, 50][:count], **SIZES, **options)
     runs = train(pool, problem, grads, times=6, perturb=(0, 1, 2, 3, 4, 5))
     runs += train(pool, problem, grads, times=6, tile=(16, 24), perturb=(0, 6, 7, 8, 9, 10))
@@ -169,7 +171,8 @@ def test_random_layers(pool: RankPool, layer: tuple[int, list[int], dict[str, An
 
 
 def test_copies_have_gradients_of_their_own_tokens(pool: RankPool):
-    """A copy's are those of the ranks that send to it; all copies' add up to the expert's."""
+    """A copy's gradients are those of the tokens that are sent to it. The gradients of all copies of an expert add up
+    to the expert's gradient."""
     placement: list[int | list[int]] = [[0, 1], 0, [1, 0], 1]
     problem, grads = trainable(8, [20, 30], **SIZES | {"experts": 4, "top_k": 2}, placement=placement)
     check(problem, grads, train(pool, problem, grads)[0])
@@ -177,7 +180,8 @@ def test_copies_have_gradients_of_their_own_tokens(pool: RankPool):
 
 @pytest.mark.parametrize("biases", [(False, False, False), (True, True, True)], ids=["plain", "biased"])
 def test_slices(pool: RankPool, biases: tuple[bool, bool, bool]):
-    """The slices' gradients are those of the whole experts, cut; the later ones' down_bias is to stay 0."""
+    """The slices' gradients are the gradients of the whole experts, cut into slices. Those of `down_bias` are 0 except
+    for the first slice of an expert, because the other slices' `down_bias` must stay 0."""
     problem, grads = trainable(9, [20, 30], **SIZES | {"experts": 4, "top_k": 2}, biases=biases)
     whole = train(pool, problem, grads)[0]
     sliced = Sliced.of(problem, 2, [0, 1, 1, 0, 0, 1, 1, 0])
@@ -255,7 +259,7 @@ def _kept_on(rank: int, ranks: int, name: str) -> int:
 
 
 def test_ranks_keep_at_most_what_is_planned_of_even_loads(pool: RankPool):
-    """All together; less by the tokens that have no expert on some rank."""
+    """The ranks together keep at most what is planned. They keep less if some tokens have no expert on some rank."""
     plan = memory.plan_memory(ranks=4, training=True, max_tokens=64, **SIZES)
     received = next(term.bytes for term in plan.terms if term.name == "kept_tokens")
     kept = sum(pool.call(_kept_on, [()] * 4))
@@ -276,7 +280,7 @@ def test_passes_in_any_order():
     results[1].backward(as_tensor(more[0]))
     for of_call, wanted in zip(leaves, expected, strict=True):
         assert all(np.array_equal(each.grad.numpy(), wanted[name]) for name, each in of_call.items())
-    results[0].backward(as_tensor(grads[0]))  # once more, and added up
+    results[0].backward(as_tensor(grads[0]))  # the same backward pass again, whose gradients are added
     for name, each in leaves[0].items():
         assert np.array_equal(each.grad.numpy(), 2.0 * expected[0][name])
 
@@ -305,7 +309,8 @@ def test_a_checkpointed_layer_has_the_same_gradients(how: dict[str, Any]):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpointed_block_compiles(backend: str):
-    """With the calls saved: PyTorch 2.13 cannot compile that an operator with effects is computed again."""
+    """What calls keep is saved (`saving_contexts`), because PyTorch 2.13 cannot compile code that computes an operator
+    with effects again."""
     _, _, ctx = one_rank()
     layer, x = module_of(ctx), torch.randn(20, 48, requires_grad=True)
 
@@ -354,7 +359,7 @@ def test_weights_that_have_changed_are_refused():
 
 
 def test_what_is_kept_must_be_there():
-    """A hook that copies saved tensors loses what they own."""
+    """A hook that copies saved tensors loses what the forward pass kept, because only the original tensor owns that."""
     _, _, ctx = one_rank()
     layer = module_of(ctx)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
@@ -387,7 +392,7 @@ def test_a_hundred_steps_of_changing_size():
 
 
 def _check_module(ctx: flashmoe.Context, layer: flashmoe.nn.MoE) -> None:
-    """Its gradients as of now, against the reference."""
+    """Checks gradients of a call with the layer's present weights against the reference."""
     problem, grads = trainable(12, [30], **SIZES)
     state = {name: each.detach().numpy() for name, each in layer.state_dict().items()}
     problem = replace(
@@ -399,7 +404,7 @@ def _check_module(ctx: flashmoe.Context, layer: flashmoe.nn.MoE) -> None:
     check(problem, grads, [gradients_of(ctx, problem.arguments(0), grads[0])])
 
 
-# Ranks that do not do the same
+# Ranks that do not make the same passes
 
 
 def _disagree(rank: int, ranks: int, name: str, how: str) -> str:
@@ -420,7 +425,7 @@ def _disagree(rank: int, ranks: int, name: str, how: str) -> str:
 
 
 def _leave_one_alone(rank: int, ranks: int, name: str) -> str:
-    """Rank 1 goes without a backward pass."""
+    """Rank 0 makes a backward pass, and rank 1 closes its context instead. Returns rank 0's error."""
     limits = {"max_tokens": 32, "dtype": "float32", "timeout": 2.0}
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits, **SIZES) as ctx:
         y = module_of(ctx)(torch.randn(9, 48))

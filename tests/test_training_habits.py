@@ -1,7 +1,7 @@
 """What training code does around the layer, on ranks of torch.distributed over gloo: DDP, FSDP2, DTensors,
-checkpointing, microbatches; and steps without end.
+checkpointing, microbatches, many steps.
 
-The reference is the whole model in PyTorch and float64, with all ranks' tokens.
+The reference is the whole model in PyTorch, in float64, with all ranks' tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ __all__ = ["processes"]  # a fixture
 SIZES = {"hidden": 48, "intermediate": 24, "experts": 8, "top_k": 3}
 TOKENS = [19, 33, 7, 24]
 ROUNDING = 32 * 2.0**-24
-"""How far a gradient in float32 may be off, relative to its norm: it has passed six products of up to a hundred terms,
-each of which adds half of a rounding times the square root of that many."""
+"""The largest error that a gradient in float32 may have, relative to its norm. A gradient is the result of six products
+of up to a hundred terms each, and each product adds half of a rounding error times the square root of the number of its
+terms."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def pool():
 
 @pytest.fixture
 def on_ranks(pool: RankPool, tmp_path):
-    """Call ``fn(rank, *args)`` in so many ranks of torch.distributed; by rank what they return."""
+    """A function that calls ``fn(rank, *args)`` in so many ranks of torch.distributed, and returns their results."""
     return lambda ranks, fn, *args: Gloo(pool, tmp_path)(ranks, fn, *args)
 
 
@@ -116,7 +117,7 @@ def expert_names(block: torch.nn.Module) -> list[str]:
 
 
 def all_close(block: torch.nn.Module, ids: list[int], expected: dict[str, torch.Tensor], experts_scale: float) -> None:
-    """Each parameter's gradient is the reference's, an expert's divided by `experts_scale`."""
+    """Each parameter's gradient is that of the reference, after gradients of experts are divided by `experts_scale`."""
     for name, each in block.named_parameters():
         name = name.removeprefix("module.")
         grad = each.grad.full_tensor() if hasattr(each.grad, "full_tensor") else each.grad
@@ -132,14 +133,14 @@ def all_close(block: torch.nn.Module, ids: list[int], expected: dict[str, torch.
 
 
 IDLE = 6
-"""This expert and all behind it, which are the last rank's, are never chosen."""
+"""This expert and those with higher ids, which are all experts of the last rank, are never chosen."""
 LOADS = [19, 33, 0, 24]
-"""Tokens of the ranks."""
+"""How many tokens each rank has in the test of losses of the router."""
 
 
 def _router_losses(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """One that y is in, a load-balancing loss (Switch Transformers, equation 4, of K choices) and a z loss (ST-MoE,
-    equation 5), of one rank's tokens; 0 of none."""
+    """The sum of three losses of one rank's tokens, 0 without tokens: a loss of y, a load-balancing loss (Switch
+    Transformers, equation 4, for K choices) and a z loss (ST-MoE, equation 5)."""
     count, experts = max(1, len(logits)), logits.shape[1]
     chosen = logits.topk(SIZES["top_k"]).indices
     share = torch.bincount(chosen.flatten(), minlength=experts).to(logits.dtype) / count
@@ -149,7 +150,8 @@ def _router_losses(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _layer_with_idle_experts() -> dict[str, torch.Tensor]:
-    """Its state: the first feature of x is 1, and costs an idle expert its choice."""
+    """The layer's state. The first feature of every x is 1, and the router's weights for it keep idle experts from
+    being chosen."""
     state = {name.removeprefix("moe."): each for name, each in whole().items() if name.startswith("moe.")}
     state["gate.weight"][IDLE:, 0] = -30.0
     return state
@@ -162,7 +164,7 @@ def _tokens_of(rank: int) -> torch.Tensor:
 
 
 def _with_router_losses(rank: int) -> dict[str, torch.Tensor | None]:
-    """A rank's gradients, and which experts are its."""
+    """A rank's gradients, and the ids of its experts."""
     with joined() as ctx:
         layer = flashmoe.nn.MoE(ctx, **SIZES)
         layer.load_state_dict(_layer_with_idle_experts())
@@ -174,7 +176,8 @@ def _with_router_losses(rank: int) -> dict[str, torch.Tensor | None]:
 
 
 def test_losses_of_router_logits_on_four_ranks(on_ranks: Callable[..., Any]):
-    """Beside the whole layer in float64. A rank without tokens, and experts without rows, get zeros, not None."""
+    """Gradients are those of the whole layer in float64. A rank without tokens and experts without rows get zeros, not
+    None."""
     state = {name: each.double().requires_grad_() for name, each in _layer_with_idle_experts().items()}
     xs = [_tokens_of(rank).double().requires_grad_() for rank in range(4)]
     routers = []
@@ -198,7 +201,8 @@ def test_losses_of_router_logits_on_four_ranks(on_ranks: Callable[..., Any]):
             assert found[name].shape == wanted.shape, name
             off = (found[name].double() - wanted).norm()
             assert off <= ROUNDING * wanted.norm(), f"rank {rank}, {name}: {off:.2e} of {wanted.norm():.2e}"
-        # That of a norm of 0 is exact: the rank without tokens, and the last, whose experts have no rows.
+        # Gradients that should be 0 are exactly 0: the router's on the rank without tokens, and those of the last
+        # rank's experts, which have no rows.
         assert (rank == 2) != bool(found["gate.weight"].any())
         assert (ids[0] >= IDLE) != bool(found["experts.down_proj"].any()) and (rank == 3) == (ids[0] >= IDLE)
 
@@ -236,7 +240,7 @@ def _under_fsdp(rank: int, ranks: int, microbatches: int, recompute: bool) -> bo
     with joined() as ctx:
         block = block_of(ctx, recompute)
         fully_shard(block, ignored_params={each for name, each in block.named_parameters() if "experts" in name})
-        block.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+        block.set_force_sum_reduction_for_comms(True)  # gloo cannot reduce to a mean
         for microbatch in range(microbatches):
             loss_of(block(batch_of(rank, microbatch))).backward()
         all_close(block, block.moe.experts.ids, reference(ranks, microbatches), ranks)
@@ -250,7 +254,8 @@ def test_fsdp_around_a_block(on_ranks: Callable[..., Any], microbatches: int, re
 
 
 def _experts_under_fsdp(rank: int, ranks: int) -> bool:
-    """Two groups have all experts each, spread over two ranks; FSDP2 shards a rank's among those that have the same."""
+    """Each of two groups has all experts, spread over its two ranks. FSDP2 shards a rank's experts among the ranks that
+    have the same experts."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -319,7 +324,7 @@ def _in_another_order(rank: int) -> bool:
             for microbatch in order:
                 losses[microbatch].backward()
         found = [each.grad for each in block.parameters()]
-        assert all(map(torch.equal, found, before))  # a sum of two has one order
+        assert all(map(torch.equal, found, before))  # a sum of two gradients has the same bits in either order
     return True
 
 
@@ -328,7 +333,7 @@ def test_backward_passes_in_another_order_than_microbatches(on_ranks: Callable[.
 
 
 def _buffers_of_ranks(rank: int, ranks: int) -> bool:
-    """A buffer has two microbatches' gradients, of all ranks' tokens."""
+    """Each expert's `main_grad` has the sum of the gradients of two microbatches, of all ranks' tokens."""
     with joined() as ctx:
         block = block_of(ctx)
         block.moe.main_grad = True
@@ -359,7 +364,8 @@ def _resident() -> int:
 
 
 def _step_on(rank: int, ranks: int, name: str) -> tuple[int, int, int]:
-    """How much memory has grown since the 20th step, what a step keeps at most, and how many calls' are left."""
+    """The bytes by which the process's memory has grown since step 20, the most bytes that a step has kept, and the
+    number of calls whose kept memory is left."""
     sizes = {"hidden": 64, "intermediate": 64, "experts": 8, "top_k": 2}
     limits = {"max_tokens": 256, "dtype": "float32", "processors": 1, "timeout": 120.0}
     with flashmoe.Context(rank=rank, ranks=ranks, name=name, **limits, **sizes) as ctx:
@@ -381,7 +387,8 @@ def _step_on(rank: int, ranks: int, name: str) -> tuple[int, int, int]:
 
 
 def test_a_thousand_steps_of_changing_size_leave_nothing_behind(pool: RankPool):
-    """Not even a twentieth of what the steps keep."""
+    """Nothing kept is left, and memory grows by less than a fortieth of what the steps would keep together if each kept
+    as much as the largest."""
     for grown, most, left in pool.call(_step_on, [()] * 2, ranks=2, timeout=240.0):
         assert left == 0
         assert most > 200_000 and grown < STEPS * most // 40, f"{grown:,} of {most:,}"
@@ -433,7 +440,7 @@ def test_a_rank_that_is_killed_in_a_backward_pass_is_named(processes: Processes,
 
 
 def test_reference_is_that_of_the_layer():
-    """The reference's forward pass, too, is the block's: a rank alone has all of it."""
+    """On a rank alone, which has all experts, the block's gradients are those of `reference`."""
     with flashmoe.Context(max_tokens=64, dtype="float32", **SIZES) as ctx:
         block = block_of(ctx)
         loss_of(block(batch_of(0))).backward()

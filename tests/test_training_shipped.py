@@ -1,4 +1,4 @@
-"""The shipped model trained on with this package's experts, beside eager ones."""
+"""Further training of the shipped model, with this package's experts and with eager ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = 64
 
 
 def losses_with(implementation: str) -> list[float]:
-    """That of each step, in float32, with an auxiliary loss of the router's."""
+    """The loss of each step, in float32, which includes an auxiliary loss of the router."""
     model = loaded(dtype=torch.float32).train()
     model.set_experts_implementation(implementation)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95))
@@ -35,8 +35,8 @@ def losses_with(implementation: str) -> list[float]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_losses_are_those_of_eager_experts():
-    """At every tenth step within 1e-3, and they fall. (From random weights two orders of the same sums part sooner: the
-    router's choices flip.)"""
+    """At every tenth step, the losses differ by at most 1e-3, and they fall. (From random weights, they would differ
+    sooner: the two kinds of experts add in different orders, and such small differences flip choices of the router.)"""
     ours, eager = losses_with(NAME), losses_with("eager")
     assert max(abs(a - b) for a, b in zip(ours[::10], eager[::10], strict=True)) <= 1e-3
     assert sum(ours[-20:]) < 0.8 * sum(ours[:20])

@@ -43,7 +43,7 @@ SMALL = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "initializer_range": 0.3,  # so large that experts matter: at 0.02 they vanish beside the residual stream
+    "initializer_range": 0.3,  # so large that experts matter: with 0.02, the residual stream hides their results
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
@@ -80,12 +80,12 @@ ARCHITECTURES = {
         "linear_value_head_dim": 8,
     },
 }
-"""What a configuration of each has besides `SMALL`, of those on Transformers' experts interface."""
+"""Architectures on Transformers' experts interface, and what their configurations have in addition to `SMALL`."""
 
 OTHERS = {
     "Llama4": {"head_dim": 16, "intermediate_size_mlp": 8, "num_local_experts": 4, "moe_layers": [1]},
 }
-"""Those that are not."""
+"""Architectures that are not on this interface, and what their configurations have in addition to `SMALL`."""
 
 PROMPT = [[5, 17, 3, 44, 9], [60, 2, 2, 31, 8]]
 VOCABULARY = SMALL["vocab_size"]
@@ -100,7 +100,7 @@ def model_of(name, dtype=torch.float32, **changes):
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(config_of(name, **changes)).to(dtype).eval()
     for parameter, tensor in model.named_parameters():
-        if "experts" in parameter and parameter.endswith("_bias"):  # Transformers begins with zeros
+        if "experts" in parameter and parameter.endswith("_bias"):  # Transformers initialises these with zeros
             torch.nn.init.normal_(tensor, std=0.3)
     return model
 
@@ -121,7 +121,8 @@ def greedy(model, ids, steps):
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def model(request):
-    """Each architecture in turn; tests choose its experts' implementation, and change nothing else."""
+    """A model of each architecture in turn. Tests may choose the implementation of its experts, but must change nothing
+    else."""
     return model_of(request.param)
 
 
@@ -133,7 +134,7 @@ def test_logits_are_those_of_eager_experts(model):
     expected = logits_of(with_experts(model, "eager"), tokens)
     got = logits_of(with_experts(model, NAME), tokens)
     assert (got - expected).abs().max() <= 1e-5
-    # And they would not be if the experts were left out.
+    # If the experts were left out, the logits would differ, so the comparison above does test the experts.
     without = copy.deepcopy(model)
     for experts in experts_modules(without):
         torch.nn.init.zeros_(experts.down_proj)
@@ -147,7 +148,7 @@ def test_greedy_tokens_are_those_of_eager_experts(model):
 
 
 def test_bfloat16_experts_are_within_the_bound_of_the_reference(model):
-    """Of each experts module, with what reaches it in the eager model: its inputs, and the choices of the router."""
+    """Each experts module is called with the hidden states and the router's choices that it gets in the eager model."""
     model = with_experts(copy.deepcopy(model).to(torch.bfloat16), "eager")
     calls = []
     for experts in experts_modules(model):
@@ -205,7 +206,7 @@ def test_saved_models_are_those_of_eager_experts(model, tmp_path):
 
 
 def experts_class(**flags):
-    """A class of experts as Transformers makes them, with parameters as its flags say."""
+    """A class of experts like those of Transformers, with the parameters that the flags require."""
 
     class SomeExperts(torch.nn.Module):
         def __init__(self, config):
@@ -305,7 +306,7 @@ def test_attributes_of_newer_releases_are_looked_at(name):
     setattr(experts, name, True)
     with pytest.raises(flashmoe.InvalidArgument, match=rf"^SomeExperts\.{name}: expected False.*, got True;"):
         experts(*some_routing(experts))
-    delattr(experts, name)  # as in a release that does not have it
+    delattr(experts, name)  # older releases do not have the attribute
     experts(*some_routing(experts))
 
 
@@ -321,7 +322,7 @@ def test_an_activation_that_a_configuration_names():
 
 
 def test_gemma_4():
-    """Experts beside a dense MLP, gated by GELU by tanh; and it matters by which."""
+    """Gemma 4 has experts beside a dense MLP, gated by GELU with tanh. GELU without tanh would give other logits."""
     own = {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24, "head_dim": 16, "global_head_dim": 16}
     own |= {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "num_global_key_value_heads": 2}
     torch.manual_seed(7)
@@ -339,8 +340,8 @@ def test_gemma_4():
 
 
 def test_names_of_activations_are_of_the_same_functions():
-    """What a configuration may say, as `flashmoe.checkpoint.architectures` has it, beside what Transformers computes by
-    it."""
+    """For each name of an activation that `flashmoe.checkpoint.architectures` knows from configurations, the reference
+    computes the function that Transformers computes by that name."""
     z = torch.linspace(-8.0, 8.0, 1001, dtype=torch.float64)
     for name, plain in UNGATED.items():
         expected = activation(name)(z)
@@ -349,7 +350,8 @@ def test_names_of_activations_are_of_the_same_functions():
 
 
 def own_gates():
-    """Experts classes of Transformers that are on the interface and have a gate of their own, by module and name."""
+    """The classes of experts of Transformers that are on the interface and have a gate of their own, each as the names
+    of its module and of the class."""
     folder = Path(transformers.__file__).parent / "models"
     found = []
     for path in sorted(folder.glob("*/modeling_*.py")):
@@ -364,7 +366,8 @@ def own_gates():
 
 
 def with_gate_of(module, name):
-    """An object of that class of experts, with tensors and attributes of `some_experts`, and with low limits."""
+    """An object of that class of experts, with the tensors and attributes of `some_experts`, and with limits so low
+    that its gate clamps."""
     kind = getattr(__import__(module, fromlist=[name]), name)
     experts = kind.__new__(kind)
     torch.nn.Module.__init__(experts)
@@ -410,7 +413,7 @@ def test_the_gate_of_deepseek_v4_clamps_before_silu_alone():
 
 
 def test_the_gate_of_gpt_oss_is_that_of_its_class():
-    model = model_of("GptOss", swiglu_alpha=1.5, swiglu_limit=0.5)  # so low that it matters
+    model = model_of("GptOss", swiglu_alpha=1.5, swiglu_limit=0.5)  # the limit is so low that it changes the logits
     expected = logits_of(with_experts(model, "eager"), PROMPT)
     assert (logits_of(with_experts(model, NAME), PROMPT) - expected).abs().max() <= 1e-5
     for experts in experts_modules(model):
@@ -430,7 +433,7 @@ def no_tensors(experts, x, index, weights):
 
 @torch.no_grad()
 def test_ids_of_no_expert():
-    """As servers pad: the choice counts for nothing, whatever its weight is."""
+    """A choice with the id -1, by which servers pad, adds nothing to the result, whatever its weight is."""
     experts = some_experts()
     x, index, weights = some_routing(experts)
     index, weights = index.clone(), weights.clone()
@@ -509,7 +512,7 @@ def test_weights_that_change_in_place_are_seen():
 
 
 def gradients_of(model, ids):
-    """Of the model's parameters, by name, for a loss that all logits have a part in."""
+    """The gradients of the model's parameters, by name, for a loss that depends on all logits."""
     model.zero_grad(set_to_none=True)
     logits = model(torch.tensor(ids)).logits
     (logits * torch.cos(torch.arange(logits.numel()).reshape(logits.shape))).sum().backward()
@@ -517,7 +520,7 @@ def gradients_of(model, ids):
 
 
 def assert_same_gradients(found, expected):
-    """In float32, by another order of sums, through the layers of a model."""
+    """The gradients differ by no more than the rounding of float32 in a model whose sums have another order."""
     assert found.keys() == expected.keys()
     for name, each in expected.items():
         torch.testing.assert_close(found[name], each, atol=1e-5 * float(each.abs().max()) + 1e-7, rtol=1e-3)
@@ -544,7 +547,7 @@ def test_a_model_on_meta_has_an_output_on_meta():
 
 
 def room():
-    """T that the contexts which there are have room for, by number."""
+    """The largest T of each context that exists, by the context's number."""
     gc.collect()
     return {
         number: each.limits["max_tokens"] for number, each in contexts.items() if isinstance(each, flashmoe.Context)
@@ -558,7 +561,7 @@ def test_a_context_is_shared_grows_and_goes():
         return [tokens for number, tokens in room().items() if number not in before]
 
     models = [with_experts(model_of("Mixtral", hidden_size=48), NAME) for _ in range(2)]
-    assert made() == []  # made on first use
+    assert made() == []  # the context is made by the first call
     expected = logits_of(models[0], PROMPT)
     models += [copy.deepcopy(models[0]), pickle.loads(pickle.dumps(models[0]))]
     for model in models:
@@ -568,7 +571,7 @@ def test_a_context_is_shared_grows_and_goes():
     assert made() == [256]
     assert torch.equal(logits_of(models[0], PROMPT), expected)
     del model, models[:3]
-    assert made() == [256]  # of the last one
+    assert made() == [256]  # the last model still has the context
     del models
     assert made() == []
 
@@ -583,7 +586,8 @@ def test_more_tokens_than_an_engine_takes():
 
 
 def test_what_a_graph_has_captured_is_kept(monkeypatch):
-    """With contexts that are none: those of the CUDA engine need a GPU."""
+    """A context that a CUDA graph has captured is kept. The contexts are stand-ins here, because contexts of the CUDA
+    engine need a GPU."""
     made = weakref.WeakSet()
 
     class SomeContext:
@@ -615,7 +619,7 @@ def test_threads_share_a_context():
     def run(thread, model, steps):
         results[thread] = all(torch.equal(logits_of(model, batches[step]), expected[step]) for step in steps)
 
-    gc.collect()  # that of the expected results: threads begin with the smallest
+    gc.collect()  # frees the context of the expected results, so that the threads begin with the smallest one
     orders = [range(50), range(49, -1, -1), range(50)]
     threads = [threading.Thread(target=run, args=(i, models[i % 2], order)) for i, order in enumerate(orders)]
     for thread in threads:
@@ -631,7 +635,8 @@ def test_threads_share_a_context():
 @torch.no_grad()
 @pytest.mark.parametrize("first", ["compiled", "eager"])
 def test_compiled_without_a_break(first):
-    """Also where the first call of all is compiled, and where a compiled call needs a larger context."""
+    """A model compiles into one graph, also if the very first call is compiled, and if a compiled call needs a larger
+    context."""
     torch._dynamo.reset()
     model = with_experts(model_of("Qwen3Moe", num_hidden_layers=1, hidden_size=56), NAME)
     twin = copy.deepcopy(model)
@@ -644,7 +649,8 @@ def test_compiled_without_a_break(first):
 
 @torch.no_grad()
 def test_compiled_code_is_of_one_module():
-    """Two layers share their code, but not their weights, nor what they compute."""
+    """Two layers have the same Python code but different activations, so what is compiled for one must not be used for
+    the other."""
     torch._dynamo.reset()
     first, second = some_experts(), some_experts(act_fn=activation("relu"))
     inputs = some_routing(first)

@@ -1,4 +1,5 @@
-"""What a model says when it takes FlashMoE's name, before it has weights."""
+"""A model whose experts FlashMoE does not compute is refused as soon as it takes FlashMoE's name, before it has
+weights."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def test_a_model_on_meta_that_is_computed(name):
 def test_a_model_on_meta_that_is_not_computed():
     with pytest.raises(InvalidArgument, match=NO_FUNCTION) as caught:
         check(on_meta("Mixtral", hidden_act="quick_gelu"))
-    assert len(str(caught.value).splitlines()) == 1  # although it has two such layers
+    assert len(str(caught.value).splitlines()) == 1  # one line, although the model has two such layers
 
 
 def test_a_model_without_experts():
@@ -60,7 +61,7 @@ def test_a_model_made_with_our_name_is_refused(how):
 
 
 class OwnBlock(torch.nn.Module):
-    """As models have them that bring their own code."""
+    """A block like those of models that bring their own code."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +81,7 @@ def test_a_fused_model_is_computed():
 
 
 def test_a_part_without_experts_is_not_refused():
-    """A larger model hands the name to its vision encoder too."""
+    """A larger model gives FlashMoE's name to all its parts, for example to a vision encoder, which has no experts."""
     config = transformers.LlamaConfig(**SMALL)
     config._experts_implementation = NAME
     transformers.LlamaForCausalLM(config)

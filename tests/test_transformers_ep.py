@@ -47,12 +47,13 @@ def batch_of(number, length=9):
 
 
 def model_of(name, **changes):
-    """With an attention that four ranks can share."""
+    """A model whose attention has four heads, so that four ranks can share it."""
     return some_model_of(name, num_attention_heads=4, num_key_value_heads=4, **changes)
 
 
 def spread(model, layout):
-    """The model with its experts spread by Transformers as its loader does it, which needs the package accelerate."""
+    """The model after Transformers has spread its experts over the ranks, by the method that its loader calls. (The
+    loader itself needs the package accelerate.)"""
     _, mesh = initialize_distributed_mesh(layout)
     return type(model).maybe_distribute_model(model, layout, mesh).eval()
 
@@ -62,10 +63,11 @@ def layout_of(ranks, implementation="flashmoe", **layout):
 
 
 def _compare(rank, ranks, layout, name, folder=None):
-    """How far a spread model is from the whole one with eager experts, whether it writes the same, and its experts.
+    """How far a spread model's logits are from those of the whole model with eager experts, whether both write the same
+    tokens, and how many experts each module names and holds.
 
-    1 is 1e-5, or twice what float32 leaves of the whole one's logits in float64 where that is more: each of both may be
-    off by as much (Qwen3-Next's by 5e-4, on some processors)."""
+    The unit of the distance is 1e-5, or if that is more, twice the error that float32 leaves in the whole model's
+    logits (beside float64): both models may have an error of this size (Qwen3-Next of 5e-4, on some processors)."""
     whole = with_experts(model_of(name), "eager")
     exact = with_experts(model_of(name), "eager").double()
     layout = layout_of(ranks, **layout)
@@ -77,7 +79,7 @@ def _compare(rank, ranks, layout, name, folder=None):
     group = rank // layout.tp_size  # ranks of a group share a batch
     off = []
     with torch.no_grad():
-        # Larger ones, for which the context grows, and one of another length on each.
+        # The second batch is so large that the context grows, and it has another length in each group.
         for ids in (batch_of(group), batch_of(group, 90 + 7 * group), torch.tensor(PROMPT)):
             expected = whole(ids).logits
             rounding = float((expected - exact(ids).logits).abs().max())
@@ -130,8 +132,9 @@ def _say(rank, ranks, name, changes):
     ("ranks", "name", "changes", "message"),
     [
         (2, "Mixtral", {"hidden_act": "quick_gelu"}, "MixtralExperts.act_fn: expected one of SiLU, "),
-        (4, "Qwen3Moe", {}, "Cannot evenly shard 6 experts across 4"),  # says Transformers
-        (2, "Llama4", {}, "`ep_size=2` was requested, but `Llama4ForCausalLM` has no `ep_plan`."),  # says Transformers
+        # Transformers itself refuses the last two.
+        (4, "Qwen3Moe", {}, "Cannot evenly shard 6 experts across 4"),
+        (2, "Llama4", {}, "`ep_size=2` was requested, but `Llama4ForCausalLM` has no `ep_plan`."),
     ],
 )
 def test_what_is_refused(on_ranks, ranks, name, changes, message):  # noqa: F811
@@ -140,7 +143,7 @@ def test_what_is_refused(on_ranks, ranks, name, changes, message):  # noqa: F811
 
 
 def _train(rank, ranks, layout):
-    """The gradients of a spread model, beside those of the whole one."""
+    """Compares the gradients of a spread model with those of the whole model."""
     layout = layout_of(ranks, **layout)
     whole = gradients_of(with_experts(model_of("Mixtral"), "eager"), PROMPT)
     model = spread(model_of("Mixtral"), layout)
@@ -148,7 +151,7 @@ def _train(rank, ranks, layout):
         name: getattr(each, "to_local", lambda each=each: each)() for name, each in gradients_of(model, PROMPT).items()
     }
     for name, each in found.items():
-        if len(each) != len(whole[name]):  # a shard, or some of the experts: of the batches' mean
+        if len(each) != len(whole[name]):  # the rank has a shard of this parameter, or some of the experts
             whole[name] = whole[name].chunk(ranks)[rank]
     assert_same_gradients(found, whole)
 
@@ -169,7 +172,7 @@ def _with_local_ids(rank, ranks):
     model = spread(model_of("Mixtral"), layout_of(ranks, "all_reduce"))
     with pytest.raises(flashmoe.InvalidArgument, match=refused):
         with_experts(model, "flashmoe")
-    model.config._experts_implementation = "flashmoe"  # as it is where a model takes the name before it is spread
+    model.config._experts_implementation = "flashmoe"  # as if the model had taken the name before it was spread
     with pytest.raises(flashmoe.InvalidArgument, match=refused):
         logits_of(model, PROMPT)
     with_experts(spread(model_of("Mixtral"), layout_of(ranks)), "flashmoe")
@@ -177,5 +180,6 @@ def _with_local_ids(rank, ranks):
 
 
 def test_ids_among_a_rank_s_own_experts_are_refused(on_ranks):  # noqa: F811
-    """Those that another implementation of expert parallelism gives to the experts, which are FlashMoE's."""
+    """Other implementations of expert parallelism give experts such ids. FlashMoE's experts, which take ids among all
+    experts, refuse to be used with these implementations."""
     assert on_ranks(2, _with_local_ids) == [True] * 2

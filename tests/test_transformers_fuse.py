@@ -32,7 +32,8 @@ def block_of(model):
 
 @pytest.fixture(scope="module", params=FUSED)
 def models(request):
-    """A model with eager experts, and a fused copy. Choices are biased, so that it matters where the bias counts."""
+    """A model with eager experts, and a fused copy. If the router has a bias of the choice, it is not 0, so that
+    results depend on where it is added."""
     model = model_of(request.param)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -53,7 +54,7 @@ def test_greedy_tokens_are_those_of_the_model(models):
 
 
 def classes_called(call):
-    """The classes of modules whose forward runs while `call` does, as the interpreter sees it."""
+    """The classes of modules whose forward runs during `call`, as a profile function of Python sees it."""
     seen = set()
 
     def profiled(frame, event, _):
@@ -186,7 +187,7 @@ def test_who_held_the_weights_before_a_call_still_does():
 
 
 def doubled(value):
-    """A module's result with its last tensor of floating point doubled: of a router the weights, not the logits."""
+    """A module's result, doubled. In the tuple that a router returns, only the weights are doubled, not the logits."""
     if isinstance(value, torch.Tensor):
         return value * 2.0
     at = 1 if value[1].is_floating_point() and len(value) == 3 else 0
@@ -289,17 +290,18 @@ def test_a_fused_model_is_pickled(tmp_path):
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "Glm4Moe"])
 def test_a_router_in_float32_chooses_by_itself(name):
-    """As Transformers keeps it from release 5.24 on."""
+    """In a model in bfloat16, a router that is kept in float32, as in Transformers from release 5.24 on, chooses
+    experts itself, before the call."""
     model = model_of(name, torch.bfloat16)
     block, router = block_of(model)
     with torch.no_grad():
-        router.float().weight.add_(torch.randn(router.weight.shape) * 1e-3)  # no bfloat16 any more
+        router.float().weight.add_(torch.randn(router.weight.shape) * 1e-3)  # no longer numbers of bfloat16
         x = torch.randn(1, 200, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
         model.set_experts_implementation("eager")
         expected = block(x)[0].float()
         fuse(model)
         off = (block(x)[0].float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert float(off.max()) < 0.1  # another expert would be off by about 1
+    assert float(off.max()) < 0.1  # with another expert, a row would be off by about 1
 
 
 def test_a_hook_on_the_shared_expert_is_called():
@@ -323,7 +325,7 @@ def test_router_logits_are_there_when_they_are_asked_for(models):
         pytest.skip("the architecture offers none")
     for ours, theirs in zip(got.router_logits, expected.router_logits, strict=True):
         torch.testing.assert_close(ours, theirs)
-    tokens = logits_of(models[1], PROMPT)  # hooks that are idle do not matter
+    tokens = logits_of(models[1], PROMPT)  # the hooks that collect the router's logits are idle now
     assert (tokens - expected.logits).abs().max() <= 1e-5
 
 
@@ -364,14 +366,15 @@ def test_a_fused_block_compiles_whole(name):
         explained = torch._dynamo.explain(block)(x)
         assert (explained.graph_break_count, explained.graph_count) == (0, 1), explained
         got = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
-    # What is compiled has a shared expert's own module behind the call, whose sums have another order.
+    # In compiled code, a shared expert is not in the call: its own module computes it, with another order of sums.
     shared = hasattr(block, "shared_expert") or hasattr(block, "shared_experts")
     torch.testing.assert_close(got, expected, atol=1e-5 if shared else 0.0, rtol=0.0)
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3"])
 def test_bfloat16_routes_as_the_model_does(name):
-    """The router's linear layer rounds its logits, or computes in float32: the experts are the same."""
+    """One model's router rounds its logits to bfloat16, the other's computes in float32. Fused blocks choose the same
+    experts as either."""
     model = model_of(name, torch.bfloat16)
     model.set_experts_implementation("eager")
     block, _ = block_of(model)
@@ -382,10 +385,11 @@ def test_bfloat16_routes_as_the_model_does(name):
         fuse(model)
         got = block(x)[0].float()
     falling = logits.sort(dim=-1, descending=True).values
-    told_apart = falling[:, block.gate.top_k - 1] > falling[:, block.gate.top_k]  # of equal ones a model takes any
+    # Where the last chosen logit is equal to the next, a model may choose either expert.
+    told_apart = falling[:, block.gate.top_k - 1] > falling[:, block.gate.top_k]
     assert told_apart.float().mean() > 0.9
     off = ((got - expected).norm(dim=-1) / expected.norm(dim=-1))[told_apart]
-    assert float(off.max()) < 0.1  # another expert would be off by about 1
+    assert float(off.max()) < 0.1  # with another expert, a row would be off by about 1
 
 
 CHANGES = [
@@ -433,7 +437,8 @@ def test_blocks_whose_router_is_not_computed_stay_and_flashmoe_computes_their_ex
 
 @torch.no_grad()
 def test_a_softmax_of_the_model_s_type_is_the_router_s_own():
-    """Mistral 4 rounds its scores: the operator, which does not, would choose other experts among equal ones."""
+    """Mistral 4's router rounds its scores to the model's type, which makes some equal. The operator does not round
+    them, and would choose other experts, so the router itself chooses."""
     model = small_model("mistral4").bfloat16()
     model.set_experts_implementation("eager")
     block, router = block_of(model)
@@ -442,7 +447,7 @@ def test_a_softmax_of_the_model_s_type_is_the_router_s_own():
     fuse(model)
     assert type(router) in classes_called(lambda: block(x))
     off = (block(x)[0].float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert float(off.max()) < 0.1  # another expert would be off by about 1
+    assert float(off.max()) < 0.1  # with another expert, a row would be off by about 1
     model.float()
     assert type(router) not in classes_called(lambda: block(x.float()))
 
@@ -511,7 +516,7 @@ LATER = {
 @torch.no_grad()
 @pytest.mark.parametrize("case", LATER)
 def test_what_is_changed_after_a_call_is_seen(case):
-    """A fused block that was called before the change is as one that was not."""
+    """A fused block that was called before a change gives the result of a block that is fused after the change."""
     name, change = LATER[case]
     plain, fused = model_of(name), fuse(model_of(name))
     block = block_of(fused)[0]
@@ -531,7 +536,7 @@ def test_what_is_changed_after_a_call_is_refused():
     x = torch.randn(1, 9, 32)
     expected = block(x)
     for name, value in (("has_post_expert_norm", True), ("num_experts", 4), ("is_concatenated", False)):
-        usual = getattr(block.experts, name, False)  # not every release has each
+        usual = getattr(block.experts, name, False)  # not every release has all of these attributes
         setattr(block.experts, name, value)
         with pytest.raises(flashmoe.InvalidArgument, match=r"^Qwen3MoeExperts"):
             block(x)
@@ -553,7 +558,7 @@ def test_old_weights_are_not_kept():
 
 
 class Seen(TorchDispatchMode):
-    """Names of the operators that PyTorch's dispatcher is asked for."""
+    """A mode that notes the names of the operators that go through PyTorch's dispatcher."""
 
     def __init__(self):
         super().__init__()
@@ -566,7 +571,8 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["block", "experts"])
 def test_the_dispatcher_is_asked_where_pytorch_has_a_part(kind):
-    """A mode sees the operator, with gradients and without; else the call goes past it, which is quicker."""
+    """Within a mode, the call goes through the dispatcher as an operator, which the mode sees, with gradients and
+    without. Otherwise the call goes past the dispatcher, which is quicker."""
     model = model_of("Qwen3Moe")
     block = block_of(fuse(model))[0]
     x = torch.randn(7, 32)

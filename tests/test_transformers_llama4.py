@@ -1,4 +1,4 @@
-"""Llama 4, whose blocks FlashMoE patches; what they share with other fused blocks is in test_transformers_fuse.py."""
+"""Llama 4, whose blocks FlashMoE patches. tests/test_transformers_fuse.py has the tests for all fused blocks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_gradients_are_those_of_transformers_blocks():
 
 
 def _compare(rank, ranks, folder):
-    """Whether a spread model gives the bits of a fused one, by both ways of spreading it, and a rank's share of it."""
+    """Whether a spread model gives the bits of a fused one, for each of the two ways to spread it, and the shares of
+    the experts' weights that this rank then has."""
     expected = results_of(fuse(model_of("Llama4")), rank)
     model = model_of("Llama4")
     whole = sum(module.down_proj.numel() for module in experts_modules(model))

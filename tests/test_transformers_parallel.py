@@ -30,13 +30,13 @@ LOAD = {"max_tokens": 200, "context_options": {"timeout": PATIENCE}}
 
 @pytest.fixture
 def on_ranks(pool, tmp_path):
-    """Call ``fn(rank, ranks, *args)`` in so many processes, which are ranks of torch.distributed; by rank what they
-    return."""
+    """A function that calls ``fn(rank, ranks, *args)`` in so many processes, which are ranks of torch.distributed, and
+    returns their results by rank."""
     return lambda ranks, fn, *args: Gloo(pool, tmp_path)(ranks, fn, ranks, *args)
 
 
 def batch_of(rank, seed=0):
-    """Of another size on every rank."""
+    """A random batch of token ids, of another size on every rank."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     return torch.randint(VOCABULARY, (1 + rank % 2, 7 + 5 * rank), generator=generator)
 
@@ -50,20 +50,21 @@ def bits_of(tensor):
 
 
 def results_of(model, rank, **options):
-    """What the model computes of the rank's batches, as bytes."""
+    """The model's logits for the rank's batches, and its greedy tokens for the first of them, as bytes."""
     with torch.no_grad():
         logits = [bits_of(model(batch_of(rank, seed)).logits) for seed in range(3)]
     return [*logits, bits_of(greedy(model, batch_of(rank), **options))]
 
 
 def _compare(rank, ranks, name, dtype, **options):
-    """Whether the model gives the same bits before and after it is spread, and how many experts are left."""
+    """Whether the model gives the same bits before and after it is spread, and again after the eager implementation is
+    chosen; the memory of each module per expert of the rank, as a part of the whole; the return mode."""
     model = with_experts(model_of(name, dtype), NAME)
     expected = results_of(model, rank)
     whole = [module.down_proj.untyped_storage().nbytes() for module in experts_modules(model)]
     context = parallelize(model, **ROOM, **options)
     got = results_of(model, rank, synced_gpus=True)
-    with_experts(model, "eager")  # has no effect on what is spread
+    with_experts(model, "eager")  # has no effect on experts that are spread
     again = results_of(model, rank, synced_gpus=True)
     left = [module.down_proj.untyped_storage().nbytes() for module in experts_modules(model)]
     shares = [mine / all_ / len(context.local_experts()) for mine, all_ in zip(left, whole, strict=True)]
@@ -95,7 +96,7 @@ def test_a_model_whose_experts_have_copies_gives_the_same_bits(on_ranks):
 
 
 def _load(rank, ranks, folders, options, placement=None):
-    """What a model loaded in parts computes, compared with the whole one, from the rank's own folder."""
+    """Whether a model that each rank loads in part, from the rank's own folder, gives the bits of the whole model."""
     whole = transformers.AutoModelForCausalLM.from_pretrained(folders[-1], experts_implementation=NAME, **options)
     expected = results_of(whole.eval(), rank)
     load = {**LOAD, "context_options": LOAD["context_options"] | {"placement": placement}}
@@ -108,7 +109,8 @@ def _load(rank, ranks, folders, options, placement=None):
 
 
 def without_the_experts_of_others(folder, copy, experts, rank, ranks):
-    """A copy of the checkpoint, of files with a tensor each, without those of the experts of other ranks."""
+    """Copies the checkpoint into files of one tensor each, and leaves out other ranks' experts. Returns how many
+    tensors are left out."""
     share = range(rank * experts // ranks, (rank + 1) * experts // ranks)
     index = {}
     copy.mkdir()
@@ -138,14 +140,14 @@ def test_a_rank_opens_no_file_of_others_experts(on_ranks, tmp_path, ranks, name)
 
 
 def test_of_tensors_of_all_experts_a_rank_reads_its_rows(on_ranks, tmp_path):
-    """A checkpoint with merged experts, as Transformers has them in memory."""
+    """The checkpoint's tensors have all experts of a layer, as in the memory of Transformers."""
     model = model_of("Qwen3Moe", torch.bfloat16)
     model.config.save_pretrained(tmp_path)
     model.generation_config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3MoeForCausalLM"]}))
     save_file({name: each.contiguous() for name, each in model.state_dict().items()}, tmp_path / "model.safetensors")
-    for placement in (None, [[0, 1], 1, 0, 1, [1, 0], 0]):  # with copies, of rows that lie apart
+    for placement in (None, [[0, 1], 1, 0, 1, [1, 0], 0]):  # the second has copies, and a rank's rows lie apart
         assert on_ranks(2, _load, [str(tmp_path)] * 3, {"dtype": torch.bfloat16}, placement) == [True] * 2
 
 
@@ -156,7 +158,7 @@ def _load_shipped(rank, ranks, placement):
 
 @pytest.mark.parametrize("placement", [None, [0, [1, 0], 1, 0] * 4], ids=["contiguous", "copies"])
 def test_the_shipped_model_on_two_ranks(on_ranks, placement):
-    """Tied embeddings, and the type that the configuration names."""
+    """The shipped model has tied embeddings, and is loaded in the type that its configuration names."""
     assert on_ranks(2, _load_shipped, placement) == [True] * 2
 
 
@@ -178,7 +180,7 @@ def test_a_rank_that_cannot_load_ends_the_others_attempt(on_ranks, tmp_path):
 
 
 def _under_fsdp(rank, ranks):
-    """Whether a model whose weights FSDP2 brings together for each forward pass computes the same."""
+    """Whether a model gives the same bits if FSDP2 gathers its weights for each forward pass, in each of two passes."""
     from torch.distributed.fsdp import fully_shard
 
     model = with_experts(model_of("Qwen3Moe"), NAME)
@@ -197,7 +199,7 @@ def test_weights_that_fsdp_brings_together(on_ranks):
 
 
 def _refusals(rank, ranks):
-    """Messages of what fails on a rank alone, which leaves the model usable."""
+    """The messages of what is refused on a rank alone. A refusal leaves the model usable."""
     messages = []
 
     def note(call):
@@ -248,7 +250,7 @@ def test_without_a_process_group():
 
 
 def _load_of_few_experts(rank, ranks, folder, placement=None):
-    torch.distributed.barrier()  # one that leaves would be missed by those that are still being connected
+    torch.distributed.barrier()  # if a rank left earlier, ranks that still connect to it would fail
     load_parallel(folder, max_tokens=200, context_options={"placement": placement})
 
 
@@ -277,8 +279,8 @@ def test_the_example_writes_the_same_on_every_rank():
 
 
 def _sliced(rank, ranks, folder, name, placement, how, slices):
-    """How far a model's logits are from those of the whole one, in units of these, how often the experts' tensors of
-    one expert a rank has, and whether 12 greedy tokens are equal."""
+    """How far a sliced model's logits are from those of the whole model, relative to its largest logit; how many
+    experts' weights the rank has, in whole experts; and whether 12 greedy tokens are equal."""
     whole = with_experts(model_of(name), "eager")
     of_context = {"slices": slices, "placement": placement, "timeout": PATIENCE}
     with torch.no_grad():
@@ -301,7 +303,8 @@ def _sliced(rank, ranks, folder, name, placement, how, slices):
 @pytest.mark.parametrize("how", ["loaded", "cut in memory"])
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Glm4Moe", "Phimoe", "Llama4", "GptOss"])
 def test_experts_in_slices(on_ranks, tmp_path, name, how):
-    """Of a rank's own slices: tensors of one expert, or of all, transposed, interleaved and with biases."""
+    """Each rank cuts out its own slices: of checkpoints with tensors of one expert or of all experts, and of experts
+    that are transposed, interleaved, or have biases."""
     model = model_of(name)
     model.save_pretrained(tmp_path)
     experts = experts_modules(model)[0].num_experts

@@ -1,9 +1,10 @@
-"""Random programs of Transformers: what a model with FlashMoE's experts, fused or not, gives and saves is eager's.
+"""Random programs with models of Transformers: with FlashMoE's experts, fused or not, results and saved files are those
+of eager experts.
 
-A program builds a small model twice, with eager experts and with ours, and does the same to both: calls with gradients
-and without, hooks, patched forwards, adapters, copies, savers, steps. After each, logits, gradients, names and saved
-bits are compared, and no parameter may have moved. FLASHMOE_PROGRAMS is how many there are (default: 60, or
-FLASHMOE_EXAMPLES if that is less).
+A program builds a small model twice, with eager experts and with FlashMoE's, and does the same to both: calls with
+gradients and without, hooks, patched forwards, adapters, copies, savers, steps. The logits, gradients, names and saved
+bits of both are compared, and no parameter may have moved in memory. FLASHMOE_PROGRAMS is the number of programs
+(default: 60, or FLASHMOE_EXAMPLES if that is less).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ INSTALLED = {name for name in ("accelerate", "peft") if importlib.util.find_spec
 
 
 def random_model(rng):
-    """One of an architecture that can be fused, of random sizes."""
+    """A model of a random architecture that can be fused, with a random configuration."""
     name = rng.choice(["Mixtral", "Qwen2Moe", "Qwen3Moe", "DeepseekV3", "Glm4Moe"])
     changes = {"num_experts_per_tok": rng.randint(1, 3), "num_hidden_layers": 2}
     if name == "Qwen2Moe":
@@ -50,7 +51,7 @@ def block_of(model):
 
 
 def watched_of(model):
-    """By name, the modules of a block that a fused one passes by."""
+    """The modules of a block whose forward a fused block does not call, by name."""
     block = block_of(model)
     found = {"gate": block.gate, "experts": block.experts}
     shared = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
@@ -62,10 +63,10 @@ def watched_of(model):
 
 
 def halved(value):
-    """A module's result, or what it is given: its first floating-point tensor that is no logits, halved."""
+    """A module's result, halved. In the tuple that a router returns, only the weights are halved, not the logits."""
     if isinstance(value, torch.Tensor):
         return value * 0.5
-    at = 1 if len(value) == 3 and value[1].dtype == torch.float32 else 0  # of a router: the weights
+    at = 1 if len(value) == 3 and value[1].dtype == torch.float32 else 0  # index 1 of a router's result: its weights
     return (*value[:at], value[at] * 0.5, *value[at + 1 :])
 
 
@@ -81,7 +82,7 @@ HOOKS = {
 
 
 class Patched:
-    """A module's forward, patched until it is removed."""
+    """Patches a module's forward, so that it returns halved results, until the patch is removed."""
 
     def __init__(self, module):
         self.module, forward = module, module.forward
@@ -97,7 +98,7 @@ class Doubled(torch.nn.Module):
 
 
 def saved_by(how, model, folder):
-    """What a saver has written of the model, by name."""
+    """Saves the model with the saver `how`. Returns the tensors that the saver has written, by name."""
     folder.mkdir(parents=True)
     if how == "save_pretrained":
         model.save_pretrained(folder)
@@ -114,7 +115,7 @@ def saved_by(how, model, folder):
         return torch.load(folder / "model.pt")
     else:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group
+            warnings.simplefilter("ignore")  # DCP warns that there is no process group
             dcp.save(model.state_dict(), checkpoint_id=folder)
             state = {name: torch.full_like(each, 7) for name, each in model.state_dict().items()}
             dcp.load(state, checkpoint_id=folder)
@@ -190,8 +191,9 @@ class Program:
             each.eval()
         ours = dict(self.ours.named_parameters())
         norms = [each.grad.norm() for each in self.eager.parameters() if each.grad is not None]
-        # Some are 0 but for rounding, as a router's that weighs its one expert by 1; where adapters alone are trained
-        # they may all be. The loss is about 5, of which half a unit in the last place is 2.4e-7.
+        # Some gradients are 0 except for rounding, for example those of a router that gives its one expert the weight
+        # 1. If only adapters are trained, all gradients may be such. The loss is about 5, and half a unit in its last
+        # place is 2.4e-7.
         noise = 1e-6 * torch.stack(norms).norm() + 1e-7
         for name, parameter in self.eager.named_parameters():
             expected, got = parameter.grad, ours[name].grad
@@ -226,13 +228,14 @@ class Program:
     def copy(self):
         if self.handles or self.wrapped:
             return
-        hooks = any(each._forward_hooks for each in self.ours.modules())  # Transformers' own, which no pickle takes
+        hooks = any(each._forward_hooks for each in self.ours.modules())  # those of Transformers cannot be pickled
         pickles = self.rng.random() < 0.5 and not hooks
         self.note("pickle" if pickles else "deepcopy")
         self.ours = pickle.loads(pickle.dumps(self.ours)) if pickles else copy.deepcopy(self.ours)
 
     def wrap(self):
-        """A parametrization, or adapters of PEFT: once, and nothing else is put on the modules beside it."""
+        """Adds a parametrization, or adapters of PEFT. A program does so at most once, and never while hooks or patches
+        are on its modules."""
         if self.wrapped or self.handles:
             return
         kind = self.rng.choice(["parametrize", *(["LoRA", "LoRA on gate"] if "peft" in INSTALLED else [])])
@@ -271,7 +274,7 @@ class Program:
             self.ours.load_state_dict(got)
 
     def offload(self):
-        """Accelerate's offloading, the last thing, since parameters are elsewhere then."""
+        """Offloads our model with Accelerate. This is a program's last step, because parameters are elsewhere then."""
         if "accelerate" not in INSTALLED or self.handles or self.wrapped:
             return
         from accelerate import cpu_offload

@@ -1,4 +1,4 @@
-"""`flashmoe tune` without a GPU: the search, on clocks that are functions, and the command."""
+"""`flashmoe tune` without a GPU: the search, with times from functions instead of measured ones, and the command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTING = Setting("Fake", 4, "bfloat16", 2048, 768, 128, 8, 8192)
 
 @pytest.fixture(autouse=True)
 def file(tmp_path, monkeypatch) -> Path:
-    """A file of profiles of a test's own."""
+    """The path of a file of profiles that only this test uses."""
     path = tmp_path / "profiles.json"
     monkeypatch.setenv("FLASHMOE_PROFILES", str(path))
     return path
@@ -33,7 +33,8 @@ KNOBS = {"first": (1, 2, 4), "second": (1, 2, 4, 8), "mode": ("direct", "reduced
 
 
 class Clock:
-    """Measures by a function of a candidate, and counts. All times of a step drift alike."""
+    """In place of measured times, the function `cost` gives each candidate's time. Timings and steps are counted. With
+    `drift`, each step's times are longer than the last step's, all by the same factor."""
 
     def __init__(self, cost, spread: float = 0.0, drift: float = 0.0) -> None:
         self.cost, self.spread, self.drift = cost, spread, drift
@@ -63,7 +64,7 @@ def test_the_search_finds_the_optimum_of_a_separable_cost(optimum, drift):
 
 
 def test_a_knob_is_looked_at_again_when_another_has_changed():
-    """The first one's best value depends on the second's."""
+    """The best value of the knob `first` depends on the value of the knob `second`."""
     costs = {(1, None): 9, (None, None): 10, (1, 8): 7, (None, 8): 8, (4, 8): 5}
     outcome = tuning.search(KNOBS, Clock(lambda each: costs.get((each.get("first"), each.get("second")), 11)))
     assert outcome.best == {"first": 4, "second": 8}
@@ -83,7 +84,7 @@ def test_less_than_the_spread_is_no_gain(spread, best):
 
 
 def test_a_gain_that_was_luck_is_not_stored():
-    """The last step times the best and the built-in one once more."""
+    """The last step times the best candidate and the built-in one once more, so that one lucky time does not count."""
 
     def cost(candidate):
         lucky = clock.steps <= len(KNOBS) and candidate.get("first") == 4
@@ -109,7 +110,7 @@ def test_timing():
 
 
 def test_of_every_call_the_slowest_rank_counts(monkeypatch):
-    """Two ranks, two candidates, three calls."""
+    """`by_rank` has the times of two ranks, for two candidates with three calls each."""
     by_rank = [[[1.0, 2.0, 9.0], [5.0, 5.0, 5.0]], [[3.0, 1.0, 1.0], [6.0, 4.0, 5.0]]]
     compiled, asked = [], []
 
@@ -144,7 +145,8 @@ def test_of_every_call_the_slowest_rank_counts(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """GPUs on which the candidate {"raster": 4} takes 3 ms, any other 4 ms."""
+    """Stand-ins for GPUs, on which candidates with {"raster": 4} take 3 ms and all others 4 ms. The value of the
+    fixture is the list of what has been timed: settings and activations."""
     settings = []
 
     class FakeBench(bench.Bench):
@@ -176,7 +178,7 @@ def test_the_best_is_shown_and_stored(machine, file, capsys):
 
 
 def test_no_gain_is_stored_as_such(machine, monkeypatch, file, capsys):
-    """So that a context does not take the profile of another number of tokens instead."""
+    """An empty profile is stored, because a context would otherwise take the profile of another number of tokens."""
     monkeypatch.setattr(tune.Bench, "measure", lambda self, candidates: [Timing(4.0, 0.1)] * len(candidates))
     assert main(["tune", "--model", "flashmoe-paper"]) == 0
     (stored,) = profiles.read()

@@ -1,4 +1,4 @@
-"""The tutorials' code is run, and prints what they say."""
+"""The code of the tutorials runs, and prints what the tutorials say."""
 
 from __future__ import annotations
 

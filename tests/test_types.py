@@ -1,4 +1,4 @@
-"""mypy and pyright take types as they are: in tests/typed_calls.py, in the pages' snippets and in the examples."""
+"""mypy and pyright find each wrong call in tests/typed_calls.py, and no error in the pages' snippets or examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SNIPPET_FILES = {name: f"snippet_{number}.py" for number, name in enumerate(SNIPPETS)}
 
 Found = dict[str, list[tuple[int, str]]]
-"""The errors by the file's name: line and text."""
+"""The errors by the file's name. Each error is a line number and a text."""
 
 
 def mypy_finds(output: str) -> Iterator[tuple[str, int, str]]:
@@ -43,8 +43,8 @@ CHECKERS: dict[str, tuple[list[str], Callable[[str], Iterator[tuple[str, int, st
 
 @pytest.fixture(scope="module")
 def checkers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Found]]:
-    """What the checker of that name finds. Each has one process, which reads all files: to read what they import takes
-    most of its time."""
+    """A function that returns what the checker of a given name finds. Each checker has one process for all files,
+    because reading the imported modules takes most of its time."""
     for imported in ("torch", "transformers"):
         pytest.importorskip(imported)
     folder = tmp_path_factory.mktemp("typed")

@@ -1,4 +1,5 @@
-"""Calls without a context: the bits of calls with one, and contexts that are made, kept, grown and let go."""
+"""Calls without a context: they have the bits of calls with one, and the package makes, keeps, grows and closes
+contexts for them."""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ def test_the_bits_of_a_call_with_a_context(given, sizes):
 
 
 def test_the_first_example():
-    """By position, of the shipped layer."""
+    """A call of the shipped layer, with x and the matrices given by position."""
     of_model, x = shipped_layer()
     tensors = of_model.tensors()
     up, down = tensors.pop("gate_up_proj"), tensors.pop("down_proj")
@@ -143,7 +144,7 @@ def test_a_ninth_shape_closes_the_first_context(made):
     for experts in range(3, 3 + kept.MOST):
         ys[experts] = bits(flashmoe.moe(**layer(experts=experts)))
     assert all(each.alive for each in made)
-    flashmoe.moe(**layer(experts=3))  # so the context of 4 experts is the one that was not used for longest
+    flashmoe.moe(**layer(experts=3))  # so the context of 4 experts is now the least recently used one
     flashmoe.moe(**layer(experts=20))
     assert [each.alive for each in made] == [True, False] + [True] * (kept.MOST - 1)
     assert bits(flashmoe.moe(**layer(experts=4))) == ys[4]
@@ -160,7 +161,7 @@ def test_release_closes_all(made):
 
 
 def test_two_threads():
-    """With two shapes, while contexts are let go."""
+    """Several threads make calls of two shapes, while another thread releases the contexts."""
     right = {experts: bits(flashmoe.moe(**layer(experts=experts))) for experts in (4, 8)}
     wrong: list[Any] = []
 
@@ -181,7 +182,7 @@ def test_two_threads():
     assert wrong == []
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork of a process with threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python warns if a process with threads forks
 def test_a_forked_process_makes_its_own():
     given = layer()
     right = bits(flashmoe.moe(**given))
@@ -214,7 +215,7 @@ SHARE = "as on a rank of a group, got none"
     ],
 )
 def test_what_is_refused(monkeypatch, made, changes, message):
-    """Before there is a context, where there has been no call of these shapes."""
+    """If no call of these shapes came before, a wrong call is refused before a context is made."""
     monkeypatch.setattr(kept, "_known", {})
     monkeypatch.setattr(alone, "_found", {})
     with pytest.raises(InvalidArgument) as refused:

@@ -35,29 +35,31 @@ def tensors(trains: bool = False) -> dict[str, Any]:
 
 
 def modules(ctx: flashmoe.Context, **options: Any) -> tuple[MoE, MoE]:
-    """A layer without a context, and its like with one."""
+    """A layer without a context, and a layer with a context and the same weights."""
     alone, of_ctx = MoE(H, I, E, K, **options), MoE(ctx, H, I, E, K, **options)
     of_ctx.load_state_dict(alone.state_dict())
     return alone, of_ctx
 
 
 def test_a_function_and_its_gradients(ctx):
-    """Also where eight other shapes have come between the forward pass and the backward pass."""
+    """The bits are those of a call with a context, also if calls of so many other shapes come between the forward pass
+    and the backward pass that the layer's own context has gone."""
     results = []
     for first, others in (((), False), ((), True), ((ctx,), False)):
         given = tensors(trains=True)
         y = flashmoe.moe(*first, **given, top_k=K)
         if others:
-            for experts in range(K, K + kept.MOST):
-                flashmoe.moe(tensors()["x"], **few(experts), top_k=K)
+            for experts in range(E + 1, E + 1 + kept.MOST):
+                flashmoe.moe(tensors()["x"], **layer_of(experts), top_k=K)
         y.square().sum().backward()
         results.append([y.detach(), *(each.grad for each in given.values())])
     for each in zip(*results, strict=True):
         assert all(torch.equal(each[0], other) for other in each[1:])
 
 
-def few(experts: int) -> dict[str, Any]:
-    return {name: each[:experts].clone() for name, each in tensors().items() if name != "x"}
+def layer_of(experts: int) -> dict[str, Any]:
+    """A layer of so many experts, 2 E at most."""
+    return {name: torch.cat([each, each])[:experts] for name, each in tensors().items() if name != "x"}
 
 
 def test_leading_dimensions_and_their_gradients(ctx):

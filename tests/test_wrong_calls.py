@@ -1,4 +1,4 @@
-"""What is wrong with a call, its message says: the argument, what was expected, what was got."""
+"""The error of a wrong call says what is wrong: the argument, what was expected, and what was got."""
 
 from __future__ import annotations
 
@@ -180,7 +180,8 @@ def test_numbers_that_float32_has(ctx):
 
 
 def test_a_call_beyond_the_limits_is_both_errors(ctx):
-    """It was a HeapError alone."""
+    """The error is an `InvalidArgument`, because an argument is too large, and a `HeapError`, because the context's
+    memory is too small for the call."""
     for kind in (InvalidArgument, HeapError, ValueError):
         with pytest.raises(kind):
             flashmoe.moe(ctx, **arguments(x=numbers(65, 64)))
@@ -318,7 +319,7 @@ def test_arrays_to_quantise(call, message):
 
 
 def test_no_matrices_at_all():
-    """A rank without experts has some of no expert."""
+    """A rank without experts has matrices of 0 experts."""
     elements, scale = quantize_weights(np.zeros((0, 4, 6)))
     assert elements.shape == (0, 4, 6) and scale.shape == (0, 1, 1)
     assert dequantize(elements, scale).shape == (0, 4, 6)
@@ -439,13 +440,15 @@ except BaseException as error:
 
 @pytest.mark.parametrize("module", ["numpy._core.multiarray", "numpy.linalg", "flashmoe.contexts.context", "tvm_ffi"])
 def test_an_interrupt_while_modules_are_imported(module):
-    """NumPy cannot be imported again where one has stopped its import half way."""
+    """An interrupt takes effect only when the imports are over, because NumPy cannot be imported again after its import
+    has stopped half way."""
     done = subprocess.run([sys.executable, "-c", _IMPORTED, module], capture_output=True, text=True)
     assert done.stdout == "interrupted, handler True, then used\n", done.stderr
 
 
 def test_imports_in_another_thread():
-    """Which leaves the handler of Ctrl-C as it was. (A script's background job begins with one that ignores it.)"""
+    """Imports in another thread leave the handler of SIGINT as it was. The code sets a handler first, because a
+    script's background job begins with one that ignores SIGINT."""
     code = "import signal, threading\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "t = threading.Thread(target=lambda: __import__('flashmoe'))\nt.start()\nt.join()\n"
     code += "import flashmoe\nhandler = signal.getsignal(signal.SIGINT)\n"

@@ -1,4 +1,4 @@
-"""A small random Qwen3-MoE that trainers train: the same weights in each call."""
+"""A small random Qwen3-MoE for the tests of trainers. Each call returns the same weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import transformers
 
 
 def tiny_moe(implementation: str, vocabulary: int = 61, positions: int = 512) -> torch.nn.Module:
-    """In float32, with experts by `implementation`. Token 0 pads."""
+    """The model in float32, with experts by `implementation`. Token 0 is padding."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=vocabulary,
         hidden_size=32,
@@ -25,7 +25,7 @@ def tiny_moe(implementation: str, vocabulary: int = 61, positions: int = 512) ->
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
-        initializer_range=0.1,  # with the default, 0.02, rows of this size leave little for experts to say
+        initializer_range=0.1,  # with the default, 0.02, the experts of so small a model would hardly matter
     )
     transformers.set_seed(4)
     model = transformers.Qwen3MoeForCausalLM(config)

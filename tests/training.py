@@ -1,4 +1,4 @@
-"""Calls of a group of ranks that train: how ranks make them, and the check of their gradients."""
+"""Calls of a group of ranks that train, for the tests: how ranks make them, and the check of their gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Gradients = list[dict[str, np.ndarray]]
 
 
 def trainable(seed: int, tokens: list[int], **sizes: Any) -> tuple[Problem, list[np.ndarray]]:
-    """A random problem without tokens whose choice float32 may misjudge, and dY for each rank."""
+    """A random problem, and dY for each rank. It has no tokens for which rounding in float32 may change the choice of
+    experts."""
     problem = random_problem(seed, tokens, **sizes)
     if problem.router is not None:
         problem = replace(problem, x=[each[is_certain(problem, each)] for each in problem.x])
@@ -46,7 +47,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def gradients_of(context: flashmoe.Context, arguments: dict[str, Any], grad: np.ndarray) -> dict[str, np.ndarray]:
-    """Of one call, by name, for the gradient of y; and y."""
+    """The gradients of one call by the tensor's name, where `grad` is the gradient of y; and y."""
     tensors = {name: as_tensor(each) if isinstance(each, np.ndarray) else each for name, each in arguments.items()}
     leaves = {name: each for name, each in tensors.items() if torch.is_tensor(each) and name not in CONSTANT}
     for each in leaves.values():
@@ -57,7 +58,7 @@ def gradients_of(context: flashmoe.Context, arguments: dict[str, Any], grad: np.
 
 
 def kept_bytes(y: torch.Tensor) -> int:
-    """What the call that y is the result of has kept, by the engine's own count."""
+    """The bytes that a call has kept, as the engine counts them. y is the call's result."""
     node = y.grad_fn
     while not hasattr(node, "saved_tensors"):
         node = node.next_functions[0][0]
@@ -87,7 +88,8 @@ def train(
     limits: dict[str, Any] | None = None,
     **how: Any,
 ) -> list[Gradients]:
-    """The gradients of `times` equal calls, of each rank; `perturb` and `options` in turn, where `how` has them."""
+    """The gradients of `times` equal calls, by call and rank. If `how` has `perturb` (seeds of random delays) or
+    `options`, calls take their values in turn."""
     limits = problem.limits() if limits is None else limits
     name = f"train-{secrets.token_hex(6)}"
     arguments = [(name, limits, [(problem.arguments(rank), grads[rank])] * times, how) for rank in range(problem.ranks)]
@@ -98,8 +100,8 @@ def train(
 def check(
     problem: Problem, grads: list[np.ndarray], found: Gradients, engine: str = "cpu", sliced: Any = None
 ) -> dict[str, float]:
-    """Every gradient is within its bound; how far, as a part of the bound, by name the worst. `sliced`: the problem
-    whose experts are in slices (`test_slices.Sliced`), where the gradients are its."""
+    """Checks that every gradient is within its bound. Returns the largest error for each name, as a part of the bound.
+    If the gradients are those of slices, `sliced` is the problem whose experts are in slices (`test_slices.Sliced`)."""
     held, slices = (problem, 1) if sliced is None else (sliced, sliced.slices)
     options = {name: each for name, each in problem.options.items() if name not in OF_THE_ENGINE}
     calls, expected = [], []
@@ -144,7 +146,7 @@ def check(
 
 
 def _of_slices(call: RankCall, slices: int, owners: list[int]) -> RankCall:
-    """The same call of experts in slices, that these ranks compute."""
+    """The same call with experts in slices. `owners` are the ranks that compute the slices."""
     shape = len(call.x), call.ids.shape[1] * slices
     ids, computed = (
         np.where(each[..., None] < 0, -1, each[..., None] * slices + np.arange(slices)).reshape(shape)
@@ -171,7 +173,7 @@ def _return_mode(problem: Problem) -> str:
 
 
 def _reference_call(problem: Problem, rank: int, x: np.ndarray, grad: np.ndarray) -> tuple[RankCall, dict[str, Any]]:
-    """What the bounds and the reference are told of a rank's call."""
+    """A rank's call as the bounds take it, and the arguments that the reference takes."""
     given = {name: getattr(problem, name) for name in (*EXPERTS, *OWN, "choice_bias")}
     if problem.router is not None:
         given["top_k"] = problem.top_k

@@ -1,4 +1,4 @@
-"""What type checkers make of calls: tests/test_types.py has mypy and pyright read this file."""
+"""Calls whose types are right, and wrong ones: tests/test_types.py runs mypy and pyright on this file."""
 
 from typing import Any, assert_type
 
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 report = ctx.last_call
 tasks: int = 0 if report is None else sum(report.tasks.values())
 
-# Wrong, each for one reason.
+# Each of these calls is wrong for one reason.
 flashmoe.moe(x, up, down, router=router, top_k=2, activation="swigloo")  # WRONG
 flashmoe.moe(ctx, x, up, down, router=router, top_k=2, score="max")  # WRONG
 flashmoe.moe(x, up, down, router=router, topk=2)  # WRONG
