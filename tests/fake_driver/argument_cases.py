@@ -46,7 +46,7 @@ from flashmoe.spec.tensors import Tensors
 def test_refused_before_the_launch(ctx, make, message):
     with pytest.raises(flashmoe.InvalidArgument, match=message):
         flashmoe.moe(ctx, **make())
-    with pytest.raises(flashmoe.InvalidArgument, match=message):  # it is not remembered as a layer
+    with pytest.raises(flashmoe.InvalidArgument, match=message):  # again, since it is not stored as a known layer
         flashmoe.moe(ctx, **make())
 
 
@@ -64,7 +64,7 @@ def test_refused_before_the_launch(ctx, make, message):
     ],
 )
 def test_memory_that_was_freed_between_two_calls(name, make, left):
-    """The layer is known from the first one: nothing is launched for the second."""
+    """The second call finds the known layer, but still notices the freed memory, and launches nothing."""
     called = make()
     with flashmoe.Context(engine="cuda", **SIZES, shared_intermediate=64) as ctx:
         flashmoe.moe(ctx, **called)

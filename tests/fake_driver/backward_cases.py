@@ -1,4 +1,4 @@
-"""What a call keeps for its backward pass, and what the kernel of that is told, on a rank alone."""
+"""On a rank alone: what a call keeps for its backward pass, and what the kernel of the backward pass is told."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashmoe.spec.tensors import Tensors
 @pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
 @pytest.mark.parametrize(("activation", "columns"), [("swiglu", 2 * I), ("gelu", I)])
 def test_what_a_call_keeps(ctx, device, tokens, activation, columns):
-    """It is a tensor of the call's own; the kernel is another one, whatever the number of tokens is."""
+    """Each call that keeps has a tensor of its own for it, and runs the kernel that keeps, even with few tokens."""
     weights = {"gate_up_proj": on_gpu(E, columns, H), "down_proj": on_gpu(E, H, I), "router": on_gpu(E, H)}
     tensors, options = Tensors(x=on_gpu(tokens, H), **weights), Options(top_k=K, activation=activation)
     ctx._engine.call(tensors, options, False)
@@ -39,7 +39,8 @@ def test_what_a_call_keeps(ctx, device, tokens, activation, columns):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("activation", "columns"), [("swiglu", 2 * I), ("gelu", I)])
 def test_a_backward_pass(ctx, device, activation, columns, transposed):
-    """It reads both matrices along the other axis, rows of dZ by two maps, and has memory for every tile."""
+    """The kernel reads both matrices along the other axis than a forward pass does, and dZ through two tensor maps. It
+    has memory for every tile."""
     tokens = 100
     step = -1 if transposed else 1
     tensors = Tensors(
@@ -85,7 +86,7 @@ def test_a_backward_pass(ctx, device, activation, columns, transposed):
 
 
 def test_a_backward_pass_with_weights_on_the_input(ctx, device):
-    """Its kernels are others. Rows of dZ without the weight have memory of their own where the bias has a gradient."""
+    """Both passes have kernels of their own. With a gate_up_bias, rows of dZ without their weight get memory, too."""
     tokens = 100
     tensors = Tensors(
         x=on_gpu(tokens, H),
@@ -110,7 +111,7 @@ def test_a_backward_pass_with_weights_on_the_input(ctx, device):
 @pytest.mark.parametrize(
     ("options", "dtype", "of_up", "up_strides", "of_down", "down_stride"),
     [
-        # gates of three slices, and their ups, each along K
+        # two halves for each of three slices: I rows of gates, and I rows of ups behind the gates of all slices
         ({}, torch.bfloat16, [H, I, 2, 1, 3], [H, 3 * I * H, I * H], [I, H, 1, 1, 3], I),
         ({}, torch.float32, [H, I, 2, 1, 3], [H, 3 * I * H, I * H], [I, H, 1, 1, 3], I),
         ({"interleaved": True}, torch.bfloat16, [H, 2 * I, 1, 1, 3], [H, H, 2 * I * H], [I, H, 1, 1, 3], I),
@@ -119,8 +120,8 @@ def test_a_backward_pass_with_weights_on_the_input(ctx, device):
     ids=["plain", "float32", "interleaved", "transposed"],
 )
 def test_a_backward_pass_of_a_shared_expert(device, options, dtype, of_up, up_strides, of_down, down_stride):
-    """Three slices, each an expert, to dX with its gates and its ups as two parts. Tiles of the later slices lie behind
-    all others. Strides in elements."""
+    """The kernel treats each of three slices as an expert; for dX, a slice's gates and ups are two parts. The tiles of
+    the second and third slice lie behind all others. The parameters give strides in elements."""
     tokens, shared, step, size = 300, 3, -1 if "transposed" in options else 1, dtype.itemsize
     tensors = Tensors(
         x=on_gpu(tokens, H, dtype=dtype),

@@ -8,14 +8,14 @@ from fake_gpu import E, H, I, arguments, driver, launched, on_gpu
 
 
 def test_capture(ctx):
-    """Calls like one before are captured; whatever would need the device is refused in words."""
+    """A call like an earlier one is captured. A call that must wait for the device, or is wrong, raises an error."""
     args = arguments()
     flashmoe.moe(ctx, **args)
     flashmoe.moe(ctx, **arguments(), trace=True)
     driver.fake_capture(1)
     flashmoe.moe(ctx, **{**args, "x": on_gpu(17, H)})
     assert launched()["tokens"] == 17
-    flashmoe.moe(ctx, **arguments(18))  # another layer, of the same kind
+    flashmoe.moe(ctx, **arguments(18))  # new tensors are another layer, but have the same kernel
     assert launched()["tokens"] == 18
     for refused in (
         lambda: flashmoe.moe(ctx, **args, trace=True),

@@ -1,4 +1,4 @@
-"""Contexts on one GPU: what they are, and what they refuse."""
+"""Contexts on one GPU: their properties, and the settings that they refuse."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_a_context_with_a_capacity_factor():
     with flashmoe.Context(engine="cuda", **SIZES, capacity_factor=0.5) as bounded:
         flashmoe.moe(bounded, **arguments(), capacity_factor=0.5)
         assert launched()["capacity"] == 13  # ceil(0.5 * 100 * 4 / 16)
-        # Of 4096 tokens an expert keeps 512: 32 full tiles of 256 for the 16, and a partial one each.
+        # Of 4096 tokens an expert takes at most 512 rows, so 16 experts have 32 full tiles of 256 rows, and a partial
+        # tile each.
         assert launched()["intermediate_rows"]["dims"] == [I, (32 + E) * 256]
         for factor in (None, 0.6):
             with pytest.raises(flashmoe.InvalidArgument, match=r"capacity_factor: expected a number in \(0, 0\.5\]"):

@@ -1,5 +1,6 @@
-"""A GPU that there is not, on driver.cpp in place of NVIDIA's driver: what calls are made of, in host memory that only
-says that it is not, and what the last launch was told. A plugin of pytest's, for the fixtures of all cases."""
+"""A GPU that does not exist: driver.cpp stands in for NVIDIA's driver. This module makes the tensors of calls, in host
+memory that claims to be on the GPU, and reads what the last launch was told. It is a plugin of pytest with the fixtures
+of all cases."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from flashmoe.engines import cuda
 E, K, H, I = 16, 4, 256, 64
 SIZES = {"max_tokens": 4096, "hidden": H, "intermediate": I, "experts": E, "top_k": K}
 
-# NVSHMEM's state is a process's, so each group has processes of its own. A server that has imported what takes long
-# forks them: a second and a half of each rank's time.
+# A process has only one state of NVSHMEM, so each group has processes of its own. A server that has already imported
+# the slow modules forks them, which saves each rank about a second and a half.
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["torch", "pytest", "tvm_ffi", "flashmoe.cli"])
 
@@ -47,23 +48,23 @@ KERNELS = {
     "moe_keeping_group": (*_FUSED, "flashmoe_count", "flashmoe_move"),
     **dict.fromkeys(("decode", "decode_group", "decode_fp8", "decode_fp8_group", "decode_mxfp4"), _FEW),
 }
-"""Of each source of csrc/cuda/entry/."""
+"""The kernels in the cubin of each source of csrc/cuda/entry/."""
 
 
 def compiler_of(compiled, cubin):
-    """In place of `jit.kernel`: it notes what it is asked for."""
+    """A stand-in for `jit.kernel`: it adds the variant that it is asked for to `compiled`, and returns a fake cubin."""
     return lambda variant: compiled.append(variant) or cubin.with_name(f"{variant.entry}.cubin")
 
 
 def of_both(*args, **options):
-    """What a layer of a rank alone asks for, of any number of tokens and of a few, at the same time."""
+    """The two variants that a layer of a rank alone has compiled together: for any number of tokens, and for a few."""
     general = jit.Variant(*args, **options)
     return {general, replace(general, few=True)}
 
 
 @pytest.fixture
 def cubin(tmp_path):
-    """A compiled source's file, of several that are in its folder."""
+    """The path of moe.cubin, in a folder that has a fake cubin for each source."""
     for entry, kernels in KERNELS.items():
         names = "".join(f" {name}" for name in kernels)
         (tmp_path / f"{entry}.cubin").write_bytes(names.encode() + b"\0")
@@ -72,7 +73,7 @@ def cubin(tmp_path):
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch, tmp_path, cubin):
-    """What the host side asks PyTorch and nvcc for, and a driver in its first state."""
+    """Replaces what the host side asks of PyTorch and nvcc; yields the list of compiled variants; resets the driver."""
     compiled = []
     monkeypatch.setattr(cuda, "current_stream", lambda device: 77)
     monkeypatch.setattr(jit, "kernel", compiler_of(compiled, cubin))
@@ -111,7 +112,7 @@ def sparse(*shape: int) -> torch.Tensor:
 
 
 def freed(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
-    """The tensor, of whose storage so many bytes are left."""
+    """The tensor, after all but `left` bytes of its storage were freed."""
     tensor.untyped_storage().resize_(left)
     return tensor
 
@@ -121,5 +122,5 @@ def launched() -> dict:
 
 
 def prepared(ctx: flashmoe.Context) -> dict:
-    """The layers that are known to the library."""
+    """The layers that the context knows, by their keys."""
     return ctx._engine.layers

@@ -1,5 +1,5 @@
-"""Several ranks, each a process with a GPU of its own as fake_gpu.py has it, on nvshmem.cpp in place of NVIDIA's
-NVSHMEM."""
+"""Several ranks: each is a process with a GPU of its own, the fake one of fake_gpu.py, and nvshmem.cpp stands in for
+NVIDIA's NVSHMEM."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ from flashmoe.launch import RankPool
 
 @contextlib.contextmanager
 def fake_world():
-    """The name of what a fake NVSHMEM's ranks share."""
+    """Yields a name, with which the names of the shared memory of a fake NVSHMEM's ranks begin. Removes that memory."""
     with tempfile.NamedTemporaryFile(prefix="world") as unique:
         world = Path(unique.name).name
         try:
             yield world
         finally:
-            for segment in Path("/dev/shm").glob(f"{world}-*"):  # the ranks were killed
+            for segment in Path("/dev/shm").glob(f"{world}-*"):  # left by ranks that were killed
                 segment.unlink()
 
 
 def on_ranks(function, each, environment=()):
-    """What `function(rank, ranks, name, environment, *arguments)` returns on each rank of a group, which are as many as
-    there are tuples of arguments; its environment says which world NVSHMEM's ranks share."""
+    """What `function(rank, ranks, name, environment, *arguments)` returns on each rank of a group. `each` has a tuple
+    of arguments for each rank. The environment that `function` gets also names the world that NVSHMEM's ranks share."""
     with fake_world() as world, RankPool(len(each)) as pool:
         environment = {"FAKE_NVSHMEM_WORLD": world, **dict(environment)}
         return pool.call(function, [(environment, *arguments) for arguments in each], timeout=90)
 
 
 def pretend(device, cubin, environment):
-    """In a rank's process: a GPU, whose number `device` holds, NVSHMEM and kernels. Returns what is compiled."""
+    """Replaces the GPU, NVSHMEM and compiled kernels in a rank's process. The list `device` holds the GPU's number.
+    Returns the list of compiled variants."""
     os.environ.update(environment)
     compiled = []
     nvshmem_files.library = lambda: "libnvshmem_host.so.3"
@@ -51,8 +52,8 @@ def pretend(device, cubin, environment):
 
 
 def rows_of_halves(tokens, rank):
-    """Of two ranks that have half of the experts each and so many tokens, routed as the fake driver does: the rows of
-    this one's experts, and those that it receives."""
+    """For two ranks with half of the experts each, rank p with `tokens[p]` tokens, which the fake driver routes: how
+    many rows the experts of `rank` have, and how many rows `rank` receives from the other rank."""
     experts = [{(t + k) % E for k in range(K)} for t in range(max(tokens))]
     own = set(range(rank * E // 2, (rank + 1) * E // 2))
     rows = sum(len(experts[t] & own) for count in tokens for t in range(count))
@@ -60,7 +61,8 @@ def rows_of_halves(tokens, rank):
 
 
 def kept_by_halves(room):
-    """Where such a rank has, in what it keeps with this room, x, numbers of received rows, experts' first rows, ids."""
+    """Where, in the memory that such a rank keeps with this room, four fields begin, in bytes: received rows of x, the
+    numbers of these rows, the numbers of experts' first rows, and ids."""
     rows, received, pitch = room
     at_x = 2 * 2 * I * rows
     at_numbers = at_x + 2 * H * received
@@ -69,18 +71,18 @@ def kept_by_halves(room):
 
 
 class Joined(NamedTuple):
-    """What a rank of a group has."""
+    """The memory of a rank that has joined a group."""
 
     heap_bytes: int
     workspace_bytes: int
     symmetric_blocks: int
-    """Of NVSHMEM, in the process."""
+    """NVSHMEM's allocations in the rank's process."""
     symmetric_bytes: int
     device_bytes: int
 
 
 def join(rank, ranks, name, environment, groups, devices=(0, 1, 2, 3)):
-    """Joins groups of these sizes one after the other; of each, what was said, or a `Joined`."""
+    """Joins one group after the other, each with its settings. Returns for each a `Joined`, or the text of an error."""
     os.environ.update(environment)
     nvshmem_files.library = lambda: os.environ.get("FAKE_NVSHMEM_PATH", "libnvshmem_host.so.3")
     told = []
@@ -106,12 +108,12 @@ def join(rank, ranks, name, environment, groups, devices=(0, 1, 2, 3)):
 
 
 def joined(ranks, *groups, devices=(0, 1, 2, 3), environment=()):
-    """Of each rank, what it was told of the groups that it joined."""
+    """For each rank, what `join` returns on it."""
     return on_ranks(join, [(groups, devices)] * ranks, environment)
 
 
 class Put(NamedTuple):
-    """What a rank of a group that puts has, and a call of it."""
+    """What `put` returns: a context's properties after a call, the compiled variants, and what the launch was told."""
 
     transport: str
     return_mode: str
@@ -119,7 +121,7 @@ class Put(NamedTuple):
     workspace_bytes: int
     registered_bytes: int
     modules: int
-    """That NVSHMEM knows of, after a call."""
+    """Modules that NVSHMEM knows of after the call."""
     left: tuple[int, int]
     """Bytes registered and modules known, once the context is closed."""
     variants: list
@@ -138,7 +140,7 @@ def weights_of(experts, hidden, inner, weight_dtype=None):
 
 
 def put(rank, ranks, name, environment, changes, cubin):
-    """A call in a new group; what was said, or a `Put`."""
+    """Makes a call in a new group. Returns a `Put`, or the text of an error."""
     compiled = pretend([rank], cubin, environment)
     nvshmem = ctypes.CDLL("libnvshmem_host.so.3")
     nvshmem.fake_nvshmem_registered_bytes.restype = ctypes.c_size_t
@@ -162,6 +164,6 @@ def put(rank, ranks, name, environment, changes, cubin):
 
 
 def put_by(ranks, *changes, cubin, environment=()):
-    """Of each rank; `changes`: of all ranks, or one for each."""
+    """For each rank, what `put` returns. `changes` are the settings of all ranks, or settings for each rank."""
     each = changes if len(changes) == ranks else changes * ranks
     return on_ranks(put, [(mine, cubin) for mine in each], environment)

@@ -26,7 +26,7 @@ def test_faults(fault, error, message, where):
             with pytest.raises(error, match=message):
                 flashmoe.moe(ctx, **arguments(), trace=True)
         else:
-            flashmoe.moe(ctx, **arguments())  # does not wait, so does not know
+            flashmoe.moe(ctx, **arguments())  # does not wait for the kernel, so does not know of the fault
             with pytest.raises(error, match=message):
                 if where == "next call":
                     flashmoe.moe(ctx, **arguments())
@@ -41,7 +41,7 @@ def test_faults(fault, error, message, where):
 
 @pytest.mark.parametrize("captures", [False, True])
 def test_a_growing_context_goes_on_behind_a_fault(monkeypatch, captures):
-    """The call that learns of it tells it; the next one has another context. What a graph has captured is kept."""
+    """The call that learns of the fault raises it; the next call gets a new context. A captured context is kept."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures and capturing)
     context, capturing = growing_context(Shape(0, "bfloat16", H, I, E, K)), False
     tensors = Tensors(**{name: each for name, each in arguments().items() if name != "top_k"})
@@ -78,7 +78,7 @@ NOTES = {
 @pytest.mark.parametrize("what", NOTES)
 @pytest.mark.parametrize("where", ["next call", "synchronize", "last_call", "trace"])
 def test_rows_that_are_errors(what, where):
-    """Raised once, by a later call too, which is launched; the context goes on."""
+    """The error is raised once. A later call that raises it is launched all the same. The context stays usable."""
     note, error, message = NOTES[what]
     with flashmoe.Context(engine="cuda", **SIZES) as ctx:
         driver.fake_note(*note)
@@ -86,7 +86,7 @@ def test_rows_that_are_errors(what, where):
             with pytest.raises(error, match=message):
                 flashmoe.moe(ctx, **arguments(), trace=True, strict=True)
         else:
-            flashmoe.moe(ctx, **arguments(), strict=True)  # does not wait, so does not know
+            flashmoe.moe(ctx, **arguments(), strict=True)  # does not wait for the kernel, so does not know of the row
             with pytest.raises(error, match=message):
                 if where == "next call":
                     flashmoe.moe(ctx, **arguments())

@@ -1,4 +1,5 @@
-"""Which calls of several ranks the kernel for few tokens takes: of a context of few, by what all have agreed on."""
+"""Which calls of several ranks use the kernel for a few tokens. Only values that all ranks agree on decide it, such as
+max_tokens."""
 
 from __future__ import annotations
 
@@ -9,24 +10,24 @@ from flashmoe import jit
 from flashmoe.contexts.memory import plan_memory
 
 FEW = {"max_tokens": 21, "return_mode": "direct", "tokens": 20}
-"""Of three ranks: 252 rows in all, 15.75 an expert."""
+"""Three ranks with max_tokens each have 252 rows, on average 15.75 per expert. The kernel takes at most 16."""
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 21])
 def test_few_tokens_of_several_ranks(cubin, tokens):
-    """All calls of a context of so few tokens, also of a rank without, are another kernel's."""
+    """All calls of a context of so few tokens use the kernel for a few tokens, even on a rank without tokens."""
     sizes = {name: FEW[name] for name in ("max_tokens", "return_mode")}
     plan = plan_memory(engine="cuda", ranks=3, **{**SIZES, **sizes})
     for seen in put_by(3, {**FEW, "tokens": tokens}, cubin=cubin):
         assert seen.variants == [jit.Variant("bfloat16", "swiglu", few=True, group=True)]
         names = ("few", "geometry", "threads", "cooperative", "tokens", "mapped", "block", "groups")
         assert [seen.launch[name] for name in names] == [1, 1, 384, 1, tokens, 3, 8, [0, 1]]
-        assert seen.launch["token_rows"] is None  # its gate takes no tensor map
+        assert seen.launch["token_rows"] is None  # its gate reads x without a tensor map
         assert (seen.heap_bytes, seen.workspace_bytes) == (plan.heap_bytes, plan.workspace_bytes)
 
 
 def test_of_experts_in_fp8(cubin):
-    """The gate reads x as it is, and takes no tensor map; what is sent is quantised."""
+    """The gate reads x as it is, without a tensor map. Rows that are sent to other ranks are quantised."""
     for seen in put_by(3, {**FEW, "weight_dtype": "float8_e4m3fn"}, cubin=cubin):
         assert seen.variants == [jit.Variant("bfloat16", "swiglu", quantised=True, few=True, group=True)]
         names = ("few", "geometry", "threads", "cooperative", "mapped", "token_row_bytes", "return_row_bytes")

@@ -15,7 +15,8 @@ FP8_SIZES = {**SIZES, "weight_dtype": "float8_e4m3fn"}
 
 
 def in_fp8(tokens: int = 100, scales: str = "block", **changes) -> dict:
-    """H = 256 and I = 64: 2 by 2 blocks of gate_up_proj, one row of them the gates', and 2 by 1 of down_proj."""
+    """Arguments of a layer in FP8. With H = 256 and I = 64, gate_up_proj has 2 by 2 blocks with a scale each (the first
+    row of blocks is the gates'), and down_proj has 2 by 1."""
     up, down = {"block": ((2, 2), (2, 1)), "row": ((2 * I, 1), (H, 1)), "tensor": ((1, 1), (1, 1))}[scales]
     made = {
         "gate_up_proj": on_gpu(E, 2 * I, H, dtype=F8),
@@ -130,7 +131,7 @@ def test_what_there_is_no_kernel_of_beside_fp8_is_refused(ctx):
 
 
 def test_layers_without_gradients_are_named():
-    """When the backward pass comes: their forward pass keeps nothing."""
+    """The forward pass succeeds and keeps nothing. The backward pass raises an error that names the layer's types."""
     arguments_of = dict.fromkeys(Tensors._fields) | in_fp8(8)
     options = Options(top_k=arguments_of.pop("top_k"))
     tensors = Tensors(**arguments_of)

@@ -1,5 +1,5 @@
-"""Backward passes of several ranks: what each keeps of the rows that others sent it, or has sent again, and what the
-kernels are told of that."""
+"""Backward passes of several ranks: which received rows a rank keeps, or has sent again, and what the kernels are told
+of these rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from flashmoe.spec.tensors import Tensors
 
 @pytest.mark.parametrize("redispatch", [False, True])
 def test_ranks_that_train(cubin, redispatch):
-    """What each of two ranks keeps, where its rows are moved, and what their backward passes are told; `redispatch`: to
-    send x again, of which nothing is kept."""
+    """What each of two ranks keeps, where its rows are moved, and what its backward pass is told. With `redispatch`,
+    the backward pass sends x again, and no received rows of x are kept."""
     found = on_ranks(train_on_rank, [(cubin, redispatch)] * 2)
     tokens = [100, 37]
     for rank, (compiled, counted, size, forward, move, kept, backward) in enumerate(found):
@@ -52,7 +52,7 @@ def test_ranks_that_train(cubin, redispatch):
 
 
 def train_on_rank(rank, ranks, name, environment, cubin, redispatch):
-    """Of a call that keeps and its backward pass: the kernels, sizes, what the kernels are told."""
+    """Makes a call that keeps, and its backward pass. Returns the kernels, sizes, and what the kernels were told."""
     compiled = pretend([rank], cubin, environment)
     tokens = (100, 37)[rank]
     who = {"device": rank, "rank": rank, "ranks": ranks, "name": name, "redispatch": redispatch}
@@ -75,7 +75,7 @@ def train_on_rank(rank, ranks, name, environment, cubin, redispatch):
 
 
 def test_ranks_that_train_a_shared_expert_and_slices(cubin):
-    """Where rows of the shared expert's two slices are numbered, behind those of the routed experts' slices."""
+    """Routed experts and a shared expert in two slices each. Tiles of the shared expert's second slice are the last."""
     for compiled, counted, size, backward, ids_at, tokens in on_ranks(train_in_slices, [(cubin,)] * 2):
         how = {"group": True, "sliced": True}
         assert compiled == [jit.Variant(keeps=True, **how), jit.Variant(backward=True, **how)]
@@ -87,7 +87,7 @@ def test_ranks_that_train_a_shared_expert_and_slices(cubin):
 
 
 def train_in_slices(rank, ranks, name, environment, cubin):
-    """As train_on_rank(), of experts in two slices of I / 2 and a shared expert of two."""
+    """Like train_on_rank(), with experts in two slices of I / 2 columns, and a shared expert in two such slices."""
     compiled = pretend([rank], cubin, environment)
     tokens = (100, 300)[rank]
     settings = {**SIZES, "slices": 2, "shared_intermediate": 2 * I, "timeout": 20.0}

@@ -1,4 +1,4 @@
-"""Forward passes of several ranks that keep: what they keep has room before anybody knows how many rows there are."""
+"""Forward passes of several ranks that keep: the memory is allocated before the host knows how many rows there are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashmoe.spec.tensors import Tensors
 
 STAYS, MOVES_AGAIN = "call count record move wait ", "call count record move wait move "
 IN_TURN = [
-    ((100, 37), MOVES_AGAIN),  # nothing to go by
+    ((100, 37), MOVES_AGAIN),  # there is no earlier call from which to guess the rows
     ((100, 37), STAYS),
     ((102, 38), STAYS),
     ((93, 36), STAYS),
@@ -30,13 +30,13 @@ IN_TURN = [
     ((1, 0), MOVES_AGAIN),
     ((100, 37), MOVES_AGAIN),
 ]
-"""Calls of a layer: tokens by rank, and what the host does."""
+"""Calls of a layer, in order: the tokens of each rank, and what the host does, as the fake driver logs it."""
 
 
 @pytest.mark.parametrize("redispatch", [False, True])
 def test_what_is_kept_has_room_before_it_is_counted(cubin, redispatch):
-    """Where rows need about what they have needed, they are moved, and the host waits for their number alone; else they
-    are moved once more. Of two layers each has room of its own."""
+    """If a call's rows suit the room that earlier calls of the layer needed, they are moved once, and the host only
+    waits until they are counted. Otherwise they are moved a second time. Each of two layers has its own room."""
     calls = [each for tokens, _ in IN_TURN for each in ((0, tokens), (1, (250, 410)))]
     found = on_ranks(keep_in_turn, [(cubin, calls, redispatch)] * 2)
     for rank, of_rank in enumerate(found):
@@ -56,30 +56,30 @@ def test_what_is_kept_has_room_before_it_is_counted(cubin, redispatch):
             assert done.bytes == size <= 1.25 * (kept_by_halves(needed)[-1] + 8 * tokens[rank] * K)
             assert done.move == [0, -done.kept if redispatch else at_x, at_numbers, at_first, *room, done.move[-1]]
             assert done.move[-1] == 132 + room[0] // 256 + min(E // 2, room[0])
-            if log == STAYS and tokens[rank] != 0:  # the call itself has written its routing there
+            if log == STAYS and tokens[rank] != 0:  # the call wrote its routing where it is kept
                 assert done.ids_at == at_ids
             assert done.ids == [[(t + k) % E for k in range(K)] for t in range(tokens[rank])]
             assert done.weights == [[1.0, 0.5, np.float32(1 / 3), 0.25]] * tokens[rank]
 
 
 class Kept(NamedTuple):
-    """Of a call that keeps; places are relative to what is kept."""
+    """What a call keeps. Addresses are counted from the beginning of the kept tensor."""
 
     counted: list[int]
     bytes: int
     kept: int
-    """Where it is."""
+    """The address of the kept tensor."""
     move: list[int]
-    """The last launch that moves rows."""
+    """What the last launch that moves rows was told."""
     ids_at: int
-    """Where the call was told to leave its experts."""
+    """Where the call was told to write the ids of the chosen experts."""
     log: str
     ids: list[list[int]]
     weights: list[list[float]]
 
 
 def keep_in_turn(rank, ranks, name, environment, cubin, calls, redispatch):
-    """Of calls of two layers, by their layer and tokens of all ranks, what each keeps."""
+    """What each of `calls` keeps. A call is given by its layer, one of two, and the tokens of all ranks."""
     pretend([rank], cubin, environment)
     who = {"device": rank, "rank": rank, "ranks": ranks, "name": name, "redispatch": redispatch}
     found = []

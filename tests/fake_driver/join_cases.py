@@ -1,4 +1,4 @@
-"""Ranks that join a group, one after the other, or do not."""
+"""Ranks that join one group after the other, and ranks that fail to join."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flashmoe import nvshmem as nvshmem_files
 
 
 def test_a_rank_without_memory_is_named_at_once():
-    """By all others, who are then free to join again."""
-    changes = {"timeout": 0}  # for ever
+    """The other ranks name it, although they have no timeout. All ranks can then join another group."""
+    changes = {"timeout": 0}  # no timeout
     for rank, told in enumerate(joined(3, {**changes, "without_memory": 1}, changes)):
         own = r"workspace: expected .* got 1000 free of 1000.*"
         expected = rf"HeapError: {own}" if rank == 1 else rf"GroupError: group '.*': rank 1 did not join: {own}"
@@ -23,7 +23,8 @@ def test_a_rank_without_memory_is_named_at_once():
 
 
 def close_while_joining(rank, ranks, name, environment):
-    """Joins two groups; while rank 0 waits for the second, a signal handler of its closes the first. Its last words."""
+    """Joins two groups. While rank 0 waits for the second, its signal handler closes its first context. Returns whether
+    the first context is closed, and the list to which the handler has appended."""
     os.environ.update(environment)
     nvshmem_files.library = lambda: "libnvshmem_host.so.3"
     settings = {**SIZES, "engine": "cuda", "rank": rank, "ranks": ranks, "device": rank, "timeout": 20.0}
@@ -38,13 +39,13 @@ def close_while_joining(rank, ranks, name, environment):
         signal.signal(signal.SIGALRM, close)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
     else:
-        driver.fake_allocation_ms(1000)  # when all have met
+        driver.fake_allocation_ms(1000)  # each allocation takes a second; all ranks have met before
     with flashmoe.Context(name=f"{name}-2", **settings):
         return first.closed, closed
 
 
 def test_a_context_is_closed_while_another_joins():
-    """By what an interrupted wait runs: a handler, or a collection of garbage."""
+    """An interrupted wait may run a signal handler or a garbage collection, and these may close another context."""
     assert on_ranks(close_while_joining, [()] * 2) == [(True, [True]), (False, [])]
 
 

@@ -1,5 +1,5 @@
-"""What a launch tells the kernel: a call's numbers, where its tensors lie, and the tensor maps that the copy engine
-reads them by."""
+"""What a launch tells the kernel: a call's sizes, the addresses of its tensors, and the tensor maps with which the copy
+engine reads them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_tensor_maps(device, dtype, code, span, activation):
     halves = rows // I
     args = arguments(100, dtype, gate_up_proj=on_gpu(E, rows, H, dtype=dtype), activation=activation)
     size = args["x"].element_size()
-    with flashmoe.Context(engine="cuda", **{**SIZES, "dtype": "float32"}) as ctx:  # wider than the call
+    with flashmoe.Context(engine="cuda", **{**SIZES, "dtype": "float32"}) as ctx:  # no call has wider elements
         flashmoe.moe(ctx, **args)
     assert set(device) == of_both(str(dtype).removeprefix("torch."), activation)
     seen = launched()
@@ -105,7 +105,7 @@ def test_tensor_maps(device, dtype, code, span, activation):
 
 @pytest.mark.parametrize(("experts", "rows"), [(32, 32), (33, 64), (64, 64), (65, 128)])
 def test_the_routers_box(experts, rows):
-    """Few experts come by small boxes, so that the gate's stages hold more of the tokens."""
+    """With few experts, the boxes of the router's map have fewer rows, so that the gate's stages hold more tokens."""
     weights = {
         "gate_up_proj": on_gpu(experts, 2 * I, H),
         "down_proj": on_gpu(experts, H, I),
@@ -145,7 +145,7 @@ def test_given_routing(ctx):
 
 def test_exact(ctx, device):
     flashmoe.moe(ctx, **arguments(), exact=True)
-    assert set(device) == of_both()  # there is nothing to be exact about
+    assert set(device) == of_both()  # `exact` changes nothing in bfloat16
     with flashmoe.Context(engine="cuda", **{**SIZES, "dtype": "float32"}) as wide:
         flashmoe.moe(wide, **arguments(dtype=torch.float32), exact=True)
     assert set(device[2:]) == of_both("float32", exact=True)
@@ -166,5 +166,5 @@ def test_operator_and_module(ctx):
 def test_token_block(ctx):
     block = partial(_ffi.library().cuda_token_block, ctx._engine.checked_handle())
     assert [block(tokens, 128, 8) for tokens in (1, 1056, 1057, 8192, 65536)] == [8, 8, 16, 64, 128]
-    assert block(65536, 1024, 8) == 16  # 16384 logits
-    assert block(65536, 8, 32) == 64  # 2048 entries
+    assert block(65536, 1024, 8) == 16  # the most, since a block may have 16384 logits
+    assert block(65536, 8, 32) == 64  # the most, since a block may have 2048 choices

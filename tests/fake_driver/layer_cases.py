@@ -1,4 +1,5 @@
-"""Layers that a context has seen: found again by their tensors' places, checked all the same, and forgotten in time."""
+"""Layers that a context knows. It finds them again by their tensors' addresses, shapes and types, checks each call all
+the same, and forgets the oldest layers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from flashmoe.spec.tensors import Tensors
 
 
 def test_every_call_is_checked(ctx):
-    """Not only the first of a layer."""
+    """Not only the first call of a layer is checked."""
     args, routed = arguments(), given()
     flashmoe.moe(ctx, **args)
     flashmoe.moe(ctx, **routed)
@@ -27,13 +28,13 @@ def test_every_call_is_checked(ctx):
         with pytest.raises(flashmoe.InvalidArgument):
             flashmoe.moe(ctx, **{**args, "router": other})
     with pytest.raises(flashmoe.InvalidArgument, match=r"top_k: expected an integer in \[1, E=16\], got 4\.0"):
-        flashmoe.moe(ctx, **{**args, "top_k": float(K)})  # equal to that of a layer that is known
+        flashmoe.moe(ctx, **{**args, "top_k": float(K)})  # equal to the known layer's K, which is an int
     assert len(prepared(ctx)) == 2
 
 
 @pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights"])
 def test_a_sparse_tensor_is_no_layer_found_again(name):
-    """It has no place in memory, unlike the tensor of a layer that is known."""
+    """A sparse tensor has no address, so its call must not get the key of a known layer with a dense tensor."""
     dense = {
         "x": torch.zeros(9, H),
         "topk_ids": torch.zeros(9, K, dtype=torch.int32),
@@ -51,7 +52,7 @@ def test_layers_are_found_again(ctx, device):
         flashmoe.moe(ctx, **{**args, "x": on_gpu(tokens, H)})
         assert (launched()["tokens"], launched()["block"]) == (tokens, 32 if tokens == 4096 else 8)
         assert (launched()["few"], launched()["threads"], launched()["geometry"]) == (tokens <= 64, 384, 1)
-        assert (launched()["token_rows"] is None) == (tokens <= 64)  # not made for a kernel that does not read it
+        assert (launched()["token_rows"] is None) == (tokens <= 64)  # the kernel for a few tokens reads no token map
     assert len(prepared(ctx)) == 1 and len(device) == 2
     flashmoe.moe(ctx, **args, renormalize=False)
     flashmoe.moe(ctx, **{**args, "router": on_gpu(E, H)})

@@ -13,7 +13,7 @@ from flashmoe.engines import cuda
 
 @pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
 def test_what_a_call_writes_to(ctx, tokens):
-    """It changes from call to call, and is asked of that call alone."""
+    """Each call writes to the `load` and `router_logits` that it was given, and to none if it was given none."""
     args = arguments(tokens)
     for _ in range(2):
         load, logits = on_gpu(E, dtype=torch.int64), on_gpu(tokens, E, dtype=torch.float32)
@@ -29,7 +29,7 @@ def test_what_a_call_writes_to(ctx, tokens):
 
 @pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
 def test_calls_write_to_the_load_of_their_context(monkeypatch, tokens):
-    """Unless they have one of their own; nobody waits for it to be read."""
+    """Unless a call is given a `load` of its own. Reading the context's load does not synchronise."""
     made = on_gpu(E, dtype=torch.int64)
     monkeypatch.setattr(contexts, "_zeros", lambda experts, device: made if (experts, device) == (E, 0) else None)
     monkeypatch.setattr(cuda.CudaEngine, "synchronize", None)

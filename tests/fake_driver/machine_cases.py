@@ -1,4 +1,4 @@
-"""Ranks that are told to be of several machines."""
+"""Ranks of one machine that are told that they are on several machines."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_ranks_that_are_told_to_be_of_several_machines(cubin, mode):
             "passed": [0, 0] * len(sources),
             "counted": 0,
             "sums": int(mode == "reduced"),
-            "behind": plain.heap_bytes - 3 * 512,  # who refuses a call has no place for a reason here
+            "behind": plain.heap_bytes - 3 * 512,  # less reasons of refused calls: several machines have none
         }
-    for seen in put_by(3, {"machines": (4, 4, 4)}, cubin=cubin):  # all of one
+    for seen in put_by(3, {"machines": (4, 4, 4)}, cubin=cubin):  # all ranks on one machine
         assert seen.variants == [jit.Variant("bfloat16", "swiglu")] and seen.launch["machines"] is None
 
 

@@ -1,4 +1,4 @@
-"""Memory that contexts take, which is what the plan says, and give back."""
+"""Contexts take as much memory as `plan_memory` says, and give it back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_memory_is_given_back():
     context = flashmoe.Context(engine="cuda", **SIZES)
     flashmoe.moe(context, **arguments())
     assert driver.fake_allocations() > before
-    gc.disable()  # nothing may hold the context in a cycle
+    gc.disable()  # so that the test fails if a cycle of references holds the context
     try:
         del context
         assert driver.fake_allocations() == before
@@ -27,7 +27,7 @@ def test_memory_is_given_back():
 
 
 def test_an_interrupted_context_gives_its_memory_back(monkeypatch):
-    """One that the library has made, and Python not yet noted down."""
+    """The interrupt comes when the library has made the context, but Python has not registered its end yet."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -46,7 +46,7 @@ def test_an_interrupted_context_gives_its_memory_back(monkeypatch):
 
 
 POINTER = 8
-"""Bytes of device memory that a context takes for each rank beside what its plan counts: where its heap is."""
+"""Bytes of device memory that a context takes for each rank beside its plan: the address of the rank's heap."""
 
 
 def sizes_of(shape: models.ModelShape) -> dict:

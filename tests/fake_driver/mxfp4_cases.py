@@ -1,4 +1,4 @@
-"""Weights of MXFP4: two elements a byte, and a scale for each 32."""
+"""Weights in MXFP4: two elements per byte, and a scale for every 32 elements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def in_mxfp4(tokens: int = 3, **changes) -> dict:
 
 
 def test_experts_in_mxfp4(device):
-    """The copy engine sees bytes: half as many as a row has columns."""
+    """The tensor maps are of bytes: a row has half as many bytes as columns."""
     wide = on_gpu(E, 2 * I + 3, H // 32, 16, dtype=torch.uint8)[:, : 2 * I]
     args = in_mxfp4(gate_up_proj=wide)
     with flashmoe.Context(engine="cuda", **MXFP4_SIZES) as ctx:
@@ -52,7 +52,7 @@ def test_experts_in_mxfp4(device):
 
 
 def test_a_recorded_call_of_the_kernel_for_a_few_tokens_alone(device):
-    """Which has what tells the time, too."""
+    """The cubin of this kernel also has the kernel that tells the time, so the trace knows the device's clock."""
     with flashmoe.Context(engine="cuda", **MXFP4_SIZES) as ctx:
         [trace] = ctx.trace(lambda: flashmoe.moe(ctx, **in_mxfp4()))
     assert device == [jit.Variant(mxfp4=True, few=True, trace=True)]
@@ -85,7 +85,7 @@ def test_slices_of_a_shared_expert_in_mxfp4(device, options, of_up):
 
 def test_what_there_is_no_kernel_of_beside_mxfp4_is_refused(ctx):
     with flashmoe.Context(engine="cuda", **MXFP4_SIZES) as made:
-        flashmoe.moe(made, **in_mxfp4(64))  # 16 rows an expert
+        flashmoe.moe(made, **in_mxfp4(64))  # the most: 16 rows per expert on average
         for tokens in (65, 4096):
             expected = (
                 "^x: expected at most 64 tokens with weights of mxfp4 on the CUDA engine, which has no kernel for more"

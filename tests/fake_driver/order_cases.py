@@ -1,5 +1,5 @@
-"""The order that a call's tasks run in: the built-in one, or that of a profile, given with the context or stored by
-`flashmoe tune`."""
+"""The order in which a call's tasks run: the built-in order, or that of a profile, which is given with the context or
+was stored by `flashmoe tune`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flashmoe.tuning import profiles
 ALWAYS_HELD = 2**32 - 1
 
 
-# Of short tasks more are published ahead.
-# What a wide GEMM1 returns the link keeps up with: it then follows all of GEMM0,
-# in one list, and no expert waits for other ranks' rows.
+# With short tasks, 4 tasks per cluster are published ahead, otherwise 1. With narrow experts the link is slower than
+# GEMM1, so GEMM1 begins early, with two lists, and half of the experts wait for other ranks' packets. With wide experts
+# the link keeps up, so GEMM1 follows all of GEMM0, with one list, and no expert waits.
 @pytest.mark.parametrize(
     ("hidden", "inner", "order"),
     [
@@ -30,12 +30,12 @@ ALWAYS_HELD = 2**32 - 1
 def test_order_of_several_ranks(cubin, hidden, inner, order):
     changes = {"hidden": hidden, "intermediate": inner, "return_mode": "direct"}
     for seen in put_by(2, changes, cubin=cubin):
-        assert seen.launch["link_clusters"] == 0  # for what is reduced
+        assert seen.launch["link_clusters"] == 0  # only the reduced return has clusters that stop early
         names = ("gemm1_lag", "window", "gemm1_lists", "own_first", "senders")
         assert [seen.launch[name] for name in names] == order
 
 
-# One cluster of the 66 goes on to the end.
+# At most 65 clusters stop early, because at least one of the 66 must go on to the end.
 @pytest.mark.parametrize(("asked", "made"), [({}, 4), ({"link_clusters": 0}, 0), ({"link_clusters": 200}, 65)])
 def test_clusters_that_stop_early(cubin, asked, made):
     for seen in put_by(2, {"return_mode": "reduced", "profile": asked}, cubin=cubin):
@@ -51,19 +51,19 @@ def test_profiles():
     profile["link_clusters"] = 8
     with flashmoe.Context(engine="cuda", profile=profile, **SIZES) as made:
         flashmoe.moe(made, **arguments())
-    # Alone, a rank sends and returns nothing.
+    # A rank alone sends and returns nothing, so it has no senders, and no clusters that stop early.
     assert [launched()[name] for name in profile] == [7, 3, 9, 2, 3, 0, 0]
 
 
 def store(profile, **changes):
-    """As `flashmoe tune` does, for contexts of SIZES on the fake GPU."""
+    """Stores a profile as `flashmoe tune` does, for contexts of SIZES on the fake GPU."""
     sizes = {"hidden": H, "intermediate": I, "experts": E, "top_k": K, "tokens": 4096, **changes}
     setting = profiles.Setting(device="Fake", ranks=1, dtype="bfloat16", **sizes)
     profiles.store(profiles.Record(setting, "swiglu", profile, 1.0, 2.0))
 
 
 def order_of(**changes):
-    """What a call's order of tasks is, in a context with these parameters besides SIZES."""
+    """The profile, and a call's order of tasks, in a context with these parameters besides SIZES."""
     with flashmoe.Context(engine="cuda", **{**SIZES, **changes}) as made:
         flashmoe.moe(made, **arguments())
         return made.profile, [launched()[name] for name in ("gemm1_lag", "raster", "window")]
@@ -77,7 +77,7 @@ def test_stored_profiles():
     store({"gemm1_lag": 7, "raster": 4, "return_mode": "direct"})
     stored = ({"gemm1_lag": 7, "raster": 4}, [7, 4, 528])
     assert order_of() == order_of(device=0) == stored
-    assert order_of(max_tokens=500) == stored  # the nearest
+    assert order_of(max_tokens=500) == stored  # that of the nearest number of tokens
     assert order_of(profile={}) == ({}, BUILT_IN)
     assert order_of(profile={"window": 9}) == ({"window": 9}, [ALWAYS_HELD, 16, 9])
     assert order_of(dtype="float32") == order_of(experts=E + 1) == ({}, BUILT_IN)
@@ -96,7 +96,7 @@ def test_stored_profiles():
     ],
 )
 def test_a_stored_profile_that_cannot_be_used(caplog, monkeypatch, profile, reason):
-    """A context is made all the same, and says once why it has the built-in order."""
+    """Contexts are made all the same. Only the first one warns, and says why the order is the built-in one."""
     monkeypatch.setattr(profiles, "_noticed", set())
     if profile is None:
         profiles.path().write_text("{")
@@ -110,7 +110,7 @@ def test_a_stored_profile_that_cannot_be_used(caplog, monkeypatch, profile, reas
 
 
 def test_candidates_take_turns(monkeypatch):
-    """Of `flashmoe tune`. Each is called in contexts with its profile, whatever is stored."""
+    """`flashmoe tune` times its candidates in turn. Each call has its candidate's profile, whatever is stored."""
     marked = []
 
     class Event:

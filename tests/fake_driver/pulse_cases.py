@@ -1,4 +1,4 @@
-"""What a rank does for the others while it compiles inside a call."""
+"""A rank that compiles a kernel inside a call shows the other ranks its progress meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashmoe import jit
 
 
 def calls_of(rank, ranks, name, environment, cubin, timeout):
-    """What the driver was told in the first call, of a kernel that takes a second to compile, and in the next."""
+    """The driver's log of the first call, whose kernel takes a second to compile, and of the next call."""
     pretend([rank], cubin, environment)
     jit.kernel = lambda variant: time.sleep(1.0) or compiler_of([], cubin)(variant)
     settings = {**SIZES, "timeout": timeout, "name": name, "rank": rank, "ranks": ranks}
@@ -28,7 +28,7 @@ def calls_of(rank, ranks, name, environment, cubin, timeout):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_that_compiles_says_so(cubin, ranks):
-    """Every eighth of its timeout."""
+    """It writes its progress word every eighth of its timeout (2 s). A rank alone writes nothing."""
     for first, second in on_ranks(calls_of, [(cubin, 2.0)] * ranks):
         assert second == ["call"]
         assert first[-1] == "call" and set(first[:-1]) <= {"write"}

@@ -1,4 +1,4 @@
-"""Calls that a rank of a group cannot begin, as far as the host has a part in them."""
+"""Calls that a rank of a group cannot begin: the host's part in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ WRONG = {"x": on_gpu(10, H + 8)}
 
 
 def said_by(rank, ranks, name, environment, cubin, timeout, calls):
-    """What the rank is told of calls: right ones, and ones with an x of another width (``!``, captured: ``c``)."""
+    """The error of each of `calls`: ``.`` is a right call, ``!`` has an x of another width, ``c`` too, while a graph is
+    captured. Then, whether the host has written to the device in the last call."""
     pretend([rank], cubin, environment)
     settings = {**SIZES, "timeout": timeout, "name": name, "rank": rank, "ranks": ranks}
     with flashmoe.Context(engine="cuda", device=rank, **settings) as made:
@@ -34,7 +35,7 @@ def test_ranks_that_refuse_alike_go_on(cubin):
 
 
 def test_who_refuses_alone_names_who_does_not_come(cubin):
-    """Rank 1 makes its calls, but its kernel leaves none."""
+    """Rank 1 makes its calls, but its fake kernel never writes that rank 1 has left the refused call."""
     (told, _), _ = on_ranks(said_by, [(cubin, 1.0, ".!.."), (cubin, 1.0, "....")])
     assert told[1].startswith("InvalidArgument: x: expected [")
     assert told[2].startswith("PeerTimeout: rank 1 holds up call 2: ")
@@ -43,14 +44,14 @@ def test_who_refuses_alone_names_who_does_not_come(cubin):
 
 
 def test_nothing_is_told_while_a_graph_is_captured(cubin):
-    """The call is not made: who captures it may go on."""
+    """The refused call does not count as one: the other ranks do not hear of it, and the capture may go on."""
     for told, wrote in on_ranks(said_by, [(cubin, 5.0, ".c")] * 2):
         assert told[1].startswith("InvalidArgument: x: expected [")
         assert not wrote
 
 
 def heard_by(rank, ranks, name, environment, cubin):
-    """What the rank is told in each of seven calls, behind some of which the device has news."""
+    """What the rank is told in each of seven calls. The kernels of calls 1, 3 and 5 find that rank 1 refused calls."""
     pretend([rank], cubin, environment)
     settings = {**SIZES, "timeout": 5.0, "name": name, "rank": rank, "ranks": ranks}
     with flashmoe.Context(engine="cuda", device=rank, **settings) as made:
@@ -68,7 +69,7 @@ def heard_by(rank, ranks, name, environment, cubin):
 
 
 def test_others_hear_of_all_that_was_refused(cubin):
-    """Once, by the next call, which is made."""
+    """The rank's next call raises the error of the refused calls, once. That next call is launched all the same."""
     first = "rank 1 refused call 1: x: too wide"
     several = "rank 1 refused call 2: x: too wide; later calls were refused, too, up to call 3"
     lost = "a rank refused call 5; its reason is lost, since the host had not read an earlier one"

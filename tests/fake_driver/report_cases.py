@@ -23,10 +23,10 @@ def test_no_tokens(ctx):
 
 def test_report(ctx):
     assert ctx.last_call is None
-    with flashmoe.Context(engine="cuda", **{**SIZES, "top_k": 8}) as ctx:  # rows of 8, of which 4 are used
+    with flashmoe.Context(engine="cuda", **{**SIZES, "top_k": 8}) as ctx:  # 4 of the 8 places of a token are used
         flashmoe.moe(ctx, **arguments(1000))
         report = ctx.last_call
-    assert report is ctx.last_call  # it is read once
+    assert report is ctx.last_call  # the device is asked once
     np.testing.assert_array_equal(report.topk_ids, (np.arange(1000)[:, None] + np.arange(K)) % E)
     np.testing.assert_array_equal(report.topk_weights, np.tile(1 / np.arange(1, K + 1, dtype=np.float32), (1000, 1)))
     # 250 rows of each expert, so one tile; 1000 tokens in blocks of 8.
@@ -39,7 +39,7 @@ def test_report(ctx):
 def test_trace(ctx, device):
     flashmoe.moe(ctx, **arguments(), trace=True)
     assert set(device) == of_both(trace=True) and len(device) == 2
-    for _ in range(2):  # the second time over the first one's events
+    for _ in range(2):  # the second call writes over the first one's events
         flashmoe.moe(ctx, **arguments(), trace=True)
         report = ctx.last_call
         assert len(report.events) == 132 * len(PHASES)
@@ -48,13 +48,13 @@ def test_trace(ctx, device):
     assert {event.actor for event in report.events if event.kind == "schedule"} == {"os"}
     assert report.wall_ns == 1000 * 131 + 3000 - 900
     assert report.phase_ns["gemm0"] == 132 * 100 and "epilogue" not in report.phase_ns
-    assert report.phase_ns["dispatch"] == 132 * 200  # and sends
+    assert report.phase_ns["dispatch"] == 132 * 200  # of which half is `send`
     assert report.phase_ns["idle"] == 132 * (report.wall_ns - 700)
 
 
 def test_recorded_calls(ctx, device):
-    """Each is read before the next one writes over it, and lies on the host's clock, from which the device's differs by
-    a second; calls behind them are not traced, nor is one within which another begins."""
+    """Each call's trace is read before the next call writes over it, and tells how far the device's clock is from the
+    host's: a second here. Calls after the recording are not traced. A recording within a recording is refused."""
     args = arguments()
     traces = ctx.trace(lambda: [flashmoe.moe(ctx, **args) for _ in range(2)])
     assert set(device) == of_both(trace=True) and len(device) == 2
@@ -67,12 +67,13 @@ def test_recorded_calls(ctx, device):
     assert ctx.last_call.events == []
     with pytest.raises(flashmoe.InvalidArgument, match="expected one trace of a context at a time"):
         ctx.trace(lambda: ctx.trace(lambda: None))
-    assert ctx.trace(lambda: flashmoe.moe(ctx, **arguments(0))) == []  # which launches nothing
+    assert ctx.trace(lambda: flashmoe.moe(ctx, **arguments(0))) == []  # nothing is launched
     assert ctx.trace(lambda: None) == []
 
 
 def account(rank, ranks, name, environment, settings, calls, placement, cubin):
-    """Reports of calls of so many tokens (by call, by rank), each read when all ranks have made it."""
+    """Reports of `calls`, which has the tokens of each rank for each call. A call's report is read when all ranks have
+    made the call."""
     pretend([rank], cubin, environment)
     folder = cubin.parent
     held = len(local_experts(placement, rank))
@@ -108,7 +109,7 @@ def test_reports_of_several_ranks(cubin, mode, placement):
             load = np.bincount(mine, minlength=E)
             tiles = int((-(-load // 256)).sum())
             assert (report.tiles, report.tile_rows) == (tiles, len(mine))
-            assert (report.tasks["gemm0"], report.tasks["gemm1"]) == (tiles, tiles)  # of one column each
+            assert (report.tasks["gemm0"], report.tasks["gemm1"]) == (tiles, tiles)  # of one column block each
             back = sum(int(here[p].sum() if mode == "direct" else here[p].any(axis=1).sum()) for p in others)
             assert report.return_rows_sent == back
             to = owners_for[rank][ids[rank]]

@@ -1,4 +1,4 @@
-"""Groups of columns that rows of results go back in."""
+"""Return groups: the groups of columns in which rows of results go home."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def test_return_groups():
             assert first[0] == 0 and first[-1] == columns and (sizes > 0).all()
             if mode == 0:
                 assert len(sizes) == min(columns, 2) and sizes[-1] == columns // 2 + (columns == 1)
-            elif columns >= 8:  # the last groups are what everybody waits for
+            elif columns >= 8:  # the last group is small, since everybody waits for it
                 assert len(sizes) == 5 and sizes[-1] <= columns // 8 and sizes[0] >= columns // 4
 
 
 def test_a_rank_alone_has_one_return_group():
-    """However large its call is."""
+    """It has one, however large its call is."""
     with flashmoe.Context(engine="cuda", **{**SIZES, "hidden": 2048}) as wide:
         weights = [on_gpu(E, 2 * I, 2048), on_gpu(E, 2048, I)]
         for tokens in (100, 4000):

@@ -14,7 +14,7 @@ from flashmoe.trace import PHASES
 
 
 def run_on_rank(rank, ranks, name, environment, cubin, free, *arguments):
-    """`run.call_on_rank`; tensors claim to be on the rank's GPU, which has so many bytes free."""
+    """`run.call_on_rank`, with tensors that claim to be on the rank's GPU, which has `free` bytes free."""
     current = []
     pretend(current, cubin, environment)
     torch.cuda.set_device = current.append

@@ -1,4 +1,5 @@
-"""A shared expert whose gate and up are two matrices: what the kernel is told where it can read both, and else."""
+"""A shared expert whose gate and up are two matrices. If the kernel can read both through one tensor map, it gets their
+addresses; otherwise both are copied into one matrix."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def wide():
 
 
 def pair(between: int = 64, pitch: int = H, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two matrices, the second so many elements behind the end of the first."""
+    """Two matrices in one memory. The second begins `between` elements behind the end of the first."""
     memory = on_gpu(2 * WIDTH * pitch + between, dtype=dtype)
     first = memory[: WIDTH * pitch].view(WIDTH, pitch)[:, :H]
     return first, memory[WIDTH * pitch + between :].view(WIDTH, pitch)[:, :H]
@@ -47,7 +48,7 @@ def test_an_up_behind_its_gate_is_read_where_it_is(wide, pitch, tokens):
 
 
 def test_they_may_have_their_rows_in_turn(wide):
-    """Rows of one matrix, of which every other is an up."""
+    """Gates and ups may be the rows of one matrix in turn: a gate's row, then an up's row."""
     both = on_gpu(WIDTH, 2, H)
     flashmoe.moe(wide, **arguments(), **told(both[:, 0], both[:, 1]))
     seen = launched()["shared_gate_up"]
@@ -65,7 +66,7 @@ def otherwise() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 @pytest.mark.parametrize("how", otherwise())
 def test_elsewhere_they_are_put_together(wide, how):
-    """For each call anew, since they may have changed; but checked once."""
+    """Each call copies both into one matrix, since their values may have changed. The layer is checked only once."""
     gate, up = otherwise()[how]
     call = arguments() | told(gate, up)
     for _ in range(2):
@@ -112,7 +113,7 @@ def test_layers_that_are_put_together_are_forgotten_too(wide, monkeypatch):
 @pytest.mark.parametrize("order", ["the up behind", "the up before"])
 @pytest.mark.parametrize("trained", [("shared_gate_up", "shared_up"), ("shared_gate_up",), ("shared_up",)], ids=str)
 def test_a_backward_pass(wide, trained, order, accumulates):
-    """Gradients go to two tensors, of which the kernel knows where the second would begin if it were a second half."""
+    """Gradients go to two tensors. For the ups, the kernel gets the address of a matrix whose second half is theirs."""
     gate, up = pair() if order == "the up behind" else pair()[::-1]
     tokens, options = 300, Options(top_k=K)
     tensors = Tensors(

@@ -1,4 +1,4 @@
-"""Experts in slices, which are experts to the kernel."""
+"""Experts that are cut into slices: to the kernel, each slice is an expert."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashmoe.placement import hybrid
 
 
 def test_slices_are_experts_behind_the_gate(cubin):
-    """What the kernel is told of a layer of 16 experts in slices of two ranks, and what it refuses of others."""
+    """What the kernel is told of 16 experts in two slices each, on two ranks; and contexts that are refused."""
     for told, mode in on_ranks(sliced_launch, [(cubin,)] * 2):
         assert (told["experts"], told["top_k"], told["local_experts"]) == (2 * E, 2 * K, E)
         assert (told["intermediate"], told["return_mode"], mode) == (I // 2, 1, "reduced")
@@ -25,7 +25,7 @@ def test_slices_are_experts_behind_the_gate(cubin):
 
 
 def sliced_launch(rank, ranks, name, environment, cubin):
-    """What the kernel is told of a call with slices, and of the router of a call without; the context's mode."""
+    """What the kernel is told of a call with slices, with the router's map of a call without; the return mode."""
     pretend([rank], cubin, environment)
     settings = {"timeout": 20.0, **SIZES, "slices": 2}
     with flashmoe.Context(engine="cuda", device=rank, rank=rank, ranks=ranks, name=name, **settings) as made:

@@ -14,10 +14,10 @@ from flashmoe.contexts.memory import plan_memory
 def test_puts(cubin, mode):
     plan = plan_memory(engine="cuda", ranks=3, transport="rdma", **SIZES)
     mapped = plan_memory(engine="cuda", ranks=3, return_mode="reduced", **SIZES)
-    of_weights = 4 * SIZES["max_tokens"] * K  # gradients of combine weights, which ranks return whose memory is mapped
-    reasons = 3 * 512  # of refused calls
+    of_weights = 4 * SIZES["max_tokens"] * K  # gradients of combine weights: returned to mapped memory only
+    reasons = 3 * 512  # of refused calls: written to mapped memory only
     assert plan.heap_bytes + -(-of_weights // 256) * 256 + reasons == mapped.heap_bytes
-    words = 2 * 256  # returns_ready and returns_sent, a word a rank, each in a line of its own
+    words = 2 * 256  # returns_ready and returns_sent: a word for each rank, rounded up to 256 bytes
     assert plan.workspace_bytes == mapped.workspace_bytes + words + SIZES["max_tokens"] * H * 2
     told = put_by(3, {"transport": "rdma", "return_mode": mode}, cubin=cubin)
     for seen in told:
@@ -36,7 +36,7 @@ def test_where_memory_is_mapped_nothing_is_put(cubin):
 
 
 def test_memory_that_one_rank_cannot_map(cubin):
-    """Then all ranks put."""
+    """If one rank cannot map the memory of the others, all ranks put."""
     plan = plan_memory(engine="cuda", ranks=3, transport="rdma", **SIZES)
     unmapped = {"FAKE_NVSHMEM_UNMAPPED": "1"}
     for seen in put_by(3, {}, cubin=cubin, environment=unmapped):
@@ -56,7 +56,7 @@ def test_ranks_that_want_other_transports(cubin):
 
 
 def test_a_kernel_compiled_with_other_headers_than_the_library_has(cubin):
-    """Which NVSHMEM itself would let pass: they are older."""
+    """NVSHMEM itself would accept such a kernel, because the headers are older than the library."""
     old = {"FAKE_DRIVER_OLD_HEADERS": "1"}
     for told in put_by(2, {"transport": "rdma"}, cubin=cubin, environment=old):
         assert told == (
@@ -81,7 +81,7 @@ def test_puts_by_the_gpu_itself_are_refused(cubin, name):
 @pytest.mark.parametrize("used", [None, "tcp,cuda_copy", "all", "^rc", "rc,tcpcm"])
 @pytest.mark.parametrize("transport", ["auto", "rdma"])
 def test_a_network_on_which_anybody_writes_is_refused(cubin, transport, used):
-    """NVSHMEM would open it where all memory is mapped, too."""
+    """It is refused even if all memory is mapped, because NVSHMEM would open the network there, too."""
     environment = {"NVSHMEM_REMOTE_TRANSPORT": "ucx"} | ({"NVSHMEM_UCX_TLS": used} if used else {})
     for told in put_by(2, {"transport": transport}, cubin=cubin, environment=environment):
         assert told.startswith("InvalidArgument: NVSHMEM_REMOTE_TRANSPORT: expected none, ibrc,")

@@ -1,4 +1,4 @@
-"""Weights [E, H, 2I] and [E, I, H], as `transposed` has them: their tensor maps, and what there is no kernel of."""
+"""Weights [E, H, 2I] and [E, I, H] (`transposed`): their tensor maps, and the layers for which there is no kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_tensor_maps_of_transposed_weights(device, dtype, code, options, columns
     wide = columns * halves
     gate_up = on_gpu(E, H + 1, wide + 8, dtype=dtype)[:, :H, :wide]
     args = arguments(9, dtype, gate_up_proj=gate_up, down_proj=on_gpu(E, I, H, dtype=dtype))
-    with flashmoe.Context(engine="cuda", **{**SIZES, "dtype": "float32"}) as ctx:  # wider than the call
+    with flashmoe.Context(engine="cuda", **{**SIZES, "dtype": "float32"}) as ctx:  # wider elements than the call's
         flashmoe.moe(ctx, **args, transposed=True, **options)
     name = str(dtype).removeprefix("torch.")
     assert device == [jit.Variant(name, options["activation"], transposed=True)]
@@ -72,7 +72,7 @@ def test_a_transposed_matrix_whose_rows_begin_anywhere_is_refused(ctx, axis):
         larger[axis] += 1
         part = on_gpu(*larger)[:, : shape[1], : shape[2]]
         matrices = {each: on_gpu(*sizes) for each, sizes in wide.items()} | {name: part}
-        if axis == 1:  # further rows do no harm
+        if axis == 1:  # a further row behind each expert's does no harm
             flashmoe.moe(ctx, **arguments(**matrices), transposed=True)
             continue
         with pytest.raises(flashmoe.InvalidArgument, match=rf"^{name}: expected rows that begin at multiples of 16"):

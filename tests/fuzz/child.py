@@ -1,7 +1,7 @@
 """One target under libFuzzer (atheris): `python child.py TARGET RUNNING [libFuzzer's options] FOLDER...`.
 
-RUNNING is a file that holds the input which is being run, since what ends the process may leave nothing else. Coverage
-is that of the package's Python. `run.py` starts this, and says what came of it.
+This process writes each input to the file RUNNING before it runs it, since an input that ends the process may leave
+nothing else. Coverage is that of the package's Python. `run.py` starts this process, and reports the result.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def main() -> None:
             targets.checked(target, data)
 
         def mutate(data: bytes, most: int, seed: int) -> bytes:
-            # One in eight goes by bytes: what is no JSON is to be seen too.
+            # One mutation in eight changes bytes, so that the target also sees inputs that are no JSON.
             changed = json_mutations.mutated(data, seed, target.words, target.repair) if seed % 8 else None
             return changed if changed is not None and len(changed) <= most else atheris.Mutate(data, most)
 
-        # libFuzzer begins its children, to merge folders, with a shell and these words.
+        # To merge folders, libFuzzer starts child processes: it passes this command to a shell.
         this = shlex.join([sys.executable, str(Path(__file__).resolve()), name, running])
         atheris.Setup([this, *options], run, custom_mutator=mutate)
         atheris.Fuzz()

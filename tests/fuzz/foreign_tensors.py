@@ -1,6 +1,6 @@
-"""Foreign tensors for the fuzzer: a description in JSON becomes a DLPack capsule whose memory is really there, and
-where it ends a page begins that nobody may touch. So what reads within a capsule's claims is right, and what reads
-beyond them ends the process."""
+"""Foreign tensors for the fuzzer: a description in JSON becomes a DLPack capsule with real memory, which ends at a page
+that nobody may touch. So code that reads only what the capsule claims goes on, and code that reads more ends the
+process."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class Guarded:
 
 
 class Foreign:
-    """A tensor as its description has it: an object with
+    """A tensor that is made from its description: a JSON object with
 
-    ``data`` (``end`` or ``start``: next to which page; null), ``shift`` (bytes by which it is off), ``byte_offset``,
-    ``device`` [type, number], ``type`` [code, bits, lanes], ``shape``, ``strides`` (or null), ``ndim`` (if it is not
-    the number of sizes), ``name`` and ``deleter`` of the capsule, and ``fill``, the bytes of the memory, repeated.
+    ``data`` (``end`` or ``start``: next to which unreadable page the tensor lies; null: it has no address), ``shift``
+    (bytes between the tensor and that page), ``byte_offset``, ``device`` [type, number], ``type`` [code, bits, lanes],
+    ``shape``, ``strides`` (or null), ``ndim`` (if it is not the number of sizes), ``name`` and ``deleter`` of the
+    capsule, and ``fill``, the bytes with which the memory is filled, again and again.
     """
 
     _memory, _sizes, _strides = Guarded(2**16), Guarded(PAGE), Guarded(PAGE)
@@ -67,7 +68,7 @@ class Foreign:
         self._strides_at = _put(self._strides, steps) if steps is not None else None
 
     def _place(self, said: dict[str, Any], steps: list[int] | None) -> int:
-        """The address of the first element. Of a tensor that is larger than the memory, one that cannot be read."""
+        """The address of the first element. For a tensor that is larger than the memory, it cannot be read."""
         if steps is None:
             steps = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
         reach = [(size - 1) * step for size, step in zip(self.sizes, steps, strict=True)]
@@ -83,7 +84,7 @@ class Foreign:
 
     @property
     def bytes(self) -> bytes:
-        """Of a tensor without gaps."""
+        """The bytes of a tensor without gaps."""
         return ctypes.string_at(self.first, math.prod(self.sizes) * self.item)
 
     def __dlpack__(self, **_: Any) -> Any:
@@ -98,7 +99,7 @@ class Foreign:
 
 
 def _integer(value: Any, bits: int) -> int:
-    """`value` as a signed C integer of so many bits has it; 0 for what is none."""
+    """`value` as a signed integer of `bits` bits, which may wrap around; 0 if `value` is no integer."""
     value = value if type(value) is int else 0
     return (value + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
 
@@ -108,7 +109,7 @@ def _integers(value: Any, bits: int) -> list[int]:
 
 
 def _put(at: Guarded, values: list[int]) -> int:
-    """Where the values lie: the page behind the last one cannot be read."""
+    """Writes the values so that the last one ends at the unreadable page. Returns the address of the first one."""
     array = (ctypes.c_int64 * len(values))(*values)
     address = at.end - ctypes.sizeof(array)
     ctypes.memmove(address, array, ctypes.sizeof(array))

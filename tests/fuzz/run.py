@@ -1,14 +1,14 @@
-"""Fuzz what reads files and tensors of strangers.
+"""Fuzz the code that reads files and tensors of strangers.
 
     python tests/fuzz/run.py --target NAME [--seconds N] [--seed N] [--corpus DIR] [--out FILE.json] [--commit COMMIT]
     python tests/fuzz/run.py --target NAME --replay [FILE ...]
     python tests/fuzz/run.py --target NAME --merge DIR
 
-Begins with the inputs of tests/fuzz/corpus/NAME, and adds to DIR what reaches more of the code; without DIR that is
-forgotten. With `--replay` the files, or all of the corpus, are run once each. With `--merge` the corpus gets those
-inputs of DIR that reach more of the code than it does. Exits with 1 if there is a finding: an input that is neither
-accepted nor refused with an error of the package. It is left in a folder, and how to repeat it is printed. All but
-replaying needs atheris (`pip install '.[fuzz]'`).
+Begins with the inputs of tests/fuzz/corpus/NAME, and adds to DIR new inputs that reach more of the code; without DIR
+they are deleted at the end. With `--replay` the files, or all of the corpus, are run once each. With `--merge` the
+corpus gets those inputs of DIR that reach more of the code than it does. Exits with 1 if there is a finding: an input
+that is neither accepted nor refused with an error of the package. The input is left in a folder, and the command that
+repeats it is printed. All but `--replay` needs atheris (`pip install '.[fuzz]'`).
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from flashmoe.bench.origin import commit_option, cpu_model, write  # noqa: E402
 CORPUS = HERE / "corpus"
 TARGETS = ("header", "index", "config", "profiles", "dlpack")
 SECONDS_OF_AN_INPUT = 20
-"""A run that takes longer hangs."""
+"""An input that takes longer counts as one that hangs."""
 MOST_RESIDENT = 1024
-"""MiB of the process: what inputs leave behind must not add up."""
+"""The most MiB that the process may have, so that a leak of memory that adds up over the inputs is found."""
 MOST_BYTES = 2**15
-"""Of an input."""
+"""The most bytes of an input."""
 
 
 def folder_in_memory() -> tempfile.TemporaryDirectory:
-    """For the files of a target; made here, since the target's process may not come to remove it."""
+    """A folder for a target's files. It is made here, since the target's process may end before it removes a folder."""
     return tempfile.TemporaryDirectory(
         prefix="flashmoe-fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     )
 
 
 def replay(name: str, files: Iterable[Path]) -> list[Path]:
-    """Run the target once for each file, and say what is found; the files with findings. One that ends the process ends
-    this one, after its name."""
+    """Run the target once for each file, and print what is found. Returns the files with findings. The target runs in
+    this process: a file that crashes it ends the replay, and is the last one whose name was printed."""
     import targets
 
     bad = []
@@ -71,7 +71,7 @@ def replay(name: str, files: Iterable[Path]) -> list[Path]:
 
 
 def child(name: str, running: Path, *options: str | Path) -> subprocess.CompletedProcess:
-    """The target under libFuzzer, once it is over."""
+    """Run the target under libFuzzer, and return the process when it has ended."""
     command = [sys.executable, HERE / "child.py", name, running, f"-timeout={SECONDS_OF_AN_INPUT}"]
     command += [f"-rss_limit_mb={MOST_RESIDENT}", f"-max_len={MOST_BYTES}", *options]
     with folder_in_memory() as folder:
@@ -80,7 +80,7 @@ def child(name: str, running: Path, *options: str | Path) -> subprocess.Complete
 
 
 def fuzz(name: str, seconds: int, seed: int, found: Path, findings: Path) -> dict:
-    """What came of so many seconds; new inputs go to `found`, those with findings to `findings`."""
+    """Fuzz for `seconds`, and return a record of it. New inputs go to `found`, inputs with findings to `findings`."""
     committed = CORPUS / name
     running = findings / "crash-running"
     start = time.monotonic()
@@ -89,7 +89,7 @@ def fuzz(name: str, seconds: int, seed: int, found: Path, findings: Path) -> dic
     spent = time.monotonic() - start
     reached = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", done.stderr)
     runs = re.search(r"stat::number_of_executed_units: (\d+)", done.stderr)
-    if done.returncode == 0 or len(list(findings.iterdir())) > 1:  # libFuzzer has kept it itself
+    if done.returncode == 0 or len(list(findings.iterdir())) > 1:  # no finding, or libFuzzer has stored the input
         running.unlink(missing_ok=True)
     bad = sorted(path.name for path in findings.iterdir())
     if done.returncode or bad or not reached or not runs:
@@ -122,7 +122,7 @@ def main() -> int:
     if args.replay is not None:
         with folder_in_memory() as tempfile.tempdir:
             return 1 if replay(args.target, args.replay or sorted((CORPUS / args.target).iterdir())) else 0
-    if args.seconds < 1:  # libFuzzer takes 0 for no end
+    if args.seconds < 1:  # to libFuzzer, 0 means without end
         parser.error(f"--seconds: expected 1 or more, got {args.seconds}")
     findings = Path(tempfile.mkdtemp(prefix=f"flashmoe-findings-{args.target}-"))
     if args.merge is not None:

@@ -1,7 +1,7 @@
 """What is fuzzed: each target takes bytes, and accepts them, or refuses them with an error of the package.
 
-Anything else is a finding: another exception, a crash, a wait, a message that cannot be printed, memory that grows with
-what an input claims, and for what is accepted, values that are not those of the file or of the memory.
+Anything else is a finding: another exception, a crash, a hang, a message that cannot be printed, memory that grows with
+what an input claims, and, if the input is accepted, values that are not those of the file or of the memory.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from json_mutations import Object
 from problems import random_problem
 
 MACHINE = 2**25
-"""Bytes that the machine is said to have, so that no input makes a layer that is really large."""
+"""Bytes of memory that the package is told the machine has, so that it refuses every input with a large layer."""
 MOST_GROWTH = 2 * MACHINE
 """Bytes that the peak of the memory may grow by in one run."""
 MOST_MESSAGE = 4000
-"""Characters of an error."""
+"""The most characters of an error's message."""
 
 
 @dataclass(frozen=True)
 class Target:
     run: Callable[[bytes], None]
     words: tuple[str, ...]
-    """That mean something in an input."""
+    """Names and strings that mean something in an input."""
     repair: Callable[[Any, random.Random], None] | None = None
     """See `json_mutations.mutated`."""
 
 
 def checked(target: Target, data: bytes) -> None:
-    """Run it once. Raises `AssertionError`, or what should not have been raised, for a finding."""
+    """Run the target once. If there is a finding, raises `AssertionError`, or the exception that is the finding."""
     before = _peak()
     target.run(data)
     grown = _peak() - before
@@ -59,14 +59,14 @@ def checked(target: Target, data: bytes) -> None:
 
 
 def _peak() -> int:
-    """Bytes of this program. (What getrusage says begins with those of the process that started it.)"""
+    """The peak of this program's memory, in bytes. (getrusage would count the process that started it, too.)"""
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def _refused(act: Callable[[], Any]) -> Any:
-    """What `act` returns, or None where it raises as it may."""
+    """What `act` returns, or None if it raises an error of the package, whose message is checked."""
     try:
         return act()
     except FlashMoEError as error:
@@ -91,7 +91,7 @@ _ELEMENT = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def _checked_layer(layer: checkpoint.MoELayer | None) -> None:
-    """What is accepted is a layer; of files of zeros, of zeros."""
+    """Checks the shapes, types and bytes of a layer that was accepted."""
     if layer is None:
         return
     E, H, I = layer.experts, layer.hidden, layer.intermediate
@@ -116,7 +116,7 @@ def write_tensors(path: Path, shapes: dict[str, list[int]], dtype: str = "BF16")
 
 
 def _with_offsets(root: Any, chance: random.Random | None = None) -> Any:
-    """A header whose tensors follow one another, each with the bytes of its shape."""
+    """Sets the offsets in a header so that its tensors follow one another, each with the bytes of its shape."""
     begin = 0
     for _, said in root if isinstance(root, Object) else ():
         if not isinstance(said, Object):
@@ -132,7 +132,8 @@ def _with_offsets(root: Any, chance: random.Random | None = None) -> Any:
 
 
 def _header(folder: Path) -> Target:
-    """The header's JSON, to which length and tensors are made as it says; or what does not begin as that, a file."""
+    """An input is the JSON of a header: the file gets its length before it, and behind it the bytes that it claims. An
+    input that does not begin with `{` is a whole file."""
     path = folder / "header" / "model.safetensors"
     path.parent.mkdir()
 
@@ -141,7 +142,7 @@ def _header(folder: Path) -> Target:
         with path.open("wb") as file:
             if data.startswith(b"{"):
                 file.write(len(data).to_bytes(8, "little") + data)
-                # Some 10 terabytes are as much as file systems let a file claim.
+                # At most 10 terabytes, since file systems let no file claim many more.
                 file.truncate(8 + len(data) + min(max(ends, default=0), 10**13))
             else:
                 file.write(data)
@@ -155,7 +156,7 @@ def _header(folder: Path) -> Target:
 
 
 def _index(folder: Path) -> Target:
-    """model.safetensors.index.json of a folder with two shards and other files."""
+    """An input is model.safetensors.index.json, in a folder with two shards and other files."""
     folder = folder / "index"
     folder.mkdir()
     write_tensors(folder / "fused.safetensors", {f"{BLOCKS[0]}.{name}": shape for name, shape in FUSED.items()})
@@ -179,7 +180,7 @@ def _index(folder: Path) -> Target:
 
 
 def _config(folder: Path) -> Target:
-    """config.json beside a layer with gates and one without."""
+    """An input is config.json, beside a file with two layers: one with gates, one without."""
     folder = folder / "config"
     folder.mkdir()
     shapes = {f"{BLOCKS[0]}.{name}": shape for name, shape in FUSED.items()}
@@ -205,11 +206,11 @@ RECORD = profiles.Record(SETTING, "swiglu", {"raster": 4, "return_mode": "reduce
 
 
 def _profiles(folder: Path) -> Target:
-    """The file of measured profiles: read, looked up as a context does, and added to."""
+    """An input is the file of measured profiles. It is read, looked up as a context does, and gets another profile."""
     path = folder / "profiles" / "profiles.json"
     path.parent.mkdir(mode=0o700)
     os.environ["FLASHMOE_PROFILES"] = str(path)
-    logging.getLogger("flashmoe").setLevel(logging.CRITICAL)  # what is not used is said there
+    logging.getLogger("flashmoe").setLevel(logging.CRITICAL)  # it warns if stored profiles are not used
 
     def run(data: bytes) -> None:
         path.write_bytes(data)
@@ -221,7 +222,7 @@ def _profiles(folder: Path) -> Target:
         stored = _refused(lambda: profiles.store(RECORD))
         assert (stored is None) == (found is None)
         if found is None:
-            assert path.read_bytes() == data  # it may be worth a look
+            assert path.read_bytes() == data  # a file that cannot be read is not overwritten
         else:
             kept = [each for each in found if (each.setting, each.activation) != (SETTING, "swiglu")]
             assert profiles.read() == [*kept, RECORD]
@@ -250,7 +251,7 @@ _DTYPES = {(0, 32, 1): np.int32, (0, 64, 1): np.int64, (2, 32, 1): np.float32}
 
 
 def _dlpack(folder: Path) -> Target:
-    """A description of a foreign tensor, and as which argument of a call it is given: see `foreign_tensors.Foreign`."""
+    """An input describes a foreign tensor (see `foreign_tensors.Foreign`), and names an argument of a call for it."""
     given = {fused: random_problem(1, [8], fused=fused, biases=(fused, True, True), **CALL) for fused in (True, False)}
     context: list[flashmoe.Context] = []
 
@@ -259,7 +260,7 @@ def _dlpack(folder: Path) -> Target:
         return _refused(lambda: flashmoe.moe(context[0], **arguments | {name: tensor}))
 
     def renew() -> None:
-        """Values may end a context: an id that is none, a logit that is not finite."""
+        """Makes a new context if the old one has ended because of values: a wrong id, or a logit that is not finite."""
         if context and call("activation", "swiglu") is None:
             context.pop().close()
         if not context:
@@ -282,7 +283,7 @@ def _dlpack(folder: Path) -> Target:
             assert np.array_equal(y, call(name, array), equal_nan=True)
             if name == "load":
                 assert (array - left).sum() == 8 * CALL["top_k"]
-            else:  # the same logits, or not written to
+            else:  # both got the same logits, or the call does not write to the argument
                 assert np.array_equal(array, left, equal_nan=True)
         if tensor.name == b"dltensor" and tensor.deleter and capsules.exported:
             gc.collect()
