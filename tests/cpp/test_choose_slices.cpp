@@ -59,9 +59,9 @@ void check_order_and_weights() {
   }
 }
 
-// Also the largest ids: multiplied by the number of slices, they would overflow, or wrap around to the id of a slice
-// that exists. The slices of a negative id all have this id: build_packets() tells negative ids apart, and notes
-// them.
+// The largest ids are tested too: multiplied by the number of slices, they would overflow, or wrap around to the id of
+// a slice that exists. The slices of a negative id all have this id: build_packets() tells negative ids apart, and
+// notes them.
 void check_experts_that_do_not_exist() {
   for (const int32_t id : {-1, -2, 5, 1 << 30, std::numeric_limits<int32_t>::max(), ExpertId::kBad}) {
     Chosen chosen({2, id, 1}, 4, 17);

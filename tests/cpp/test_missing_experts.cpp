@@ -55,7 +55,8 @@ struct Built {
   std::map<uint8_t*, bool> filled;
 };
 
-// Of token 1 no expert is given, of token 2 one; token 4's row is bad, by the gate; tokens 5 and 6 have wrong ids.
+// The ids of eight tokens, two each. Token 1 has no expert, and token 2 has one. The gate has noted token 4's row as
+// bad. Tokens 5 and 6 have wrong ids.
 const std::vector<int32_t> kIds{0, 1, -1, -1, 5, -1, 3, 2, ExpertId::kBad, ExpertId::kBad, 4, 4, 6, 0, 1, 0};
 
 void check_routing(Built& built, const std::vector<int32_t>& expected, uint32_t entries) {

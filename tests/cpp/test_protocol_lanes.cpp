@@ -7,7 +7,7 @@
 namespace flashmoe::test {
 namespace {
 
-// So small that the ready queue and the ready list have fewer slots than a warp has lanes.
+// These sizes are so small that the ready queue and the ready list have fewer slots than a warp has lanes.
 Limits smallest() {
   Limits l = limits(1, 1);
   l.max_tokens = l.hidden = l.intermediate = l.experts = l.max_local_experts = l.top_k = l.return_slots = 1;

@@ -45,7 +45,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config  # n
 
 H, I, E = 64, 48, 8
 FP8_H, FP8_I = 192, 256
-"""Of layers in FP8: vLLM wants gates and ups of whole blocks."""
+"""Sizes of layers in FP8, because vLLM wants gates and ups of whole blocks."""
 LAYERS = itertools.count()
 
 

@@ -41,8 +41,8 @@ TOKENS = 200
 LOG = f"FlashMoE {flashmoe.__version__} computes the unquantised experts"
 LEFT = "FlashMoE leaves vLLM as it is; with FLASHMOE_VLLM=1 it computes the experts"
 TOLERANCE = 1e-4
-"""Of log-probabilities, in float32. What an error of the experts by 2^-8, a rounding to bfloat16, makes of them exceeds
-it: a test shows that."""
+"""The most by which log-probabilities may differ, in float32. If the experts' results are off by 2^-8, a rounding to
+bfloat16, log-probabilities differ by more: a test shows that."""
 PATIENCE = 280.0
 """Seconds for a server's start, most of which vLLM's compiler takes."""
 AT_ONCE = 8

@@ -77,7 +77,7 @@ struct RouterRule {
   }
 };
 
-// Of the clamped SwiGLU: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + up_offset)
+// The numbers of the clamped SwiGLU: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + up_offset)
 struct ClampedShape {
   float limit, alpha, up_offset;
 };
@@ -137,7 +137,8 @@ struct BackwardArgs {
   uint8_t* gate_up_bias_gradient;  // and of the biases
   uint8_t* down_bias_gradient;
   uint32_t accumulates;  // 1: these four gradients are float32, and the pass adds to them
-  // Of a router (gpu/router_backward.cuh, sm90/gradients/router.cuh), whose matrix is KernelArgs::router.
+  // What the gradients of a router need (gpu/router_backward.cuh, sm90/gradients/router.cuh). The router's matrix is
+  // KernelArgs::router.
   const float* logits;                 // [T, E], those from which scores were computed
   const float* given_logit_gradients;  // [T, E]: gradients of logits that the caller adds; may be null
   const double* weights_by_bias;       // [T, top_k]: what down_bias adds to the combine weights' gradients; may be null

@@ -108,11 +108,11 @@ struct HostFault {
   Fault fault;
   uint64_t entered;         // epoch of the last call that the culprit has begun
   CallConfig mine, theirs;  // the configurations of fault.rank and of fault.awaited
-  // Not about the fault: the first RowNote that is an error and that the host has not raised yet; 0: there is none.
-  // And E of the note's layer, for the message.
+  // The rest is not about the fault. noted: the first RowNote that is an error and that the host has not raised yet; 0:
+  // there is none. noted_experts: E of the note's layer, for the message.
   uint64_t noted = 0;
   uint32_t noted_experts = 0;
-  // Likewise `refused`: the first call that some rank has refused and that the host has not raised yet; 0: there is
+  // refused: the first call that some rank has refused and that the host has not raised yet; 0: there is
   // none. `refuser` and `reason` belong to this call. last_refused: the last call that some rank has refused, raised
   // or not; it is written after these.
   uint64_t refused = 0, last_refused = 0;
@@ -139,11 +139,11 @@ struct alignas(128) Control {
   Line sends[2];     // [parity] parts of packets that senders have taken; zero before the call
   Line published;    // between calls: words ever published to the ready queue
   Line list_head;    // between calls: items ever drained from the ready list
-  // Of the kernel for a few tokens (GPU); zero between calls.
+  // Counters of the kernel for a few tokens (GPU); zero between calls.
   Line few_met;      // in a rank alone: thread blocks that have stored their weighted rows
   Line few_stored;   // in a group: thread blocks that have stored their weighted rows
   Line few_tickets;  // tasks taken, without the first one of each thread block
-  // Of passes that train (GPU); zero between calls.
+  // Counters of passes that train (GPU); zero between calls.
   Line keepers_done;    // among several ranks: keepers that have copied all rows
   Line weight_tickets;  // tasks that clusters have taken after their stop words
   // With a router. Low 32 bits: thread blocks that have stored the gradients of their tokens' logits. High 32 bits:

@@ -13,8 +13,8 @@
 
 namespace flashmoe::sm90::few {
 
-// Whose progress keeps a wait from expiring: in block 0 that of the peers, in other blocks that of block 0, which works
-// as the OS actor.
+// Keeps a wait from expiring while others make progress: in block 0 the peers, in other blocks block 0, which works as
+// the OS actor.
 class RanksLiveness {
  public:
   __device__ __forceinline__ explicit RanksLiveness(const Block& b) : os_{b.c}, group_(b.c, b.s.seen) {}
