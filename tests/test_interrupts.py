@@ -43,7 +43,7 @@ print(interrupted, before == held(), before, held())
 
 
 def test_an_interrupt_while_a_context_is_made_leaves_nothing():
-    """Nor does an interrupt while a context is closed: there are as many threads, files and contexts as before."""
+    """An interrupt while a context is made or closed leaves as many threads, files and contexts as before."""
     interrupted, same, *counts = run_python(_MADE_UNDER_FIRE).split(maxsplit=2)
     if int(interrupted) < 20:
         pytest.skip(f"{interrupted} interrupts in 8 s are too few to tell")

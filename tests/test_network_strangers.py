@@ -301,7 +301,8 @@ def test_strangers_at_an_open_door(network: MakeNetwork):
 
 
 def test_a_stranger_does_not_become_a_rank(network: MakeNetwork):
-    """Neither with an invented key, nor by repeating at rank 0's open door what rank 2 has said there."""
+    """A stranger who invents a key does not get in. One who repeats at rank 0's open door what rank 2 has said there
+    does not either."""
     net = network(4, GOOD._replace(records=True))
     xs = tokens_of(COUNTS, 1)
     expected = right_results(net, xs)
@@ -323,7 +324,7 @@ def test_a_stranger_does_not_become_a_rank(network: MakeNetwork):
     assert "cannot reach rank 0" in refused and "TLS" in refused, refused
     check_met(ranks, expected, xs)
     check_leaving(ranks)
-    # Nor does it help to repeat this at the door of the next group of the same ranks.
+    # The stranger repeats it once more, at the door of the next group of the same ranks.
     again = meet_late(net, [0, 1, 2], [1])
     where = door(net, 0)
     say(where, recorded)

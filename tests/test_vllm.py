@@ -16,7 +16,7 @@ ADVICE = "unset FLASHMOE_VLLM to leave all experts to vLLM"
 
 
 def config(parallel: dict[str, object] | None = None, activation: str = "silu", **options: object) -> SimpleNamespace:
-    """As vLLM's `FusedMoEConfig` of a layer that is computed, but for these."""
+    """vLLM's `FusedMoEConfig` of a layer that is computed, with these attributes changed."""
     one_rank = dict.fromkeys(("tp_size", "dp_size", "pcp_size", "ep_size", "sp_size"), 1)
     one_rank |= {"enable_eplb": False, "use_ep": False, "all2all_backend": "allgather_reducescatter"}
     usual = {

@@ -120,7 +120,8 @@ class FlashMoECompressedConfig(CompressedTensorsConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
-            # As vLLM finds it: the experts stand in the configuration as the linear layers that they were.
+            # The configuration names experts as the linear layers of which the checkpoint's model consists. vLLM looks
+            # a layer of experts up by these names.
             self._add_fused_moe_to_target_scheme_map()
             names = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
             first, *others = (self.get_scheme_dict(layer, f"{prefix}.0.{name}") or {} for name in names)
