@@ -1,4 +1,4 @@
-"""Small calls under compute-sanitizer's racecheck: races in shared memory."""
+"""Small calls under compute-sanitizer's racecheck, which finds races in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that some ranks of a group refuse: over on all, and the next are right."""
+"""Calls that some ranks of a group refuse: such a call is over on all ranks, and the calls after it are right."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 SPEC = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4}
 MOST = {"few": 8, "many": 300}
-"""Tokens of a rank, by the kernel that computes them."""
+"""The most tokens of a rank, by the kernel that computes its calls: that for a few tokens, or the general one."""
 
 
 @pytest.fixture(scope="module", params=(2, 4), ids=lambda n: f"{n}ranks")
 def pool(request) -> Iterator[RankPool]:
-    """Processes that stay from test to test."""
+    """The ranks' processes, which all tests of this file use."""
     with on_rank.pool_of(request.param) as made:
         yield made
 
@@ -37,8 +37,8 @@ def test_gradients(pool, mode: str):
 
 
 def test_a_rank_that_does_not_come_to_it_is_named(pool):
-    """By the host of who has refused; and, where there are more ranks, by those that have ended the call, on the
-    device."""
+    """Rank 0 refuses call 2 and then makes another call, but rank 1 comes too late. Rank 0's host names rank 1
+    in its error. Of four ranks, the others name it too: ranks 2 and 3 have begun call 2 and find out on the device."""
     told = everywhere(pool, refused_ranks.leave_alone, SPEC, 2.0)
     expected = "PeerTimeout: rank 1 holds up call 2: it has not begun call 2 (it is at 1); rank "
     assert told[0].startswith(expected)

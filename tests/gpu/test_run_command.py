@@ -1,4 +1,4 @@
-"""`flashmoe run --engine cuda`: the command starts a process for each GPU, and judges what they computed."""
+"""`flashmoe run --engine cuda`: the command starts a process for each GPU, and checks what they compute."""
 
 from __future__ import annotations
 

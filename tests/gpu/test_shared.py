@@ -1,4 +1,4 @@
-"""The shared expert on a GPU: an FFN of every token, beside its experts and in the same launch."""
+"""The shared expert on a GPU: an FFN for every token, beside the token's experts and in the same launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 USUAL = {"hidden": 256, "intermediate": 192, "experts": 16, "top_k": 4}
 TOKENS = (1, 7, 64, 333, 3000)
-"""The first two by the kernel of a few tokens, and the third where the shared expert is one slice."""
+"""The kernel for a few tokens computes calls of 1 and 7 tokens, and of 64 if the shared expert is one slice."""
 
 LAYERS = WITH_SHARED | {
     "one choice": {"shared": 1, "top_k": 1, "experts": 4, "renormalize": False},

@@ -1,4 +1,4 @@
-"""A shared expert whose gate and up are two matrices, on a GPU: the bits of one that has both, wherever they lie."""
+"""A shared expert whose gate and up are two matrices, on a GPU: the bits are those of one matrix with both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 USUAL = {"hidden": 256, "intermediate": 192, "experts": 16, "top_k": 4}
 TOKENS = (1, 8, 64, 300)
-"""The first two by the kernel of a few tokens, and the third where the shared expert is one slice."""
+"""The kernel for a few tokens computes calls of 1 and 8 tokens, and of 64 if the shared expert is one slice."""
 LAYERS: dict[str, dict[str, Any]] = {
     "one slice": {"shared": 1},
     "three slices, a gate": {"shared": 3, "shared_gate": True},
@@ -28,13 +28,14 @@ LAYERS: dict[str, dict[str, Any]] = {
     "given routing, weights on the input": {"shared": 1, "ids": "int64", "weights_on_input": True},
 }
 PLACES = ("behind", "before", "in turn", "far behind", "further apart")
-"""Of the up's rows, seen from the gate's. Of the second and the last both are copied into one matrix."""
+"""Where the up's rows lie in memory, seen from the gate's rows."""
 COPIED = ("before", "further apart")
+"""The places for which each call first copies gate and up into one matrix."""
 HALVES = ("shared_gate_up", "shared_up")
 
 
 def apart(both: Tensor, place: str) -> dict[str, Tensor]:
-    """The two operands that have the rows of `both`."""
+    """The operands of gate and up as two matrices, with the rows of `both` and with the up at `place`."""
     rows, hidden = len(both) // 2, both.shape[1]
 
     def memory(*shape: int) -> Tensor:
@@ -88,7 +89,7 @@ def test_a_call_is_one_kernel_where_nothing_is_copied(place: str, tokens: int):
     with context_of(problem) as context:
         told = in_two(problem, place)
         flashmoe.moe(context, **told)
-        gpu_operations(lambda: told["x"] + 1)  # the profiler's own first time
+        gpu_operations(lambda: told["x"] + 1)  # the profiler may do something of its own in its first run
         seen = gpu_operations(lambda: flashmoe.moe(context, **told))
     others = [name for name in seen if "flashmoe_" not in name]
     assert len(seen) - len(others) == 1 and bool(others) == (place in COPIED), seen
@@ -96,7 +97,7 @@ def test_a_call_is_one_kernel_where_nothing_is_copied(place: str, tokens: int):
 
 @pytest.mark.parametrize("tokens", [6, 300])
 def test_in_a_graph(tokens: int):
-    """What is replayed sees what has changed in both."""
+    """A replay of a captured call reads the values that both matrices have then."""
     problem = random_problem(6, tokens, shared=3, **USUAL)
     with context_of(problem) as context:
         told = in_two(problem, "behind")

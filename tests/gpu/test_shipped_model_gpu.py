@@ -1,4 +1,4 @@
-"""The trained model that the package ships, on GPUs: the text and the perplexity of Transformers' eager experts.
+"""The trained model that the package ships, on GPUs: text and perplexity are those of Transformers' eager experts.
 
 The model's own router chooses; `flashmoe.moe` computes the experts, for the text in float32 without tensor cores."""
 
@@ -37,7 +37,7 @@ def eager_on(rank: int, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def compute_by(context: flashmoe.Context, model: torch.nn.Module, **options: Any) -> None:
-    """Has the experts of a rank that has them all computed by the group, each by its owner."""
+    """Lets the group compute the model's experts, each on the rank that owns it, though this rank has all weights."""
     mine = context.local_experts()
 
     def forward(module: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
@@ -50,7 +50,7 @@ def compute_by(context: flashmoe.Context, model: torch.nn.Module, **options: Any
 
 
 def written(rank: int, ranks: int, name: str) -> tuple[str, str]:
-    """What a rank writes from its own prompt, and what eager experts write."""
+    """The text that the model writes from the rank's prompt with the group's experts, and with eager experts."""
     model = eager_on(rank, torch.float32)
     expected = text_of(model, PROMPTS[rank])
     with on_rank.joined(rank, ranks, name, **SIZES, dtype="float32") as context, torch.no_grad():
@@ -59,7 +59,7 @@ def written(rank: int, ranks: int, name: str) -> tuple[str, str]:
 
 
 def read(rank: int, ranks: int, name: str) -> tuple[float, float]:
-    """What a rank's parts of the passage cost, and what they cost with eager experts."""
+    """The sum of losses over the rank's windows of the passage, with the group's experts and with eager experts."""
     mine = windows()[rank::ranks]
     model = eager_on(rank, torch.bfloat16)
     expected = losses_of(model, mine)
@@ -72,7 +72,7 @@ def test_it_writes_what_eager_experts_write(pool: RankPool):
     assert not torch.backends.cuda.matmul.allow_tf32
     for text, expected in pool.call(written, [()] * pool.ranks, timeout=280.0):
         assert text == expected
-        assert len(set(text.split())) > 20  # a text, not one word again and again
+        assert len(set(text.split())) > 20  # the text is not a few words again and again
 
 
 def test_it_foretells_a_passage_as_well_as_eager_experts(pool: RankPool):

@@ -1,4 +1,4 @@
-"""NaN, infinities and ids of no expert on GPUs: whose rows they spoil, what is told, and that contexts go on."""
+"""NaN, infinities and ids of no expert on GPUs: which rows they spoil, their errors, and the calls after them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 USUAL = {"hidden": 128, "intermediate": 64, "experts": 24, "top_k": 3}
 ROUTED: dict[str, dict[str, Any]] = {
     "usual": {},
-    "eight experts": {"experts": 8, "top_k": 2},  # joined, where there are many tokens
+    "eight experts": {"experts": 8, "top_k": 2},  # a call of 1700 tokens is joined
     "one expert a token": {"experts": 8, "top_k": 1},
     "200 experts": {"experts": 200, "top_k": 8},
     "not renormalised": {"renormalize": False},
@@ -31,7 +31,7 @@ ROUTED: dict[str, dict[str, Any]] = {
 }
 GIVEN = {name: ROUTED[name] for name in ("usual", "eight experts", "one expert a token", "float32", "a shared expert")}
 TOKENS = (5, 200, 1700)
-"""Of the kernel of a few tokens, where logits are sums in parts, and where they are not; and of the general kernel."""
+"""The kernel for a few tokens computes 5 tokens, and 200 with 200 experts. The general kernel computes the others."""
 
 
 def rows_of(problem: Problem) -> list[int]:
@@ -80,13 +80,13 @@ def test_ids_of_no_expert(name, ids, tokens):
     with context_of(problem) as context:
         y, _ = call(context, replace(problem, topk_weights=nothing))
         found, report = call(context, none)
-    assert torch.equal(found, y)  # a zero of either sign is one
+    assert torch.equal(found, y)  # 0.0 and -0.0 count as equal
     assert (report.bad_rows, report.dropped) == (0, 0) and (report.topk_ids[rows] == -1).all()
     assert problem.shared_down is not None or (found[rows] == 0).all()
     assert others.sum() == tokens - 3
 
 
-@pytest.mark.parametrize("tokens", TOKENS[1:])  # of a few tokens an expert may drop none
+@pytest.mark.parametrize("tokens", TOKENS[1:])  # with 5 tokens, it may be that no choice is dropped
 def test_rows_take_no_expert_s_capacity(tokens):
     problem = random_problem(3, tokens, capacity_factor=0.5, **USUAL)
     with context_of(problem) as context:
@@ -103,7 +103,8 @@ def test_rows_take_no_expert_s_capacity(tokens):
     "options", [{}, {"score": "sigmoid", "choice_bias": True}, {"experts": 8, "top_k": 2}], ids=str
 )
 def test_experts_that_are_ruled_out(options, tokens):
-    """As long as enough are left; then the lowest are chosen, with a weight of 0; and where none is, no row has any."""
+    """An expert with a router bias of -inf is chosen only if fewer than K other experts are left: the lowest such id is
+    chosen then, with weight 0. If no expert is left, every row is bad."""
     problem = random_problem(4, tokens, biases=True, **USUAL | options)
     experts, top_k = problem.experts, problem.top_k
     with context_of(problem) as context:
@@ -141,7 +142,7 @@ def test_wrong_ids_are_raised_once(what, tokens):
     with context_of(problem) as context:
         y, _ = call(context, problem)
         for where in (context.synchronize, lambda: context.last_call, lambda: call(context, problem)):
-            flashmoe.moe(context, **wrong.arguments())  # does not wait, so it cannot know
+            flashmoe.moe(context, **wrong.arguments())  # raises nothing yet, because it does not wait for the GPU
             torch.cuda.synchronize()
             with pytest.raises(flashmoe.BadRow, match=f"topk_ids: expected {message}.* for token 3 of rank 0"):
                 where()
@@ -160,7 +161,7 @@ def test_strict(tokens):
         with pytest.raises(flashmoe.BadRow, match="NaN or infinity for token 0 of rank 0"):
             context.synchronize()
         assert torch.equal(call(context, problem)[0], y)
-        call(context, bad)  # says nothing
+        call(context, bad)  # raises nothing, because it is not strict
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -192,7 +193,7 @@ def test_replayed_graphs(tokens):
 
 @pytest.mark.parametrize("options", [{}, {"score": "sigmoid"}, {"renormalize": False}, {"shared": 1}], ids=str)
 def test_gradients(options):
-    """Experts' leave such rows out; a router's see them."""
+    """Gradients of the experts' weights leave bad rows out; the gradient of the router becomes NaN."""
     problem = random_problem(9, 700, **USUAL | options)
     rows, others = rows_of(problem), others_of(problem)
     names = [name for name in ("x", "router", "gate_up_proj", "down_proj") if getattr(problem, name) is not None]
@@ -208,7 +209,7 @@ def test_gradients(options):
         context.synchronize()
     assert found["x"][rows].isnan().all() and torch.equal(found["x"][others], alone["x"])
     assert found["router"].isnan().all()
-    for name in ("gate_up_proj", "down_proj"):  # their sums over rows are cut elsewhere
+    for name in ("gate_up_proj", "down_proj"):  # sums over rows are split at other rows, so bits differ
         error = (found[name] - alone[name]).float().norm()
         assert error <= 2.0**-8 * alone[name].float().norm(), name
 
@@ -232,7 +233,7 @@ def test_gradients_of_ids_of_no_expert():
 
 SPEC = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4}
 FEW, MANY = 24, 600
-"""Of each rank: by the kernel of few tokens (`direct`), and by the general one."""
+"""Tokens of each rank: for the kernel for a few tokens (which needs `direct`), and for the general kernel."""
 
 
 @pytest.fixture(scope="module", params=(2, 4), ids=["2ranks", "4ranks"])

@@ -1,4 +1,4 @@
-"""Small calls under compute-sanitizer's synccheck: barriers that are used wrongly."""
+"""Small calls under compute-sanitizer's synccheck, which finds barriers that are used wrongly."""
 
 from __future__ import annotations
 

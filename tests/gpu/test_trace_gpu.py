@@ -40,7 +40,7 @@ def test_traced_call(tmp_path, ids):
             number = int(event.actor.removeprefix("processor ")) if event.actor != "os" else 0
             assert 0 <= number < processors
         assert report.phase_ns["gemm0"] > 0
-        _, later = call(context, problem, trace=True)  # whose events are its own
+        _, later = call(context, problem, trace=True)  # its report has only its own events
         assert max(event.end_ns for event in report.events) <= min(event.start_ns for event in later.events)
 
         write_timeline(tmp_path / "timeline.png", [report.events], "one GPU")
@@ -56,12 +56,12 @@ def test_traced_call(tmp_path, ids):
 @pytest.mark.parametrize("tokens", [8, 700, 5000])
 @pytest.mark.parametrize("top_k", [2, 4])
 def test_account(tokens, top_k):
-    """At least 98 % of the multiprocessors' time is some span's, and which part is what it may be."""
+    """Spans cover at least 98 % of the multiprocessors' time, and the parts are those that such a call can have."""
     problem = random_problem(3, tokens, hidden=1024, intermediate=512, experts=16, top_k=top_k)
     with context_of(problem) as context:
         plain, _ = call(context, problem)
         results = []
-        for _ in range(2):  # the first loads the kernel
+        for _ in range(2):  # the first call also loads the kernel
             (traced,) = context.trace(lambda: results.append(call(context, problem)[0]))
         assert all(torch.equal(y, plain) for y in results)
         found = account(traced)
@@ -77,7 +77,7 @@ def test_account(tokens, top_k):
 
 
 def test_traces_of_many_and_of_no_events():
-    """More events than fit are left out; a call without tokens has none."""
+    """A thread block's events beyond 16383 are left out; a call without tokens has no events."""
     problem = random_problem(2, 24000, hidden=1024, intermediate=512, experts=16, top_k=8)
     with context_of(problem, processors=2) as context:
         _, report = call(context, problem, trace=True)

@@ -1,7 +1,7 @@
-"""Gradients on a GPU, of a rank alone: against the float64 reference within derived bounds.
+"""Gradients on a GPU, of a rank alone: they differ from the float64 reference by no more than derived bounds.
 
-FLASHMOE_EXAMPLES sets the number of random layers, FLASHMOE_SEED makes a run repeat another. Memory that PyTorch gives
-begins as NaN.
+FLASHMOE_EXAMPLES sets the number of random layers. With the FLASHMOE_SEED of another run, a run repeats its layers.
+Memory that a call gets from PyTorch is filled with NaN first, so that a value which nobody writes is noticed.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ OF_FLOAT32 = pytest.mark.parametrize("arithmetic", [TF32, EXACT], ids=["tf32", "
 
 
 def as_it_lies(layers: dict[str, Any]) -> dict[str, Any]:
-    """Those that float32 has: of no transposed weights."""
+    """The layers without transposed weights, because there are no gradients of transposed weights in float32."""
     return {name: each for name, each in layers.items() if "transposed" not in str(each)}
 
 
@@ -166,8 +166,8 @@ def routers(draw: st.DrawFn, experts: int, top_k: int) -> dict[str, Any]:
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[int, int, dict[str, Any]]:
-    """A seed, T, and what `trainable` is told: any option that there are gradients of on a GPU, of the kernels that
-    conftest.py has compiled."""
+    """A seed, T, and the options of `trainable`: any options for which a GPU computes gradients, with one of the
+    kernels that conftest.py has compiled."""
     dtype, activation = draw(st.sampled_from(TRAINED)), draw(st.sampled_from(ACTIVATIONS))
     compiled = dtype == "bfloat16" or (dtype in TRANSPOSED and activation == "clamped_swiglu")
     transposed = compiled and draw(st.booleans())
@@ -202,12 +202,12 @@ def test_random_layers(layer):
     run_and_check(seed, tokens, **options)
 
 
-# Bits
+# Repeated calls have the same bits
 
 
 @pytest.mark.parametrize("arithmetic", [{}, TF32, EXACT], ids=["bfloat16", "tf32", "exact"])
 def test_bits_are_those_of_every_run(arithmetic):
-    """Fifty of a size at which most tiles are full, and clusters differ in what they get."""
+    """Fifty calls with mostly full tiles have the same bits, although a cluster gets other tasks in each call."""
     problem, grads = trainable(6, [1500], **USUAL | BIASES | {"hidden": 512, "experts": 8} | arithmetic)
     with context_of(problem) as context:
         first = gradients_of(context, problem, grads[0])
@@ -238,7 +238,7 @@ def test_bits_of_other_layers_are_those_of_every_run(options):
 
 
 def test_a_weight_of_zero_on_the_input_has_a_gradient():
-    """Its row has no part in the gradients of gate_up_proj and x, but in its own, and with biases in theirs."""
+    """A choice with weight 0 adds nothing to the gradients of x and gate_up_proj, but to those of weight and biases."""
     problem, grads = trainable(20, [200], **USUAL | GIVEN | BIASES | ON_INPUT)
     problem.topk_weights[0][::3] = 0.0
     with context_of(problem) as context:
@@ -250,7 +250,7 @@ def test_a_weight_of_zero_on_the_input_has_a_gradient():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_slopes_far_out(activation: str, dtype: str):
-    """They are 0 and 1, where squares and cubes of pre-activations have no place in float32."""
+    """The slopes at pre-activations of 2**100 and -2**100 are 1 and 0, although their squares exceed float32."""
     sizes = USUAL | GIVEN | {"dtype": dtype, "activation": activation, "top_k": 1, "biases": (False, True, False)}
     problem, grads = trainable(21, [3], **sizes)
     for each in (*problem.x, problem.gate_up_proj, problem.down_proj, problem.gate_up_bias):
@@ -279,7 +279,7 @@ def test_rows_of_x_may_lie_apart():
 
 
 def test_passes_of_any_number_of_tokens_in_any_order():
-    """Their gradients are those of calls of their own, whatever else the context has done."""
+    """Each pass has the gradients of the same call made by itself, whatever else the context has done in between."""
     whole, grads = trainable(9, [900], **USUAL | BIASES)
     parts = [slice(0, 900), slice(0, 3), slice(100, 757)]
     problems = [replace(whole, x=[whole.x[0][part]]) for part in parts]
@@ -332,7 +332,7 @@ def test_nothing_is_kept_without_gradients():
 
 
 def test_a_step_in_a_graph():
-    """Forward and backward pass, captured together: a replay sees what its tensors have then."""
+    """Forward and backward pass are captured together; a replay reads the values that the tensors have then."""
     problem, grads = trainable(12, [300], **USUAL | GIVEN)
     other, more = trainable(13, [300], **USUAL | GIVEN)
     with context_of(problem) as context:
@@ -368,7 +368,7 @@ def test_a_step_in_a_graph():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_backward_pass_is_one_operation_of_the_gpu(fused, dtype):
-    """Its kernel: nothing is filled, converted, copied or multiplied beside it, with a router either."""
+    """The operation is the kernel: PyTorch fills, converts, copies and multiplies nothing, also with a router."""
     problem, grads = trainable(19, [300], **USUAL | {"fused": fused, "dtype": dtype})
     with context_of(problem) as context:
         names = operations_of_backward(context, problem, grads[0])
@@ -376,7 +376,7 @@ def test_a_backward_pass_is_one_operation_of_the_gpu(fused, dtype):
 
 
 def test_logits_have_gradients():
-    """As of an auxiliary loss; those of the result are added to them."""
+    """A gradient of `router_logits`, as an auxiliary loss gives it, adds to the router's gradient from y."""
     problem, grads = trainable(14, [90], **USUAL)
     logits_grad = np.random.default_rng(1).standard_normal((90, 16)).astype(np.float32)
     with context_of(problem) as context:
@@ -391,11 +391,11 @@ def test_logits_have_gradients():
     names = list(leaves)
     found = (both[names.index("router")] - of_y[names.index("router")]).double().cpu().numpy()
     expected = logits_grad.T.astype(np.float64) @ problem.x[0].astype(np.float64)
-    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)  # both are rounded to bfloat16
+    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)  # `both` and `of_y` are in bfloat16
 
 
 def test_a_module():
-    """Its parameters' gradients are those of the function's tensors."""
+    """A module's parameters have the gradients of the same tensors in a call of `flashmoe.moe`."""
     problem = random_problem(15, 200, hidden=256, intermediate=192, experts=16, top_k=4)
     dy = torch.randn_like(problem.x)
     with context_of_gpu(problem) as context:
@@ -416,7 +416,7 @@ def test_a_module():
 @pytest.mark.parametrize(("shared", "dtype"), [(0, "bfloat16"), (2, "bfloat16"), (0, "float32"), (2, "float32")])
 @pytest.mark.parametrize("behind", [0, 1])
 def test_gradients_are_added_to_buffers(behind, shared, dtype):
-    """In float32, and rounded they are the gradients; also where a buffer is not aligned."""
+    """Two passes add up in float32; half the sum, rounded, is `grad`. A buffer may be unaligned (`behind` = 1)."""
     more = {"shared": shared, "shared_gate": True} if shared else {}
     problem = random_problem(18, 200, hidden=256, intermediate=192, experts=16, top_k=4, dtype=dtype, **more)
     dy = torch.randn_like(problem.x)
@@ -434,7 +434,7 @@ def test_gradients_are_added_to_buffers(behind, shared, dtype):
 
 
 def test_what_has_no_gradients_is_named():
-    """By the backward pass: the forward pass is what it is without."""
+    """The backward pass raises an error that names the quantised weights; the forward pass raises none."""
     problem, grads = trainable(16, [40], **USUAL)
     problem = quantised(problem)
     arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}

@@ -1,6 +1,6 @@
-"""Gradients on GPUs among several ranks: against the float64 reference within derived bounds.
+"""Gradients on GPUs among several ranks: they differ from the float64 reference by no more than derived bounds.
 
-With FLASHMOE_SHARE_GPUS ranks share a GPU, as in test_group.py."""
+With FLASHMOE_SHARE_GPUS, ranks share a GPU, as in test_group.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def everywhere(pool: RankPool, fn, *arguments, timeout: float = 120.0) -> list:
 
 
 def run_and_check(pool: RankPool, tokens: list[int], times: int = 1, seed: int = 3, **sizes: Any) -> dict[str, float]:
-    """How far each gradient is off, as a part of its bound."""
+    """Returns how far each gradient is off, as a fraction of its bound."""
     sizes = USUAL | sizes
     found = everywhere(pool, training_ranks.gradients, [(seed, tokens, sizes)], times)
     problem, grads = trainable(seed, tokens, **sizes)
@@ -142,7 +142,7 @@ SLICED: dict[str, tuple[list[int], dict[str, Any]]] = {
 @pytest.mark.parametrize("redispatch", [False, True])
 @pytest.mark.parametrize(("tokens", "options"), SLICED.values(), ids=SLICED)
 def test_slices(pool, tokens, options, redispatch):
-    """Experts in two slices, some of whose halves are on the same rank; a second call has the same bits."""
+    """Each expert is in two slices, on one rank or on two; a second call has the same bits."""
     sizes, tokens = USUAL | options, tokens[: pool.ranks]
     placement = [(e // 2 + e % 3 % 2) % pool.ranks for e in range(2 * sizes["experts"])]
     found = everywhere(pool, training_ranks.of_slices, 3, tokens, sizes, placement, redispatch)
@@ -157,7 +157,7 @@ def test_bits_are_those_of_every_run(pool, mode, dtype):
 
 
 def test_the_hundredth_step_has_the_bits_of_the_first(pool):
-    """Whose forward and backward passes of neighbouring steps meet."""
+    """Ranks do not wait between steps: one may begin a step while another is in the backward pass before it."""
     tokens = [300, 200, 0, 150][: pool.ranks]
     assert everywhere(pool, training_ranks.steps, 5, tokens, USUAL | BIASES, 100) == [0] * pool.ranks
 
@@ -169,8 +169,8 @@ def test_passes_of_any_number_of_tokens_in_any_order(pool):
 
 
 def test_gradients_of_a_rank_alone(pool):
-    """`direct`: y and dX have the bits of each rank's tokens on a GPU with all experts. (Combine weights' gradients are
-    sums of parts, which tiles of more rows cut elsewhere.)"""
+    """With `direct`, y and dX of a rank's tokens have the same bits as on one GPU with all experts. (The gradients of
+    combine weights may differ: they are sums of parts, and the parts are others if tiles have more rows.)"""
     seed, tokens, sizes = 11, [150, 120, 90, 60][: pool.ranks], USUAL | GIVEN | DIRECT
     found = everywhere(pool, training_ranks.gradients, [(seed, tokens, sizes)], 1)
     expected = pool.call(training_ranks.alone, [(seed, tokens, sizes)] * pool.ranks, timeout=120.0)[0]
@@ -226,14 +226,14 @@ IN_TURN: dict[str, tuple[dict[str, Any], list[tuple[int, int]]]] = {
     "a gated shared expert": (GATED_SHARED, [(n, 0) for n in (80, 80, 260, 20, 20)]),
     "float32": (FLOAT32 | BIASES, [(n, 0) for n in (80, 80, 260, 20, 20)]),
 }
-"""Calls of a layer: how many of each rank's tokens, and how many experts further on their choices are."""
+"""Each layer's calls: how many of its tokens each rank gives, and what is added to the ids of all choices."""
 
 
 @pytest.mark.parametrize("redispatch", [False, True])
 @pytest.mark.parametrize(("options", "calls"), IN_TURN.values(), ids=IN_TURN)
 def test_a_layer_whose_rows_grow_and_shrink(pool, options, calls, redispatch):
-    """What is kept has room before it is counted: it fits, or is more, or much less. All are within their bounds, and
-    alike calls have the same bits, whatever was before them."""
+    """A call allocates the memory for kept rows before it has counted them, so the rows may fit, be too many, or be far
+    fewer. In each case gradients are within their bounds, and equal calls have the same bits, whatever came before."""
     sizes = USUAL | options
     whole, grads = trainable(17, [280, 290, 300, 310][: pool.ranks], **sizes)
     problems = []
@@ -254,7 +254,7 @@ def test_a_layer_whose_rows_grow_and_shrink(pool, options, calls, redispatch):
             assert kept.counted[0] == alike.counted[0] <= kept.counted[3]
             for name, values in kept.gradients.items():
                 assert values.tobytes() == alike.gradients[name].tobytes(), (n, name)
-    for of_rank in found:  # the first call has nothing to go by, and the second goes by it
+    for of_rank in found:  # the first call's room is its own rows; the second's has 1/16 more than these
         rows, *_others, room, _, _ = of_rank[0].counted
         assert (room, of_rank[1].counted[3]) == (rows, rows + rows // 16)
 

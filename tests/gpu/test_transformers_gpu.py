@@ -1,4 +1,4 @@
-"""Blocks of Transformers on a GPU: a kernel each, which the host does not wait for, and nothing goes back to it."""
+"""Blocks of Transformers on a GPU: a call is one kernel, the host does not wait for it, and nothing is copied back."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ CALLS = 10
 SIZES = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts_per_tok": 4}
 GROUPED = {"n_routed_experts": 32, "n_shared_experts": 1, "n_group": 4, "topk_group": 2}
 LONG = 1_000_000_000
-"""Cycles: about half a second."""
+"""Clock cycles for which the GPU is kept busy: about half a second."""
 
 Made = tuple[torch.nn.Module, Callable[[Tensor], Tensor]]
-"""A block, and what is called."""
+"""A block, and the function that calls it, or its experts, with tokens [T, H]."""
 
 
 @pytest.fixture
 def transformers(exact_references: None) -> Any:
-    """The package; here and not above, so that each test says that it is missing."""
+    """The package. A fixture imports it, so that without it each test is reported as skipped."""
     found = pytest.importorskip("transformers")
     pytest.importorskip("flashmoe.integrations.transformers", exc_type=ImportError)
     return found
 
 
 def block_of(transformers: Any, folder: str, block: str, **sizes: Any) -> torch.nn.Module:
-    """One of random weights in bf16, buffers in float32."""
+    """A block with random weights in bfloat16 and buffers in float32."""
     prefix = block.removesuffix("SparseMoeBlock").removesuffix("MoE")
     config = getattr(transformers, f"{prefix}Config")(**SIZES, **sizes)
     config._experts_implementation = "flashmoe"
@@ -55,7 +55,7 @@ def shared_of(block: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def place(shared: torch.nn.Module, order: tuple[str, ...]) -> None:
-    """Moves weights of the same shape to one piece of memory, in that order."""
+    """Moves the weights of the named modules, all of one shape, to one piece of memory, in this order."""
     weights = [getattr(shared, name).weight for name in order]
     for weight, part in zip(weights, torch.stack([each.data for each in weights]), strict=True):
         weight.data = part
@@ -69,7 +69,7 @@ def fused(transformers: Any, *names: str, **sizes: Any) -> Made:
 
 
 def experts(transformers: Any) -> Made:
-    """An experts module alone, with ids and weights as a router gives them."""
+    """A block whose experts module is called by itself, with ids and weights as a router gives them."""
     block = block_of(transformers, "qwen3_moe", "Qwen3MoeSparseMoeBlock", num_experts=32)
     index = torch.arange(4, device="cuda").repeat(200, 1)
     weights = torch.full((200, 4), 0.25, device="cuda", dtype=torch.bfloat16)
@@ -88,7 +88,7 @@ MODULES: dict[str, Callable[[Any], Made]] = {
 
 @pytest.fixture(params=MODULES)
 def made(request: pytest.FixtureRequest, transformers: Any) -> Made:
-    """One that has been called, so that kernels are loaded and contexts made."""
+    """A block that has been called already, so that its kernels are loaded and its contexts made."""
     block, call = MODULES[request.param](transformers)
     with torch.no_grad():
         for tokens in (100, 1):
@@ -103,7 +103,7 @@ def tokens_of(count: int) -> Tensor:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Meanwhile PyTorch raises an error where it waits for the GPU, as it does to copy from it."""
+    """In this context, PyTorch raises an error where it would wait for the GPU, for example to copy from it."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -115,15 +115,15 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("tokens", [1, 100])
 @pytest.mark.parametrize("up", ["behind its gate", "before its gate"])
 def test_a_block_is_one_kernel(made, tokens, up):
-    """No copy and no fill either, but where the up of a fused block's shared expert lies before its gate in memory: the
-    two are put together then."""
+    """There is no copy and no fill beside the kernel, with one exception: if the up of a fused block's shared expert
+    lies before its gate in memory, each call first copies the two into one matrix."""
     block, call = made
     x, copies = tokens_of(tokens), 0
     if (shared := shared_of(block)) is not None and up == "before its gate":
         place(shared, ("up_proj", "gate_proj"))
         copies = CALLS
         call(x)
-    gpu_operations(lambda: x + 1)  # the profiler's own first time
+    gpu_operations(lambda: x + 1)  # the profiler may do something of its own in its first run
     assert len(gpu_operations(lambda: x + 1)) == 1, "the profiler does not see a kernel of PyTorch's"
     seen = gpu_operations(lambda: [call(x) for _ in range(CALLS)])
     others = [name for name in seen if "flashmoe_" not in name]
@@ -134,7 +134,7 @@ def test_a_block_is_one_kernel(made, tokens, up):
 @torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 100])
 def test_the_host_does_not_wait(made, tokens):
-    """Neither by PyTorch, which would say so, nor by this package: calls return while what was there before runs."""
+    """Neither PyTorch (it would raise an error) nor this package waits: calls return while earlier work still runs."""
     call, x = made[1], tokens_of(tokens)
     expected = call(x)
     torch.cuda.synchronize()
@@ -162,6 +162,6 @@ def test_what_is_compiled_has_no_break(made):
     got = compiled(call, "aot_eager")(x)
     if shared_of(block) is None:
         assert torch.equal(got, expected)
-    else:  # compiled, the shared expert's own module is behind the call, and rounds three times more
+    else:  # a compiled block computes the shared expert by its own module, which rounds three times more
         off = (got - expected).float().norm() / expected.float().norm()
         assert float(off) < 4 * 2.0**-8

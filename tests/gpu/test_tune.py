@@ -26,7 +26,7 @@ def file(tmp_path, monkeypatch) -> Path:
 
 
 def tune(ranks: int) -> profiles.Record:
-    """Run the command on SHAPE; what it has stored."""
+    """Runs the command on SHAPE, and returns the record that it has stored."""
     sizes = [f"--{name.replace('_', '-')}={size}" for name, size in SHAPE.items()]
     assert main(["tune", *sizes, f"--tokens={TOKENS}", f"--ranks={ranks}"]) == 0
     (record,) = profiles.read()
@@ -38,7 +38,7 @@ def test_a_shape_is_tuned_and_found_by_a_new_context():
     assert record.setting == profiles.Setting(torch.cuda.get_device_name(), 1, "bfloat16", tokens=512, **SHAPE)
     assert 0 < record.milliseconds <= record.built_in_milliseconds
     assert record.profile.keys() <= PROFILE.keys()
-    # What was found may be the built-in order: another one shows that it is the file that counts.
+    # The tuned profile may equal the built-in one, so another profile shows that the context reads the file.
     for profile in (record.profile, {"raster": 2, "window": 66}):
         profiles.store(profiles.Record(record.setting, record.activation, profile, 1.0, 1.0))
         problem = random_problem(1, TOKENS, **SHAPE)

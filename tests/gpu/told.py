@@ -1,5 +1,5 @@
-"""What a run of GPU tests tells tools/gpu_evidence, line by line, so that one which is killed has told what it ended:
-first which tests there are and where each is to run, then how each ended."""
+"""What a run of GPU tests writes for tools/gpu_evidence: first a line with all tests and the places where each is to
+run, then a line for each test that has ended. So a run that is killed has reported the tests that it had completed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def places_of(item: pytest.Item) -> list[str]:
-    """By its marks, and whether it has a pool of ranks: see PLACES in tools/gpu_evidence/records.py."""
+    """A test's places, by its marks and whether it uses a pool of ranks: PLACES in tools/gpu_evidence/records.py."""
     if item.get_closest_marker("own_gpus"):
         return ["own"]
     if item.get_closest_marker("group") or "pool" in item.fixturenames:
@@ -20,14 +20,14 @@ def places_of(item: pytest.Item) -> list[str]:
 
 
 def test_of(item: pytest.Item) -> str:
-    """What is recorded, and run again, by itself: a test with all its parameters, or where these are parts, with one
-    set of them."""
+    """The name under which a test is recorded and run again: one for all its parameters, or with the mark `parts` one
+    for each set of them."""
     name = item.nodeid.partition("::")[2]
     return name if item.get_closest_marker("parts") else name.partition("[")[0]
 
 
 class Told:
-    """A plugin of pytest that writes to `path`. `place`: of the run; None: it only collects."""
+    """A plugin of pytest that writes the lines to `path`. `place`: where the run is; None if it only collects tests."""
 
     def __init__(self, path: Path, place: str | None) -> None:
         self._path, self._place = path, place
@@ -35,7 +35,7 @@ class Told:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leaves those of other places out."""
+        """Deselects the tests that do not run at this place."""
         if self._place is not None:
             others = [item for item in items if self._place not in places_of(item)]
             items[:] = [item for item in items if self._place in places_of(item)]
@@ -45,7 +45,7 @@ class Told:
         self._write({"collected": {item.nodeid: [test_of(item), *places_of(item)] for item in session.items}})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test has three parts; it failed if one of them did, and was skipped before it or in it."""
+        """A test has a setup, a call and a teardown. It fails if one of them fails; setup or call may skip it."""
         told = self._told.setdefault(report.nodeid, {"test": report.nodeid, "outcome": "passed", "seconds": 0.0})
         told["seconds"] += report.duration
         if report.failed:

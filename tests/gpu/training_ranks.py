@@ -27,7 +27,7 @@ def context_for(problem: Any, rank: int, name: str, **more: Any) -> flashmoe.Con
 
 
 def gradients(rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple], times: int) -> list[Gradients]:
-    """Of each problem, what `trainable` is told of it, the gradients of its call here; `times` the same bits."""
+    """This rank's gradients for each problem (`calls`: arguments of `trainable`), with the same bits `times` times."""
     found = []
     for number, (seed, tokens, sizes) in enumerate(calls):
         torch.cuda.set_device(device_of(rank))
@@ -44,8 +44,8 @@ def gradients(rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple], 
 def with_link_clusters(
     rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple], numbers: Sequence[int]
 ) -> None:
-    """Of each problem, what `trainable` is told of it: results and gradients have the same bits, however many clusters
-    stop early."""
+    """Each problem's results and gradients have the same bits, however many clusters (`numbers`) stop early. `calls`
+    has the arguments of `trainable` for each problem."""
     for number, (seed, tokens, sizes) in enumerate(calls):
         torch.cuda.set_device(device_of(rank))
         problem, grads = trainable(seed, tokens, **sizes)
@@ -68,7 +68,7 @@ def of_slices(
     placement: list[int],
     redispatch: bool,
 ) -> Gradients:
-    """The gradients here of the problem's experts in two slices, twice the same bits."""
+    """This rank's gradients, with each expert in two slices. A second call must have the same bits."""
     torch.cuda.set_device(device_of(rank))
     whole, grads = trainable(seed, tokens, **sizes)
     sliced = Sliced.of(whole, 2, placement)
@@ -80,7 +80,7 @@ def of_slices(
 
 
 def operations(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any]) -> list:
-    """What this rank's GPU does in a backward pass."""
+    """The names of the operations of this rank's GPU in a backward pass."""
     torch.cuda.set_device(device_of(rank))
     problem, grads = trainable(seed, tokens, **sizes)
     with context_for(problem, rank, name) as context:
@@ -90,7 +90,7 @@ def operations(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list
 def both_ways(
     rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any], times: int
 ) -> Gradients:
-    """The gradients of calls of which every other one sends x again; the same bits."""
+    """This rank's gradients, with the same bits in `times` calls. Every second call sends x again (`redispatch`)."""
     torch.cuda.set_device(device_of(rank))
     problem, grads = trainable(seed, tokens, **sizes)
     ways = [replace(problem, options=problem.options | {"redispatch": again}) for again in (False, True)]
@@ -105,7 +105,7 @@ def both_ways(
 def kept_and_needed(
     rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any], redispatch: bool
 ) -> tuple:
-    """Bytes that a call keeps, and what the rows that it has received need of them."""
+    """How many bytes a call keeps, how many of them its rows need, and how many rows its experts have kept."""
     torch.cuda.set_device(device_of(rank))
     problem, _grads = trainable(seed, tokens, **sizes)
     with context_for(problem, rank, name, redispatch=redispatch) as context:
@@ -117,7 +117,7 @@ def kept_and_needed(
 
 
 def kept_by(y: torch.Tensor) -> tuple[int, list[int]]:
-    """Of the call that y is the result of: bytes that it keeps, and what is counted of it
+    """The bytes that the call with the result y keeps, and what the call has counted
     (`flashmoe.engines.cuda_training.KeptRows`)."""
     node = y.grad_fn
     while not hasattr(node, "saved_tensors"):
@@ -127,7 +127,7 @@ def kept_by(y: torch.Tensor) -> tuple[int, list[int]]:
 
 
 def needed_by(problem: Any, rank: int, counted: Sequence[int], redispatch: bool) -> int:
-    """Bytes of what a call has received of what it keeps."""
+    """The bytes that a call needs for the rows that it has counted, and for its own tokens' choices and logits."""
     rows, received, *_more = counted
     width = problem.gate_up_proj.shape[1] * problem.gate_up_proj.itemsize
     logits = 0 if problem.router is None else len(problem.router)
@@ -137,7 +137,7 @@ def needed_by(problem: Any, rank: int, counted: Sequence[int], redispatch: bool)
 
 
 class Kept(NamedTuple):
-    """Of a call that keeps."""
+    """What a call that keeps has given and kept on one rank."""
 
     gradients: Gradients
     counted: list[int]
@@ -148,8 +148,8 @@ class Kept(NamedTuple):
 def one_after_the_other(
     rank: int, ranks: int, _: str, name: str, calls: Sequence[tuple[Any, list[np.ndarray]]], redispatch: bool
 ) -> list[Kept]:
-    """Calls of one layer on one context, each of a problem and dY of all ranks, then their backward passes, the last
-    first. The problems differ in tokens and in their routing."""
+    """Makes the calls of one layer on one context, then their backward passes, that of the last call first. Each of
+    `calls` has a problem and the ranks' dY. The problems differ in tokens and in routing."""
     torch.cuda.set_device(device_of(rank))
     most = max(max(len(x) for x in problem.x) for problem, _grads in calls)
     found, of_layer = [], leaves_of(calls[0][0], rank)[0]
@@ -174,8 +174,8 @@ def one_after_the_other(
 
 
 def in_any_order(rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any]) -> int:
-    """Three calls on one context, of some of the tokens each, whose backward passes come in another order, and again:
-    how many gradients are not those of calls of their own."""
+    """Makes three calls on one context, each with some of the tokens, then their backward passes in another order, one
+    of them twice. Returns how many gradients differ from those of calls made by themselves."""
     torch.cuda.set_device(device_of(rank))
     whole, grads = trainable(seed, tokens, **sizes)
     parts = [slice(0, None), slice(0, 3), slice(20, 57)]
@@ -203,7 +203,7 @@ def in_any_order(rank: int, ranks: int, _: str, name: str, seed: int, tokens: li
 def steps(
     rank: int, ranks: int, _: str, name: str, seed: int, tokens: list[int], sizes: dict[str, Any], times: int
 ) -> int:
-    """So many steps of one problem, without a wait in between; how many bytes of gradients are not the first one's."""
+    """Makes `times` steps without a wait between. Returns how many bytes of gradients differ from the first step's."""
     torch.cuda.set_device(device_of(rank))
     problem, grads = trainable(seed, tokens, **sizes)
     with context_for(problem, rank, name) as context:
@@ -222,7 +222,7 @@ def steps(
 
 
 def stray(rank: int, ranks: int, _: str, name: str, how: str, who: int, timeout: float) -> str:
-    """Rank `who` stays out of a backward pass, or makes another call instead; what each is told."""
+    """Rank `who` stays out of a backward pass, or makes another call instead. Returns the error that this rank gets."""
     torch.cuda.set_device(device_of(rank))
     problem, grads = trainable(
         21, [60] * ranks, hidden=256, intermediate=128, experts=8, top_k=2, dtype="bfloat16", fused=False, scale=1.0
@@ -243,7 +243,7 @@ def stray(rank: int, ranks: int, _: str, name: str, how: str, who: int, timeout:
             elif how == "forward":
                 with torch.no_grad():
                     flashmoe.moe(context, **tensors)
-            else:  # another call's
+            else:  # the backward pass of another call
                 torch.autograd.grad(ys[1], list(leaves.values()), dy)
             context.synchronize()
         except flashmoe.FlashMoEError as error:
@@ -252,7 +252,7 @@ def stray(rank: int, ranks: int, _: str, name: str, how: str, who: int, timeout:
 
 
 def alone(rank: int, ranks: int, _: str, seed: int, tokens: list[int], sizes: dict[str, Any]) -> list[Gradients]:
-    """Of each rank's tokens, the gradients of their call with all experts on this rank alone."""
+    """For each rank, the gradients of a call of its tokens on this GPU alone, with all experts."""
     torch.cuda.set_device(device_of(rank))
     problem, grads = trainable(seed, tokens, **sizes)
     found = []

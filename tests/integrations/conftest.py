@@ -1,5 +1,5 @@
-"""Tests in vLLM, and in `training/` in frameworks that train, which `make test-integrations` sets up. Without its
-framework a file is skipped and says so."""
+"""Tests in vLLM, and in `training/` in frameworks that train. `make test-integrations` sets these up. If the
+framework of a file is not installed, the file is skipped, and the reason says so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where a folder for it is named, what has run is recorded."""
+    """Records the run, if FLASHMOE_EVIDENCE names a folder for the record."""
     folder = os.environ.get("FLASHMOE_EVIDENCE")
     if not folder or session.config.option.collectonly or not any(item.path.parent == HERE for item in session.items):
         return

@@ -1,5 +1,5 @@
-"""Tests in frameworks that train, which `make test-integrations` sets up in an environment of their own. Without its
-framework a file is skipped and says so."""
+"""Tests in frameworks that train. `make test-integrations` sets these up in an environment of their own. If the
+framework of a file is not installed, the file is skipped, and the reason says so."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def pool():
 
 @pytest.fixture
 def on_ranks(pool, tmp_path):
-    """Calls a function, with arguments behind its rank, on two ranks of torch.distributed: what each returned."""
+    """Calls ``fn(rank, *args)`` on two ranks of torch.distributed, and returns what each rank returned."""
     return partial(Gloo(pool, tmp_path), 2)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Where a folder for it is named, what has run is recorded."""
+    """Records the run, if FLASHMOE_TRAINING_EVIDENCE names a folder for the record."""
     folder = os.environ.get("FLASHMOE_TRAINING_EVIDENCE")
     if not folder or session.config.option.collectonly or not any(HERE in item.path.parents for item in session.items):
         return

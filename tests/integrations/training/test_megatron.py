@@ -1,6 +1,6 @@
 """Layers of Megatron-Core with the operator in them, against Megatron's own `MoELayer` with `SequentialMLP`, on CPUs.
 
-Megatron is written for GPUs: where it asks for the current one, it is told here to take the CPU.
+Megatron is written for GPUs. Its calls that ask for the current GPU are patched to name the CPU.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 H, I, E, K = 32, 24, 8, 2
 ROUNDING = 32 * 2.0**-24
-"""How far a result in float32 may be off, relative to its norm: it has passed six products of up to a hundred terms,
-each of which adds half of a rounding times the square root of that many."""
+"""How far a result in float32 may be off, relative to its norm. The result comes from up to six products in turn, of up
+to 100 terms each. Each product adds an error of half of 2**-24, times the square root of its number of terms."""
 
 
 def on_cpu(patched: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def on_cpu(patched: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def group(tmp_path_factory):
-    """One rank of torch.distributed and of Megatron."""
+    """Makes this process the only rank of torch.distributed and of Megatron."""
     store = f"file://{tmp_path_factory.mktemp('group')}/rendezvous"
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -72,7 +72,7 @@ def group(tmp_path_factory):
 
 @pytest.fixture
 def on_ranks(on_ranks):
-    """The same, in Megatron's group of two that share experts."""
+    """As `on_ranks` of conftest.py, in Megatron's group of two ranks that share the experts."""
     return partial(on_ranks, _as_rank)
 
 
@@ -88,7 +88,7 @@ def _as_rank(rank, fn, *args):
 
 def config(**changes) -> TransformerConfig:
     options = {
-        "num_layers": 2,  # of all tests: Megatron counts losses for as many as its first router was one of
+        "num_layers": 2,  # the same in all tests: Megatron's first router fixes for how many layers losses are counted
         "hidden_size": H,
         "num_attention_heads": 4,
         "num_moe_experts": E,
@@ -114,14 +114,14 @@ def spec(**options):
 def theirs(of: TransformerConfig) -> MoELayer:
     layer = spec()(config=of)
     layer.set_layer_number(1)
-    if of.add_bias_linear:  # which Megatron adds in place, to what is a view where nothing is reduced over ranks
+    if of.add_bias_linear:  # Megatron adds the bias in place; without a reduction over ranks, to a view
         for expert in layer.experts.local_experts:
             expert.linear_fc2.register_forward_hook(lambda module, given, result: (result[0].clone(), result[1]))
     return layer
 
 
 def ours(of: TransformerConfig, max_tokens=None, **changes) -> FlashMoELayer:
-    """`changes` to the configuration that its class does not take without Transformer Engine, or a GPU."""
+    """`changes`: fields set in a copy of `of`, because its class refuses them without Transformer Engine or a GPU."""
     of = copy.copy(of)
     for name, value in changes.items():
         setattr(of, name, value)
@@ -131,7 +131,7 @@ def ours(of: TransformerConfig, max_tokens=None, **changes) -> FlashMoELayer:
 
 
 def experts_of(layer: MoELayer, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Of Megatron's experts, or their gradients, by our names."""
+    """The weights of Megatron's experts, or their gradients, by the names that `FlashMoELayer` gives them."""
     found = {}
     for part, name in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
         for kind, ending in (("weight", ""), ("bias", "_bias")):
@@ -147,7 +147,7 @@ def others_of(layer: MoELayer) -> dict[str, torch.Tensor]:
 
 
 def pair(of: TransformerConfig, **changes) -> tuple[MoELayer, FlashMoELayer]:
-    """Megatron's layer, and ours with its weights."""
+    """Megatron's layer, and a `FlashMoELayer` with the same weights."""
     torch.manual_seed(0)
     layers = theirs(of), ours(of, **changes)
     state = {name: each for name, each in layers[0].state_dict().items() if not name.startswith("experts.")}
@@ -254,7 +254,7 @@ def test_what_is_computed_again_has_the_same_bits(parts):
 
 
 def test_bfloat16():
-    """Each of both rounds what lies between its products, to 8 bits."""
+    """Each of the two layers rounds what lies between its products to 8 bits, so the bound is wider."""
     layers = pair(config(params_dtype=torch.bfloat16, bf16=True))
     x, grad = (each.bfloat16() for each in batch())
     expected, got = (results(layer, x, grad) for layer in layers)
@@ -303,13 +303,13 @@ def test_a_gpt_model():
     assert_alike(gradients[1], gradients[0], rounding=4 * ROUNDING)
 
 
-# Gradients that are added up by Megatron
+# Gradients that Megatron adds up
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fusion", [False, True])
 def test_main_grad_of_megatrons_data_parallelism(fusion, overlap):
-    """The sum over two microbatches, which is the same bits where the operator adds it up."""
+    """The sum over two microbatches has the same bits if the operator adds it up (`fusion`) and if Megatron does."""
     of = config()
     expected = {}
     plain = pair(of)[1]
@@ -339,12 +339,12 @@ def test_main_grad_of_megatrons_data_parallelism(fusion, overlap):
 
 
 def _train(rank, options, state, tokens):
-    """One rank's results; its experts' gradients are of all ranks' losses."""
+    """One rank's results and initial experts. The gradients of its experts are of the sum of all ranks' losses."""
     torch.manual_seed(7)
     layer = ours(config(**options, expert_model_parallel_size=2), max_tokens=64)
     drawn = {name: each.detach().clone() for name, each in layer.experts.named_parameters()}
     assert not any(each.allreduce for each in layer.experts.parameters())
-    layer.load_state_dict(state)  # of all experts
+    layer.load_state_dict(state)  # `state` has all experts, and the layer takes this rank's
     found = results(layer, *batch(10 + rank, *tokens[rank]))
     with torch.no_grad():
         again = layer(next(iter(batch(10 + rank, *tokens[rank]))))[0]
@@ -362,7 +362,7 @@ def test_two_ranks_are_as_one(on_ranks, case, tokens):
     for rank, (found, _) in enumerate(by_rank):
         x, grad = batch(10 + rank, *tokens[rank])
         expected, of_one = results(whole, x, grad), results(alone, x, grad)
-        if not case.endswith("shared"):  # those of Megatron's shared expert depend on PyTorch's number of threads
+        if not case.endswith("shared"):  # the shared expert's bits depend on PyTorch's number of threads
             assert torch.equal(found["y"], of_one["y"])
         assert_alike({"y": found["y"], "x": found["x"]}, {"y": expected["y"], "x": expected["x"]})
         own = others_of(whole)
@@ -408,7 +408,7 @@ def test_several_ranks_must_say_how_many_tokens(on_ranks):
 
 
 def stored(*states) -> dict[str, torch.Tensor]:
-    """What distributed checkpoints hold of the ranks' sharded states: tensors of all experts, by key."""
+    """The tensors of all experts, by key, that a distributed checkpoint has of the ranks' sharded states."""
     found = {}
     for state in states:
         apply_factories(state)
@@ -422,7 +422,7 @@ def stored(*states) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", ["swiglu", "biases", "relu", "gated shared"])
 def test_distributed_checkpoints_are_those_of_megatrons_layer(case):
-    """By key, shape and values, in a layer that is one of several: then there is an axis of layers before all."""
+    """Keys, shapes and values are equal. The offsets add a first axis, of layers, as in a model's checkpoint."""
     offsets = ((0, 0, 1),)
     expected, got = (
         stored(layer.sharded_state_dict(prefix="mlp.", sharded_offsets=offsets))

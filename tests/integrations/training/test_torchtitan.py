@@ -1,5 +1,5 @@
-"""Routed experts of torchtitan with the operator in them, on CPUs: against PyTorch in float64, since torchtitan's own
-are computed in bfloat16 whatever their type."""
+"""Routed experts of torchtitan with the operator in them, on CPUs, against PyTorch in float64. (torchtitan computes its
+own experts in bfloat16, whatever the type of their weights.)"""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from torchtitan.models.common.moe_sharding import set_moe_sharding_config  # noq
 
 D, HIDDEN, E, K = 32, 24, 8, 3
 ROUNDING = 32 * 2.0**-24
-"""How far a result in float32 may be off, relative to its norm: it has passed six products of up to a hundred terms,
-each of which adds half of a rounding times the square root of that many."""
+"""How far a result in float32 may be off, relative to its norm. The result comes from up to six products in turn, of up
+to 100 terms each. Each product adds an error of half of 2**-24, times the square root of its number of terms."""
 NORMAL = {name: lambda weight: torch.nn.init.normal_(weight, std=0.3) for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
 NAMES = ("inner_experts.w1_EFD", "inner_experts.w2_EDF", "inner_experts.w3_EFD")
 
@@ -54,7 +54,7 @@ def layer_of(dtype=torch.float32, seed=0) -> FlashMoERoutedExperts:
 
 
 def routed(seed=1, tokens=(3, 11), dtype=torch.float32):
-    """x, scores, ids, numbers of tokens, and the gradient of the result."""
+    """x, the scores and ids of the choices, the number of choices of each expert, and the gradient of the result."""
     generator = torch.Generator().manual_seed(seed)
     x, grad = (torch.randn(*tokens, D, generator=generator).to(dtype) for _ in range(2))
     scores, ids = torch.rand(*tokens, E, generator=generator).topk(K)
@@ -62,7 +62,7 @@ def routed(seed=1, tokens=(3, 11), dtype=torch.float32):
 
 
 def expected(weights, x, scores, ids):
-    """In the tensors' type, expert by expert."""
+    """The layer's result, computed by PyTorch in the tensors' type, expert by expert."""
     w1, w2, w3 = weights
     out = torch.zeros_like(x)
     for expert in range(E):
@@ -105,7 +105,7 @@ def test_outputs_and_gradients(dtype, rounding):
 
 
 def test_weights_of_another_type_are_used_in_that_of_x():
-    """Master weights in float32, as without mixed precision."""
+    """The weights are in float32, as without mixed precision, and x is in bfloat16."""
     layer, inputs = layer_of(), routed(dtype=torch.bfloat16)
     got = results(layer, *inputs)
     assert got["inner_experts.w1_EFD"].dtype == torch.float32
@@ -115,7 +115,7 @@ def test_weights_of_another_type_are_used_in_that_of_x():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
 def test_autocast_casts_as_a_linear_layer_does(dtype, of_x):
-    """Behind a layer that autocast has rounded, and behind one that it has not."""
+    """x is in 16 bits, as from a layer that autocast casts, or in float32, as from a layer that it does not cast."""
     x, scores, ids, count, grad = routed(dtype=of_x)
     inputs, within = (x, scores, ids, count, grad.to(dtype)), torch.autocast("cpu", dtype)
 
@@ -201,7 +201,7 @@ def test_the_override_keeps_names_and_initial_weights():
 
 
 def _two_ranks(rank, state, wrap):
-    """Experts spread over a mesh ``ep``, as torchtitan's `parallelize` leaves them; and with FSDP2 around that."""
+    """One rank's results with experts spread over a mesh ``ep``, as torchtitan spreads them. `wrap`: with FSDP2."""
     meshes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
     layer = layer_of(seed=5)
     layer.load_state_dict(state)
@@ -233,11 +233,11 @@ def test_two_ranks_are_as_one(on_ranks, wrap):
 
 
 def _in_torchtitan(rank, state, backend):
-    """A block's layer by torchtitan's own `parallelize`, with expert parallelism over the ranks of data parallelism."""
+    """One rank's results after torchtitan's own `parallelize`: the two ranks of data parallelism share the experts."""
     sizes = {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1, "ep": 2, "world_size": 2}
     dims = ParallelDims(**sizes, spmd_backend=backend)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(parallel_dims, "device_type", "cpu")  # as without a GPU it is not
+        patched.setattr(parallel_dims, "device_type", "cpu")  # torchtitan does not choose "cpu", even without a GPU
         dims.build_mesh()
     root = moe_config()
     layout = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
@@ -265,7 +265,7 @@ def test_torchtitans_own_expert_parallelism(on_ranks, backend):
     for rank, found in enumerate(by_rank):
         x, *_, grad = routed(10 + rank)
         y = alone(x.requires_grad_())
-        y.backward(grad)  # adds up the experts'
+        y.backward(grad)  # the experts' gradients add up over the ranks
         assert torch.equal(found["y"], y)
         assert_alike({"x": found["x"]}, {"x": x.grad})
     sums = {name: alone.routed_experts.get_parameter(name).grad for name in NAMES}
@@ -273,7 +273,7 @@ def test_torchtitans_own_expert_parallelism(on_ranks, backend):
 
 
 def _fsdp(rank, state):
-    """The whole layer on each rank, sharded by FSDP2: its gradients are the mean of the ranks'."""
+    """One rank's results with all experts, sharded by FSDP2: their gradients are the mean over the ranks' inputs."""
     layer = layer_of(seed=5)
     layer.load_state_dict(state)
     fully_shard(layer.inner_experts, mesh=init_device_mesh("cpu", (2,)))
@@ -306,7 +306,7 @@ def test_other_experts_are_refused():
     with pytest.raises(InvalidArgument, match=r"routed_experts: expected RoutedExperts.Config, got .*FlashMoERouted"):
         flashmoe_experts(flashmoe_experts(config()))
     converted = flashmoe_experts(config())
-    converted.inner_experts = changed.inner_experts  # as a converter does that comes later
+    converted.inner_experts = changed.inner_experts  # as a converter does that runs after the override
     with pytest.raises(InvalidArgument, match=r"inner_experts: expected FlashMoEExperts.Config, got .*Others.Config"):
         converted.build()
 

@@ -1,7 +1,8 @@
-"""TRL's trainers with their defaults, on CPUs: losses and parameters are as those of eager experts, but for noise.
+"""TRL's trainers with their defaults, on CPUs: losses and parameters are those of eager experts, except for noise.
 
-Only sizes, steps, paths and the experts' implementation are set. So training is in bfloat16 by autocast, blocks are
-computed again in the backward pass (`gradient_checkpointing`), and DPO and GRPO have learning rates of 1e-6.
+The tests set only sizes, steps, paths, outputs and the experts' implementation. So, by the defaults, training is in
+bfloat16 by autocast, blocks are computed again in the backward pass (`gradient_checkpointing`), and DPO and GRPO have
+learning rates of 1e-6.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SENTENCES = [f"{subject} {verb} {what}." for subject in ("She", "He") for verb i
 
 
 def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """A token for each byte, and two of their own: 0 pads, 1 ends."""
+    """A tokenizer with a token for each byte and two special tokens: token 0 pads, and token 1 ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(["<pad>", "<end>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -58,8 +59,8 @@ TRAINERS = {
         trl.GRPOTrainer,
         trl.GRPOConfig,
         Dataset.from_dict({"prompt": SENTENCES}),
-        # Of four tokens few are sampled otherwise in 16-bit types than in float32. Of 12 so many are that they hide
-        # everything else.
+        # With completions of 4 tokens, few tokens are sampled differently in 16-bit types than in float32. With 12
+        # tokens, so many are that these differences hide all others.
         {"max_completion_length": 4},
         {"reward_funcs": height},
     ),
@@ -68,7 +69,7 @@ TRAINERS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, in float32, with its tokenizer."""
+    """The folder of a checkpoint in float32 with its tokenizer."""
     path, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
     tiny_moe("eager", len(tokenizer)).save_pretrained(path)
     tokenizer.save_pretrained(path)
