@@ -1,34 +1,35 @@
-"""The float64 reference on the device, and how far the CUDA engine may be from it.
+"""The float64 reference, computed on the device, and how far the CUDA engine may be from it.
 
-Nothing here is the engine's: operands are widened to float64, and routing is recomputed from them. The bound is that of
-`flashmoe.tolerance` (its text derives it: variances of independent roundings, from the very values of the call, and a
-tail bound), with what tensor cores add:
+The reference uses no code of the engine: it widens operands to float64 and recomputes the routing from them. The bound
+is that of `flashmoe.tolerance` (its text derives the bound from the variances of independent roundings, which are
+computed from the values of the call, and from a tail bound), with what tensor cores add:
 
-**TF32** (float32 tensors). The tensor cores ignore the 13 low bits of an operand's 23: they truncate v, of binade 2^e,
-to multiples of 2^(e-10), by 2^(e-11) in the mean, always towards zero. In a product, mantissas spread, that is
-2 * 0.72 * 2^-11 of its value, and all products shrink: unlike roundings it does not average out. So it has no place
-among the variances. What is truncated of x and the weights is known: the bound grows by the norm of what
-that does to the result, which a second reference with truncated operands computes exactly. What is truncated of the
-activated intermediate a depends on float32 roundings before: there the mean, half a step towards zero, goes into that
-second reference, and step^2 / 12 among the variances. (Operands rounded to nearest would stay below half of it.)
+**TF32** (float32 tensors). The tensor cores ignore the 13 low bits of an operand's 23: they truncate an operand of
+binade 2^e to a multiple of 2^(e-10), always towards zero, and by 2^(e-11) in the mean. If mantissas spread over the
+binade, a product shrinks by 2 * 0.72 * 2^-11 of its value in the mean. Since all products shrink, these errors do not
+average out as roundings do, so they cannot be counted as variances. For x and the weights, the truncated bits are
+known: a second reference computes the result exactly from truncated operands, and the bound grows by the norm of the
+difference between the two references. For the activated intermediate a, the truncated bits depend on earlier float32
+roundings: the second reference shrinks a by the mean error, half a step (a step is 2^(e-10)), and step^2 / 12 is added
+to the variance of a.
 
-**Accumulation.** The products of one instruction are aligned to the largest and truncated, as is the sum, at one part
-in 2^-23 of it, towards zero. n products in steps of at least 8 add at most n/8 such errors, half of that in the mean:
-(n/16) 2^-23 of partial sums, whose root mean square is below that of sqrt(sum p^2 + (sum p)^2). Taken as a variance of
-its square, next to that of an exact float32 sum.
+**Accumulation.** One instruction aligns its products and the sum so far to the largest of them, and truncates each of
+them towards zero, by at most 2^-23 of that largest. n products in steps of at least 8 add at most n/8 such errors, and
+half of that in the mean: (n/16) 2^-23 of a partial sum. The root mean square of the partial sums is below
+sqrt(sum p^2 + (sum p)^2). The square of this error is added to the variance of an exact float32 sum.
 
-**Functions.** exp and the reciprocal by the approximations of the SM: SiLU within 2^-20 of itself. GELU is max(z, 0)
-less its tail |z| erfc(|z| / sqrt 2) / 2, of which a polynomial is within 3.1e-4 for bfloat16, within 5.4e-6 otherwise;
-exact float32 has another, within 1.5e-7 of its argument (include/flashmoe/gpu/activate.cuh). GELU by tanh is z
-times the sigmoid of a y, as SiLU is that of z, and within as much of itself: y is off by up to four roundings, which
-SiLU is given for its argument, too.
+**Functions.** The engine uses the SM's approximations of exp and the reciprocal: SiLU has a relative error of 2^-20.
+GELU is max(z, 0) less its tail |z| erfc(|z| / sqrt 2) / 2. The polynomial for the tail has a relative error of 3.1e-4
+for bfloat16, and of 5.4e-6 otherwise; exact float32 has another one, whose error is 1.5e-7 of z
+(include/flashmoe/gpu/activate.cuh). GELU by tanh is z times the sigmoid of a y, as SiLU is z times the sigmoid of z. It
+has the same relative error as SiLU, and as for SiLU, four float32 roundings of the sigmoid's argument are allowed for.
 
-**A shared expert** is one further choice of every token, its row one dot product over all of Is. The kernel of few
-tokens has a choice for each slice of I columns, whose rows are rounded one by one. Which of the two took a call is not
-asked: a row's rounding has the larger variance of theirs.
+**A shared expert** is one further choice of every token, and its row is one dot product over all of Is. The kernel for
+a few tokens instead has one choice for each slice of I columns, and rounds each slice's row. The bound does not ask
+which kernel computed a call: it takes the larger of the two variances of rounding.
 
-**Exact** calls of float32 tensors have no tensor cores, hence nothing of the first two: their sums round as
-`flashmoe.tolerance` has it.
+**Exact** calls of float32 tensors do not use tensor cores, so the paragraphs on TF32 and accumulation do not apply to
+them: their sums round as `flashmoe.tolerance` assumes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _TAIL = 23.0  # exp(-23) = 1e-10
 
 @dataclass(frozen=True)
 class Weights:
-    """Of the experts; as the call takes them."""
+    """The weights of the experts, in the layout that a call takes."""
 
     gate_up_proj: Tensor
     down_proj: Tensor
@@ -60,13 +61,13 @@ class Weights:
     down_bias: Tensor | None
     activation: str
     shape: dict[str, Any] = field(default_factory=dict)
-    """interleaved, limit, alpha, up_offset, weights_on_input"""
+    """Options of `flashmoe.moe`, as far as given: interleaved, limit, alpha, up_offset, weights_on_input."""
     shared_gate_up: Tensor | None = None
     shared_down: Tensor | None = None
     shared_gate: Tensor | None = None
 
     def matrices(self, expert: int) -> tuple[Tensor, Tensor, Tensor | float, Tensor | float]:
-        """Both matrices and both biases of one; E, behind the others, is the shared one."""
+        """Both matrices and both biases of an expert. Number E, one above the last expert's, is the shared expert."""
         if expert == len(self.down_proj):
             return self.shared_gate_up, self.shared_down, 0.0, 0.0
         b1, b2 = (0.0 if bias is None else bias[expert].double() for bias in (self.gate_up_bias, self.down_bias))
@@ -74,13 +75,13 @@ class Weights:
 
     @property
     def width(self) -> int:
-        """I, also that of the shared expert's slices."""
+        """The experts' I, which is also the width of the shared expert's slices."""
         return self.down_proj.shape[2]
 
 
 @dataclass(frozen=True)
 class RouterRule:
-    """How logits become a choice and weights, as `flashmoe.moe` takes it."""
+    """How experts and their combine weights follow from logits: these options of `flashmoe.moe`."""
 
     renormalize: bool = True
     score: str = "softmax"
@@ -98,22 +99,22 @@ class RouterRule:
 
 @dataclass(frozen=True)
 class Expected:
-    """The reference's result, and what the engine's may differ by."""
+    """The reference's result, and how much the engine's result may differ from it."""
 
     y: Tensor
     """float64 [T, H]."""
     topk_ids: Tensor
     """int64 [T, K]; -1: dropped. Where two logits are nearly equal, in the order that the engine reports."""
     weights: Tensor
-    """float64 [T, K]."""
+    """float64 [T, K]: the combine weights."""
     weight_slack: Tensor
-    """[T, K]: what the engine's may differ from those by."""
+    """[T, K]: how much the engine's combine weights may differ from `weights`."""
     routing_is_valid: bool
     scale: float
-    """Frobenius norm of the terms w f that y sums."""
+    """Frobenius norm of the terms that y sums: each is a combine weight times an expert's row."""
     rms: float
     bound: float
-    """Of the Frobenius norm of the error."""
+    """The most that the Frobenius norm of the error may be."""
 
 
 def expected_result(
@@ -130,8 +131,8 @@ def expected_result(
     reported: Tensor | None = None,
     exact: bool = False,
 ) -> Expected:
-    """The reference of a call. `reported`: the engine's ids, to follow where the router cannot tell two apart. `exact`:
-    as the call's; of other types than float32 it means nothing."""
+    """The reference's result of a call. `reported`: the ids that the engine reports, which the reference takes where
+    logits are too close to decide. `exact`: the call's option; without effect for types other than float32."""
     valid = True
     if topk_ids is None:
         logits = logits_of(x, router, router_bias)
@@ -181,13 +182,14 @@ def expected_result(
 
 
 def logits_of(x: Tensor, router: Tensor, bias: Tensor | None) -> Tensor:
-    """float64 [T, E]. (The engine's router truncates no operands, in float32 either.)"""
+    """float64 [T, E]: the router's logits. (The engine's router does not truncate operands, not even in float32.)"""
     logits = x.double() @ router.double().T
     return logits if bias is None else logits + bias.double()
 
 
 def _relative(x: Tensor, router: Tensor, logits: Tensor, score: str) -> Tensor:
-    """[T, E]: relative variance of the scores, of a softmax before they are divided by their sum."""
+    """[T, E]: relative variance of the scores; for a softmax, of the exponentials before they are divided by their
+    sum."""
     variance = _dot_variance(x.double(), router.double(), logits)
     if score == "sigmoid":
         of_exp = variance + _VARIANCE32 * (logits**2 + 16.0)
@@ -200,7 +202,7 @@ def scores_of(logits: Tensor, score: str) -> Tensor:
 
 
 def choice_values(logits: Tensor, rule: RouterRule) -> Tensor:
-    """float64 [T, E]: by what experts are chosen."""
+    """float64 [T, E]: the values by which experts are chosen; the largest of a token's are taken."""
     if not rule.by_scores:
         return logits
     values = scores_of(logits, rule.score) + (0.0 if rule.choice_bias is None else rule.choice_bias.double())
@@ -212,8 +214,9 @@ def choice_values(logits: Tensor, rule: RouterRule) -> Tensor:
 
 
 def router_slack(x: Tensor, router: Tensor, bias: Tensor | None, rule: RouterRule = RouterRule()) -> Tensor:
-    """[T]: how much two values that a token's experts are chosen by may differ and still be taken in either order: 8
-    standard deviations of the difference of the least certain two."""
+    """[T]: the largest difference between two of a token's `choice_values` at which the engine may take the two experts
+    in either order. It is 8 standard deviations of a difference, computed as if both values had the largest variance of
+    the token's values."""
     logits = logits_of(x, router, bias)
     variance = _dot_variance(x.double(), router.double(), logits)
     if rule.by_scores:
@@ -226,12 +229,13 @@ def router_slack(x: Tensor, router: Tensor, bias: Tensor | None, rule: RouterRul
 
 
 def choose(logits: Tensor, top_k: int) -> Tensor:
-    """ids [T, K] of the largest logits; of equal ones the lower ids."""
+    """ids [T, K] of the largest logits; of equal logits, those with the lower ids."""
     return logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
 
 
 def weigh(logits: Tensor, ids: Tensor, rule: RouterRule) -> Tensor:
-    """Scores of the logits at ids, divided by their sum over these if the rule renormalises, and scaled."""
+    """The combine weights [T, K]: the scores of the chosen experts, divided by the sum of the token's chosen scores if
+    the rule renormalises, and multiplied by `routed_scale`."""
     shares = scores_of(logits, rule.score).gather(1, ids)
     if rule.renormalize:
         shares = shares / (shares.sum(dim=1, keepdim=True) + (1e-20 if rule.score == "sigmoid" else 0.0))
@@ -239,7 +243,8 @@ def weigh(logits: Tensor, ids: Tensor, rule: RouterRule) -> Tensor:
 
 
 def are_top_k(logits: Tensor, ids: Tensor, slack: Tensor) -> bool:
-    """Every row's ids are distinct experts, by falling logit, and none left out is larger; all within `slack`."""
+    """Whether every row's ids are distinct experts in descending order of their logits, and no other expert has a
+    larger logit. A logit may exceed one that should be larger by up to `slack`."""
     if not ((ids >= 0) & (ids < logits.shape[1])).all():
         return False
     times = torch.zeros_like(logits).scatter_add_(1, ids, torch.ones_like(ids, dtype=logits.dtype))
@@ -252,7 +257,7 @@ def are_top_k(logits: Tensor, ids: Tensor, slack: Tensor) -> bool:
 
 
 def drop(ids: Tensor, capacity_factor: float | None, experts: int) -> Tensor:
-    """ids with -1 for pairs beyond an expert's capacity, in token order."""
+    """The ids, with -1 for each choice beyond its expert's capacity; experts take choices in the order of tokens."""
     if capacity_factor is None:
         return ids
     capacity = math.ceil(capacity_factor * ids.numel() / experts)
@@ -266,7 +271,7 @@ def drop(ids: Tensor, capacity_factor: float | None, experts: int) -> Tensor:
 def _weight_variance(
     x: Tensor, router: Tensor, logits: Tensor, ids: Tensor, weights: Tensor, rule: RouterRule
 ) -> Tensor:
-    """Of the weights, as `flashmoe.tolerance.router_error` derives it."""
+    """The variance of the combine weights, as `flashmoe.tolerance.router_error` derives it."""
     relative, shares = _relative(x, router, logits, rule.score), scores_of(logits, rule.score)
     if rule.renormalize:
         shares = torch.zeros_like(shares).scatter_(1, ids, shares.gather(1, ids))
@@ -280,7 +285,7 @@ def _weight_variance(
 
 
 def _gate(x: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A shared expert's weights [T, 1], and their variances."""
+    """The shared expert's combine weights [T, 1], and their variances."""
     if gate is None:
         return torch.ones(len(x), 1, device=x.device).double(), torch.zeros(len(x), 1, device=x.device).double()
     logits = logits_of(x, gate, None)
@@ -293,11 +298,11 @@ def _gate(x: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Sums:
-    """Over experts: [T, H] each."""
+    """Sums over the experts' rows, each [T, H]."""
 
     y: Tensor
     engine: Tensor
-    """y of truncated operands."""
+    """The second reference: y computed from truncated operands."""
     variance: Tensor
     squares: Tensor
 
@@ -309,7 +314,8 @@ class _Sums:
 def _add_expert(
     sums: _Sums, x: Tensor, t: Tensor, experts: Weights, expert: int, w: tuple[Tensor, Tensor], exact: bool
 ) -> None:
-    """The terms of one expert for the tokens t, whose rows are x; `w`: their weights, and the variances of these."""
+    """Adds the terms of one expert to `sums`, for the tokens t, whose rows are x. `w`: the combine weights of these
+    tokens for the expert, and the variances of these weights."""
     dtype, activation = _name(x), experts.activation
     w1, w2, b1, b2 = experts.matrices(expert)
     weight, weight_variance = w
@@ -341,8 +347,8 @@ def _add_expert(
         rounding = torch.maximum(rounding, sum(_rounding(weight * (each @ w.T), dtype) for each, w in slices))
     variance = weight**2 * f_variance + weight_variance * f**2 + rounding
     if dtype != "float32":
-        variance = variance + _VARIANCE32 * row**2  # the product, before that rounding
-    # A token has an expert once, so that no two of t are equal.
+        variance = variance + _VARIANCE32 * row**2  # weight * f is rounded to float32 before it is rounded to dtype
+    # A token chooses an expert at most once, so no token occurs twice in t, and the indexed += below adds every row.
     sums.y[t] += row
     sums.engine[t] += weight * f_engine
     sums.variance[t] += variance
@@ -350,14 +356,15 @@ def _add_expert(
 
 
 def round_operand(v: Tensor) -> Tensor:
-    """v as the tensor cores see it, in float64: float32 without its 13 low bits, other types as they are."""
+    """v as the tensor cores read it, in float64: float32 without its 13 low bits, other types unchanged."""
     if v.dtype != torch.float32:
         return v.double()
     return (v.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32).double()
 
 
 def _dot_variance(x: Tensor, matrix: Tensor, values: Tensor, exact: bool = False) -> Tensor:
-    """Of ``matrix @ x[t] + bias``, which is `values`, summed in float32: by the tensor cores, or without (`exact`)."""
+    """The variance of ``matrix @ x[t] + bias``, whose result is `values`, if it is summed in float32: by tensor cores,
+    or without them (`exact`)."""
     n = x.shape[1] + 2
     squares = (x**2) @ (matrix**2).T
     truncation = 0.0 if exact else (n / 16.0 * 2.0**-23) ** 2
@@ -376,7 +383,7 @@ def _activated(
     alpha: float = 1.0,
     up_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """act(z), and its variance for z of the given one."""
+    """The activated z, and its variance if z has the given `variance`; the second result is None if `variance` is."""
     if activation in GATED:
         gate, up = (z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, dim=1)
         of_gate = of_up = None
@@ -406,7 +413,7 @@ def _activated(
     of_function = {
         "relu": torch.zeros_like(z),
         "gelu": _ERFC_ERROR * z + tail_error * (z.clamp(min=0.0) - _activate(z, "gelu")),
-        # exp's argument is rounded, which exp(-y) has as a relative error that grows with |y|.
+        # The argument of exp is rounded, so exp(-y) has a relative error that grows with |y|.
         "silu": a * (_SILU_ERROR + 4.0 * UNIT_ROUNDOFF["float32"] * (-z).clamp(min=0.0)),
         "gelu_tanh": a * (_SILU_ERROR + 4.0 * UNIT_ROUNDOFF["float32"] * (-_of_tanh(z)).clamp(min=0.0)),
     }[activation]
@@ -422,7 +429,7 @@ def _activate(z: Tensor, activation: str) -> Tensor:
 
 
 def _of_tanh(z: Tensor) -> Tensor:
-    """y, where ``z (1 + tanh(y / 2)) / 2`` is z times the sigmoid of y."""
+    """The y for which z times the sigmoid of y, which is ``z (1 + tanh(y / 2)) / 2``, is the GELU by tanh of z."""
     return math.sqrt(8.0 / math.pi) * (z + 0.044715 * z**3)
 
 
@@ -432,14 +439,14 @@ def _binade(value: Tensor, dtype: str) -> Tensor:
 
 
 def _rounding(value: Tensor, dtype: str) -> Tensor:
-    """Variance of rounding `value` to `dtype`: ulp^2 / 12, and 0 for 0."""
+    """The variance of rounding `value` to `dtype`: ulp^2 / 12, or 0 if the value is 0."""
     ulp = 2.0 * UNIT_ROUNDOFF[dtype] * _binade(value, dtype)
     return torch.where(value != 0.0, ulp**2 / 12.0, 0.0)
 
 
 def _tail_bound(by_token: Tensor) -> tuple[float, float]:
-    """Root mean square, and bound exceeded with a probability below 1e-10, of the norm of errors whose variances by
-    token these are (see `flashmoe.tolerance`)."""
+    """Two numbers for the norm of an error: its root mean square, and a bound that it exceeds with a probability below
+    1e-10 (see `flashmoe.tolerance`). `by_token`: the variances of the tokens' errors."""
     if len(by_token) == 0:
         return 0.0, 0.0
     v, largest = float(by_token.sum()), float(by_token.max())

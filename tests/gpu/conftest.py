@@ -1,4 +1,4 @@
-"""The tests that need a GPU: skipped by name where there is none."""
+"""Settings of the tests that need a GPU. On a machine without a suitable GPU they are skipped, with a reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def missing() -> str | None:
-    """What keeps the tests from running; None: nothing does."""
+    """What this machine lacks to run the tests; None: nothing."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     if torch.cuda.get_device_capability() != (9, 0):
@@ -46,5 +46,5 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def exact_references() -> None:
-    """No TF32 in PyTorch's own products: they are what is compared with."""
+    """Turns TF32 off in PyTorch's own products, because tests compare the engine's results with them."""
     torch.backends.cuda.matmul.allow_tf32 = False

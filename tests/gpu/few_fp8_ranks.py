@@ -1,7 +1,8 @@
-"""What tests/gpu/test_few_group_fp8.py runs in the processes of a group, one rank each.
+"""Functions that tests/gpu/test_few_group_fp8.py runs in the processes of a group, one rank in each process.
 
-Contexts of few tokens. A token's row has the same bits in every call of one, however many tokens there are; that a
-rank's first rows are right the float64 reference says, in the test's own process."""
+Most contexts have so few `max_tokens` that the kernel for a few tokens makes their calls. In such a context, a token's
+row has the same bits in every call, whatever the number of tokens. The functions here compare the bits of later calls
+with those of the first call. The test's own process compares the first call with the float64 reference."""
 
 from __future__ import annotations
 
@@ -20,24 +21,24 @@ from quantised_on_gpu import on_gpu, on_host
 from ranks import device_of, joined
 
 MANY = 2048
-"""A context of so many tokens is none of few."""
+"""`max_tokens` of a context whose calls all use the general kernel, because it has too many for the other kernel."""
 
 OF_TOKENS = ("x", "x_scale", "topk_ids", "topk_weights")
-"""What of a problem is a rank's."""
+"""The arguments that have a row for each of a rank's tokens."""
 SHARED = ("shared_gate_up", "shared_down", "shared_gate_up_scale", "shared_down_scale")
 
 
 class Rows(NamedTuple):
-    """What a rank got."""
+    """A rank's results."""
 
     y: np.ndarray
     report: CallReport
     differing: int = 0
-    """Later calls whose rows have other bits."""
+    """The number of later calls in which any row has other bits than in `y`."""
 
 
 def first_tokens(problem: Problem, tokens: list[int]) -> Problem:
-    """So many of each rank's."""
+    """The problem with only the first tokens of each rank: `tokens` has their number by rank."""
     given = {name: getattr(problem, name) for name in OF_TOKENS if getattr(problem, name) is not None}
     return replace(
         problem, **{name: [a[:n] for a, n in zip(each, tokens, strict=True)] for name, each in given.items()}
@@ -63,14 +64,14 @@ class OnGpu:
         }
 
     def call(self, context: flashmoe.Context, tokens: int | None = None) -> torch.Tensor:
-        """Of its first so many tokens."""
+        """A call with the first `tokens` tokens of the rank; None: with all of them."""
         cut = {name: self.arguments[name][:tokens] for name in OF_TOKENS if self.arguments.get(name) is not None}
         return flashmoe.moe(context, **self.arguments | cut)
 
 
 def prefixes(rank: int, ranks: int, name: str, problem: Problem, calls: list[list[int]], late: bool = False) -> Rows:
-    """A call of all tokens, and then calls of so many of each rank, back to back, on outputs that begin as NaN. late:
-    each rank comes late now and then."""
+    """A call with all tokens, and then the `calls`, which give the number of each rank's tokens; the host does not wait
+    between these. Outputs begin as NaN. late: in about one call of 16, a rank's GPU is delayed first."""
     local = OnGpu(rank, problem)
     draw = random.Random(f"rank {rank}")
     with joined_for(rank, ranks, f"{name}-few", problem) as context, poisoned_outputs():
@@ -87,7 +88,7 @@ def prefixes(rank: int, ranks: int, name: str, problem: Problem, calls: list[lis
 
 
 def by_general_kernel(rank: int, ranks: int, name: str, problem: Problem) -> Rows:
-    """The rows of a context of many tokens."""
+    """The rows of a call by the general kernel, in a context for `MANY` tokens."""
     local = OnGpu(rank, problem)
     with joined_for(rank, ranks, f"{name}-many", problem, max_tokens=MANY) as context, poisoned_outputs():
         y = local.call(context)
@@ -96,7 +97,7 @@ def by_general_kernel(rank: int, ranks: int, name: str, problem: Problem) -> Row
 
 
 def operations(rank: int, ranks: int, name: str, problem: Problem) -> list[str]:
-    """What the GPU does in three calls of a context of few tokens."""
+    """The names of the GPU's operations in three calls of a context for few tokens."""
     local = OnGpu(rank, problem)
     with joined_for(rank, ranks, name, problem) as context:
         local.call(context)
@@ -112,8 +113,9 @@ def operations(rank: int, ranks: int, name: str, problem: Problem) -> list[str]:
 
 
 def mixed(rank: int, ranks: int, name: str, problem: Problem, calls: list[list[int]]) -> list[Rows]:
-    """Calls of the layer, and of the same without its shared expert, in turn in one context of few tokens: the general
-    kernel takes those with it. Of each layer the rows of all tokens, and how many later calls differ."""
+    """Calls of two layers in turn in one context for few tokens: the problem's layer, and the same layer without its
+    shared expert. The general kernel makes the calls with the shared expert. Returns for each of the two layers the
+    rows of all tokens, and how many later calls have other bits."""
     layers = [OnGpu(rank, each) for each in (problem, without_shared(problem))]
     with joined_for(rank, ranks, name, problem) as context, poisoned_outputs():
         whole = []
@@ -131,8 +133,8 @@ def mixed(rank: int, ranks: int, name: str, problem: Problem, calls: list[list[i
 
 
 def met(rank: int, ranks: int, name: str, problem: Problem, calls: int) -> list[Rows]:
-    """Calls in which every other rank has the shared expert, and so the general kernel, and the others have not; then
-    the other way round, and so on. Of all tokens."""
+    """Calls with all tokens in which ranks use different kernels. In call i, the ranks for which rank + i is even have
+    the shared expert and so use the general kernel; the other ranks have no shared expert."""
     layers = [OnGpu(rank, each) for each in (problem, without_shared(problem))]
     found = []
     with joined_for(rank, ranks, name, problem) as context, poisoned_outputs():
@@ -144,7 +146,7 @@ def met(rank: int, ranks: int, name: str, problem: Problem, calls: int) -> list[
 
 
 def replay(rank: int, ranks: int, name: str, problem: Problem) -> Rows:
-    """A captured call's replays, on poisoned outputs."""
+    """Captures a call and replays it three times, on an output filled with NaN; counts the replays with other bits."""
     local = OnGpu(rank, problem)
     with joined_for(rank, ranks, name, problem) as context:
         y = local.call(context)
@@ -163,7 +165,7 @@ def replay(rank: int, ranks: int, name: str, problem: Problem) -> Rows:
 
 
 def no_number(rank: int, ranks: int, name: str, problem: Problem, token: int) -> np.ndarray:
-    """y where rank 1's token has a NaN."""
+    """y of a call in which number `token` of rank 1's tokens has a NaN."""
     if rank == 1:
         problem.x[1][token, 5] = math.nan
     local = OnGpu(rank, problem)

@@ -1,7 +1,8 @@
-"""What tests/gpu/test_few_group.py runs in the processes of a group, one rank each.
+"""Functions that tests/gpu/test_few_group.py runs in the processes of a group, one rank in each process.
 
-Two contexts of the same ranks: one of few tokens, and one of so many that the general kernel takes every call; with
-`direct` a token's row has the same bits in both, however many tokens there are."""
+The same ranks have two contexts. One has so few `max_tokens` that the kernel for a few tokens makes its calls, the
+other has so many that the general kernel makes every call. With `direct`, a token's row has the same bits in both
+contexts, whatever the number of tokens in the call."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from layers import Problem, call, capture, check, gpu_operations, poisoned_outpu
 from ranks import device_of, joined, processors, share_of, told_of_a_stall, with_experts
 
 MANY = 2048
-"""A context of so many tokens is none of few."""
+"""`max_tokens` of a context whose calls all use the general kernel, because it has too many for the other kernel."""
 
 
 def sizes_of(spec: dict[str, Any], most: int, **limits: Any) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def sizes_of(spec: dict[str, Any], most: int, **limits: Any) -> dict[str, Any]:
 
 
 def own_problem(rank: int, ranks: int, spec: dict[str, Any], most: int, seed: int) -> Problem:
-    """`most` tokens of this rank's, and all experts."""
+    """A problem with `most` tokens, which are this rank's share of the group's, and with all experts."""
     whole = random_problem(seed, most * ranks, device=f"cuda:{device_of(rank)}", **spec)
     return share_of(whole, rank, [most] * ranks)
 
@@ -38,7 +39,7 @@ def first_tokens(problem: Problem, tokens: int) -> Problem:
 def by_general_kernel(
     rank: int, ranks: int, name: str, own: Problem, spec: dict[str, Any], **limits: Any
 ) -> torch.Tensor:
-    """The rows of all tokens, which the float64 reference confirms."""
+    """The rows of all tokens as the general kernel computes them, checked against the float64 reference."""
     with joined(rank, ranks, f"{name}-general", **sizes_of(spec, MANY, **limits)) as context:
         y, report = call(context, with_experts(own, context.local_experts()))
         check(own, y, report)
@@ -55,8 +56,9 @@ def compare(
     placement: flashmoe.placement.Placement | None = None,
     late: bool = False,
 ) -> int:
-    """Calls of so many tokens of each rank, back to back in a context of few tokens, on outputs that begin as NaN. How
-    many differ in any bit from the general kernel's rows. late: each rank comes late now and then."""
+    """Makes `calls`, which give the number of each rank's tokens, in a context for few tokens; the host does not wait
+    between them. Outputs begin as NaN. Returns how many calls differ in any bit from the general kernel's rows. late:
+    in about one call of 16, a rank's GPU is delayed first."""
     own = own_problem(rank, ranks, spec, most, 61)
     expected = by_general_kernel(rank, ranks, name, own, spec, placement=placement)
     draw = random.Random(f"rank {rank}")
@@ -74,7 +76,7 @@ def compare(
 
 
 def operations(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int) -> list[str]:
-    """What the GPU does in three calls of a context of few tokens."""
+    """The names of the GPU's operations in three calls of a context for few tokens."""
     own = own_problem(rank, ranks, spec, most, 62)
     with joined(rank, ranks, name, **sizes_of(spec, most)) as context:
         local = with_experts(own, context.local_experts())
@@ -91,10 +93,12 @@ def operations(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int
 
 
 def mixed(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, calls: int, alike: bool) -> int:
-    """Calls of few tokens, and of the same layer with a shared expert, which the general kernel takes and of which
-    other ranks know nothing, in any order in one context; how many differ. alike: on all ranks; else each draws for
-    itself, so that the two kernels meet in one call. Where ranks share a GPU each then has half as many blocks: those
-    of one kernel may lie on one multiprocessor of each two, which clusters of the other need together."""
+    """Calls of a layer without and with a shared expert, in random order in one context for few tokens; returns how
+    many differ from the general kernel's rows. The general kernel makes the calls with the shared expert. alike: in
+    each call, all ranks take the same of the two layers. Otherwise each rank draws one for itself, so that the two
+    kernels meet in one call. (Ranks need not agree on a shared expert.) Ranks that share a GPU then have half as many
+    thread blocks each: otherwise blocks of one kernel could occupy one of each two multiprocessors that a cluster of
+    the other kernel needs together."""
     with_shared = own_problem(rank, ranks, {**spec, "shared": 1}, most, 63)
     layers = (replace(with_shared, shared_gate_up=None, shared_down=None), with_shared)
     expected = [by_general_kernel(rank, ranks, f"{name}-{i}", own, spec) for i, own in enumerate(layers)]
@@ -119,7 +123,7 @@ def mixed(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, cal
 
 
 def replay(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int) -> int:
-    """A captured call, replayed with other tokens; how many replays are off."""
+    """Captures a call and replays it with other tokens; returns how many replays differ from a call with them."""
     problems = [own_problem(rank, ranks, spec, most, seed) for seed in (64, 65, 66)]
     off = 0
     with joined(rank, ranks, f"{name}-graph", **sizes_of(spec, most)) as context:
@@ -138,8 +142,8 @@ def replay(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int) ->
 
 
 def stall(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, who: int, timeout: float) -> str:
-    """Rank `who` stays out of the third call until the others have given up; what each is told. Then all make a new
-    group, whose calls are right."""
+    """Rank `who` makes the third call only after the others have given up. Then all ranks make a new group, and check a
+    call in it. Returns the error that this rank got in the third call."""
     own = own_problem(rank, ranks, spec, most, 67)
     with joined(rank, ranks, f"{name}-1", **sizes_of(spec, most), timeout=timeout) as context:
         local = with_experts(own, context.local_experts())
@@ -152,7 +156,7 @@ def stall(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, who
 
 
 def disagree(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int) -> str:
-    """Rank 1 calls with another K."""
+    """Rank 1 makes a call with another K than the others. Returns the error that this rank got."""
     own = own_problem(rank, ranks, spec, most, 69)
     with joined(rank, ranks, name, **sizes_of(spec, most)) as context:
         local = with_experts(own, context.local_experts())

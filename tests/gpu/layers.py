@@ -1,4 +1,4 @@
-"""Calls of one GPU for the tests: inputs on the device, how they are made, the check of what comes back."""
+"""Calls of one GPU for the tests: inputs on the device, how they are made, and the check of results."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ ACTIVATIONS = ("relu", "gelu", "silu", "swiglu")
 SHAPE_OPTIONS = ("interleaved", "limit", "alpha", "up_offset", "weights_on_input")
 EXPERT_OPTIONS = ("activation", "transposed", *SHAPE_OPTIONS)
 MATRICES = ("gate_up_proj", "down_proj", "shared_gate_up", "shared_down")
-"""What is stored the other way round in a transposed layer."""
+"""The matrices that a transposed layer stores with rows and columns exchanged."""
 ROUTER_OPTIONS = ("renormalize", "score", "routed_scale", "round_logits", "groups", "top_groups")
 ARITHMETIC = {**{dtype: {"dtype": dtype} for dtype in DTYPES}, "exact": {"dtype": "float32", "exact": True}}
-"""What `random_problem` is told for each way to multiply."""
+"""Arguments of `random_problem` for each way to multiply: by type, and float32 without TF32."""
 PATIENCE = 10.0
 """Seconds without progress after which a kernel gives up."""
 
 
 def at_random(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """New examples in each run, which FLASHMOE_SEED repeats."""
+    """A decorator for tests of Hypothesis: new examples in each run, unless FLASHMOE_SEED repeats those of another."""
     how = settings(
         max_examples=examples,
         deadline=None,
@@ -65,7 +65,7 @@ class Problem:
     topk_ids: Tensor | None = None
     topk_weights: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    """Further ones of `flashmoe.moe`."""
+    """Further arguments of `flashmoe.moe`."""
 
     @property
     def dtype(self) -> str:
@@ -81,7 +81,7 @@ class Problem:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the layer, by the names that contexts have for them."""
+        """The layer's sizes, by the names of a context's arguments."""
         columns, rows = self.down_proj.shape[1:]
         hidden, intermediate = (rows, columns) if self.transposed else (columns, rows)
         return {"hidden": hidden, "intermediate": intermediate, "experts": self.experts, "top_k": self.top_k}
@@ -109,7 +109,7 @@ class Problem:
 
     @property
     def shared_intermediate(self) -> int:
-        """Is; 0: there is no shared expert."""
+        """Is, the shared expert's width; 0: there is no shared expert."""
         return 0 if self.shared_down is None else self.shared_down.shape[0 if self.transposed else 1]
 
     def rule(self) -> RouterRule:
@@ -117,7 +117,7 @@ class Problem:
         return RouterRule(**options, choice_bias=self.choice_bias)
 
     def arguments(self) -> dict[str, Any]:
-        """Of `flashmoe.moe`."""
+        """The arguments of `flashmoe.moe`."""
         names = ("x", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
         arguments = {**{name: getattr(self, name) for name in names}, **self.shared, **self.options}
         if self.topk_ids is None:
@@ -145,12 +145,12 @@ def random_problem(
     device: str = "cuda",
     **options: Any,
 ) -> Problem:
-    """Normal inputs with results about as large as `scale`. `ids`: None for a router, or the type of given ids.
-    `shared`: how many times as wide as an expert the shared one is.
+    """Normally distributed inputs, with results about as large as `scale`. `ids`: None for a router, or the type of the
+    given ids. `shared`: how many times as wide as an expert the shared expert is (0: there is none).
 
-    `skew` spreads the experts' mean logits: from 0, all equally likely, to 50, nearly all tokens to the same ones. With
-    a router and a capacity, tokens whose experts are beyond the engine's judgement are left out: they would decide who
-    else is dropped.
+    `skew` spreads the experts' mean logits: with 0, all experts are equally likely; with 50, nearly all tokens choose
+    the same experts. With a router and a capacity, tokens are left out if the engine cannot decide which experts are
+    their top-k (`is_certain`), because their choice would decide which other tokens are dropped.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -180,7 +180,7 @@ def random_problem(
         problem.shared_down = normal(hidden, shared * intermediate, size=(shared * intermediate) ** -0.5)
     if shared_gate:
         problem.shared_gate = normal(1, hidden, size=1.0 / (scale * hidden**0.5))
-    if problem.transposed:  # drawn as it is not, so that the two are one layer
+    if problem.transposed:  # drawn untransposed, so that a layer has the same weights with the option as without it
         for name in MATRICES:
             if (each := getattr(problem, name)) is not None:
                 setattr(problem, name, each.mT.contiguous())
@@ -204,8 +204,9 @@ def random_problem(
 
 
 def is_certain(problem: Problem) -> Tensor:
-    """bool [T]: each of the k largest logits differs from the next by more than the engine may misjudge. Also among the
-    k: a dropped pair is reported without its expert, so that only its place says which it was."""
+    """bool [T]: whether each of the token's k largest `choice_values` exceeds the next one by so much that the engine
+    cannot confuse the two. The order among the k matters too: a dropped choice is reported as -1, without its expert,
+    so only its position in the row tells which choice it was."""
     rule = problem.rule()
     values = choice_values(logits_of(problem.x, problem.router, problem.router_bias), rule)
     slack = router_slack(problem.x, problem.router, problem.router_bias, rule)
@@ -216,7 +217,7 @@ def is_certain(problem: Problem) -> Tensor:
 
 
 def context_of(problem: Problem, **changes: Any) -> flashmoe.Context:
-    """A context as small as the call allows."""
+    """The smallest context in which the problem's call can be made. `changes`: other arguments of the context."""
     sizes = problem.sizes | {
         "max_tokens": max(1, len(problem.x)),
         "dtype": problem.dtype,
@@ -224,13 +225,13 @@ def context_of(problem: Problem, **changes: Any) -> flashmoe.Context:
         "engine": "cuda",
         "shared_intermediate": problem.shared_intermediate,
     }
-    torch.cuda.empty_cache()  # the context's memory does not come from PyTorch's cache
+    torch.cuda.empty_cache()  # so that the device has memory for the context, which cannot use PyTorch's cache
     return flashmoe.Context(**sizes | changes)
 
 
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """Outputs begin as NaN, so that what the kernel does not write is noticed."""
+    """Fills the outputs of calls with NaN beforehand, so that tests notice elements that the kernel does not write."""
     with pytest.MonkeyPatch.context() as patch:
         empty_like = torch.empty_like
         patch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(math.nan))
@@ -238,7 +239,7 @@ def poisoned_outputs() -> Iterator[None]:
 
 
 def call(context: flashmoe.Context, problem: Problem, **how: Any) -> tuple[Tensor, CallReport]:
-    """Make the call, on a poisoned output, and wait for it."""
+    """Makes the call, on an output that begins as NaN, and waits for it."""
     with poisoned_outputs():
         y = flashmoe.moe(context, **problem.arguments(), **how)
     context.synchronize()
@@ -247,7 +248,8 @@ def call(context: flashmoe.Context, problem: Problem, **how: Any) -> tuple[Tenso
 
 @dataclass(eq=False)
 class Observed:
-    """Memory for what a call counts and writes, with a row of other memory before and behind each."""
+    """The tensors `load` and `router_logits` of a call, each with a guard row before and after it. Reading one of them
+    back checks that its guard rows are unchanged."""
 
     _load: Tensor
     _logits: Tensor
@@ -257,30 +259,31 @@ class Observed:
     def of(cls, problem: Problem) -> Observed:
         device, experts = problem.x.device, problem.experts
         load = torch.full((3, experts), -7, dtype=torch.int64, device=device)
-        load[1] = 2**40 + torch.arange(experts, device=device)  # what is there stays, and is added to
+        load[1] = 2**40 + torch.arange(experts, device=device)  # not 0, because a call adds its counts to what is there
         logits = torch.full((len(problem.x) + 2, experts), -math.inf, device=device)
         logits[1:-1] = math.nan
         return cls(load, logits, problem.topk_ids is None)
 
     def arguments(self) -> dict[str, Tensor]:
-        """Of `flashmoe.moe`."""
+        """The arguments of `flashmoe.moe` that hand over these tensors."""
         return {"load": self._load[1]} | ({"router_logits": self._logits[1:-1]} if self.has_router else {})
 
     @property
     def load(self) -> Tensor:
-        """What was added, [E]."""
+        """[E]: what calls have added to `load`."""
         assert (self._load[0::2] == -7).all(), "load: memory beside it was written to"
         return self._load[1] - 2**40 - torch.arange(len(self._load[1]), device=self._load.device)
 
     @property
     def logits(self) -> Tensor:
-        """[T, E]"""
+        """[T, E]: the router's logits that the last call has written."""
         assert self._logits[:: len(self._logits) - 1].isneginf().all(), "router_logits: memory beside it was written to"
         return self._logits[1:-1]
 
 
 def module_of(context: flashmoe.Context, problem: Problem, **further: Any) -> MoE:
-    """A module with the problem's options and parameters, which are those of all experts: it keeps this rank's."""
+    """A module with the problem's options and parameters. The problem has all experts' parameters, and the module keeps
+    those of this rank's experts."""
     sizes = problem.sizes
     biases = {"router_bias": problem.router_bias is not None, "expert_bias": problem.down_bias is not None}
     options = {**biases, **problem.options, "dtype": problem.x.dtype, **further}
@@ -303,8 +306,8 @@ def compiled(function: Callable, backend: str) -> Callable:
 
 
 def capture(context: flashmoe.Context, problem: Problem) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of one call, and its output."""
-    call(context, problem)  # loads and prepares what a capture may not
+    """A CUDA graph of one call, and the output that its replays write."""
+    call(context, problem)  # because a kernel cannot be loaded, nor a layer prepared, during a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = flashmoe.moe(context, **problem.arguments())
@@ -312,8 +315,8 @@ def capture(context: flashmoe.Context, problem: Problem) -> tuple[torch.cuda.CUD
 
 
 def gpu_operations(run: Callable[[], object]) -> list[str]:
-    """Names of the kernels, copies and fills that `run` makes this process's GPUs do. (The first time in a process, the
-    profiler may do something of its own.)"""
+    """The names of the kernels, copies and fills that this process's GPUs do during `run`. (In the profiler's first run
+    in a process, there may also be operations of the profiler.)"""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize()
@@ -322,7 +325,7 @@ def gpu_operations(run: Callable[[], object]) -> list[str]:
 
 
 def check(problem: Problem, y: Tensor, report: CallReport) -> Expected:
-    """y is within the bound of the float64 reference, and routing and drops are the reference's."""
+    """Asserts that y is within the bound of the float64 reference, and that routing and drops are the reference's."""
     x = problem.x
     assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device) and y.is_contiguous()
     assert report.tokens == len(x)
@@ -356,7 +359,7 @@ def check(problem: Problem, y: Tensor, report: CallReport) -> Expected:
 
 
 def run_and_check(problem: Problem, **limits: Any) -> Tensor:
-    """The call in a context of its own, checked."""
+    """Makes the call in a context of its own, checks it and returns y. `limits`: further arguments of the context."""
     with context_of(problem, **limits) as context:
         y, report = call(context, problem)
         check(problem, y, report)

@@ -1,4 +1,4 @@
-"""A call on a GPU and its gradients, for the tests of training."""
+"""Calls of one rank on a GPU and their gradients, for the tests of training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from problems import Problem
 from training import CONSTANT, as_array, as_tensor
 
 OTHER_KERNELS = ("gelu", "relu", "swiglu", "clamped_swiglu")
-"""Activations of layers in bfloat16 that train with weights on the input, or with a shared expert or slices."""
+"""The activations with which layers in bfloat16 can train with weights on the input, a shared expert or slices."""
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Results and memory begin as NaN, whatever their type, so that what nobody writes is noticed."""
+    """Fills new tensors with NaN, or with 255 if their type has none, so that tests notice elements nobody writes."""
 
     def poison(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.fill_(math.nan if tensor.is_floating_point() else 255)
@@ -34,7 +34,7 @@ def poisoned() -> Iterator[None]:
 
 
 def leaves_of(problem: Problem, rank: int = 0) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The rank's arguments of `flashmoe.moe` on the device, and those among them that have gradients."""
+    """The rank's arguments for `flashmoe.moe`, on the device, and those of them that have gradients."""
     arguments = problem.arguments(rank)
     tensors = {
         name: as_tensor(each).cuda() if isinstance(each, np.ndarray) else each for name, each in arguments.items()
@@ -46,7 +46,8 @@ def leaves_of(problem: Problem, rank: int = 0) -> tuple[dict[str, Any], dict[str
 def gradients_of(
     context: flashmoe.Context, problem: Problem, grad: np.ndarray, rank: int = 0, **instead: torch.Tensor
 ) -> dict[str, np.ndarray]:
-    """Of one call, by name, for the gradient of y; and y. `instead`: tensors in place of the problem's."""
+    """Makes one call and its backward pass from `grad`, the gradient of y. Returns the gradients by the arguments'
+    names, and y under "y". `instead`: tensors to use in place of the problem's, by name; they must have gradients."""
     tensors, leaves = leaves_of(problem, rank)
     tensors |= instead
     leaves |= instead
@@ -61,7 +62,7 @@ def gradients_of(
 
 
 def operations_of_backward(context: flashmoe.Context, problem: Problem, dy: np.ndarray, rank: int = 0) -> list[str]:
-    """What the GPU does in the rank's backward pass, of all that has gradients."""
+    """The names of the GPU's operations in the rank's backward pass, for all tensors that have gradients."""
     tensors, leaves = leaves_of(problem, rank)
     for each in leaves.values():
         each.requires_grad_()
@@ -72,5 +73,5 @@ def operations_of_backward(context: flashmoe.Context, problem: Problem, dy: np.n
         torch.autograd.grad(y, list(leaves.values()), grad, retain_graph=True)
 
     backward()
-    gpu_operations(backward)  # the profiler's own first time
+    gpu_operations(backward)  # not counted: in its first run the profiler may do operations of its own
     return gpu_operations(backward)

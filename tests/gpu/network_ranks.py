@@ -1,5 +1,7 @@
-"""What tests/gpu/test_network_shape.py runs in the processes of a group, one rank each: ranks that share mapped memory,
-and are told that they are of several machines."""
+"""Functions that tests/gpu/test_network_shape.py runs in the processes of a group, one rank in each process. The ranks
+are on one machine and have mapped one another's memory, but they are told that they are on several machines.
+
+In all functions, `machines` lists the ranks' machines, and `tokens` lists the numbers of the ranks' tokens."""
 
 from __future__ import annotations
 
@@ -31,25 +33,25 @@ LIMITS = {
     "dtype": "float32",
     "shared_intermediate": 512,
 }
-"""Of the contexts that stay from test to test."""
+"""Arguments of the contexts that stay from test to test."""
 
 
 class Spread:
-    """Who is on which machine, and who stands for one."""
+    """Which ranks are on which machine, and which rank is the relay of a machine."""
 
     def __init__(self, machines: Sequence[int]) -> None:
         self.of = list(machines)
         self.ranks = {m: [p for p, other in enumerate(machines) if other == m] for m in machines}
 
     def relay(self, p: int, machine: int) -> int:
-        """The rank that stands for a machine towards p."""
+        """The rank that is the relay of `machine` towards rank p."""
         there = self.ranks[machine]
         return there[self.ranks[self.of[p]].index(p) % len(there)]
 
 
 @contextmanager
 def told_to_be(machines: Sequence[int]) -> Iterator[None]:
-    """Contexts that are made meanwhile have their ranks on these."""
+    """Contexts that are made inside this block take their ranks to be on these machines."""
     cuda.machines = tuple(machines)
     try:
         yield
@@ -58,7 +60,7 @@ def told_to_be(machines: Sequence[int]) -> Iterator[None]:
 
 
 def context_on(rank: int, ranks: int, name: str, machines: Sequence[int], mode: str) -> flashmoe.Context:
-    """The one that this process keeps for the spread and return mode."""
+    """The context that this process keeps for these machines and this return mode."""
     of_spread = f"{''.join(map(str, machines))}-{mode}"
 
     def make() -> flashmoe.Context:
@@ -71,9 +73,10 @@ def context_on(rank: int, ranks: int, name: str, machines: Sequence[int], mode: 
 def two_levels(
     rows: list[torch.Tensor], owners: torch.Tensor, home: int, spread: Spread, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The result of rows of each k, float32 [T, H], owned by `owners` [T, K]: a rank's in ascending k; those of another
-    machine's ranks in fp32, in the order of its ranks; each rounded once on its way home; and these in the order of the
-    ranks that send them."""
+    """The result of a reduced return to rank `home`, added in the protocol's order. `rows` has for each k the rows of
+    the tokens' k-th choices, float32 [T, H]; `owners` [T, K] has the ranks that compute them. A rank adds its rows of a
+    token in ascending k. A relay adds the sums of its machine's ranks in fp32, in the order of these ranks. Each sum
+    that goes home is rounded once to `dtype`, and home adds these sums in the order of the ranks that send them."""
     total = torch.zeros_like(rows[0])
     for q, machine in enumerate(spread.of):
         if machine != spread.of[home] and spread.relay(home, machine) != q:
@@ -88,8 +91,8 @@ def two_levels(
 def expected(
     own: Problem, rank: int, placement: flashmoe.placement.Placement, machines: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """By return mode, to the bit; computed on this GPU alone. Nothing for few tokens, whose bits are others there; with
-    a shared expert `direct` alone."""
+    """The expected result by return mode, to the bit, computed on this GPU alone. Empty for up to FEW_TOKENS tokens,
+    because a rank alone gives other bits for these; with a shared expert, `direct` only."""
     if len(own.x) <= FEW_TOKENS:
         return {}
     direct, owners, rows = on_rank.rows_alone(own, rank, placement)
@@ -102,8 +105,9 @@ def expected(
 def compare(
     rank: int, ranks: int, name: str, machines: Sequence[int], spec: dict[str, Any], tokens: list[int], calls: int
 ) -> int:
-    """Calls of one problem, both return modes in turn; how many differ in any bit from what is expected, or from the
-    mode's first. The first is also compared with the float64 reference."""
+    """Makes calls of one problem, in both return modes in turn. Counts results that differ in any bit from the expected
+    ones, and results that differ from the mode's first. Each mode's first call is also compared with the float64
+    reference."""
     spec = dict(spec)
     placement = spec.pop("placement", None) or flashmoe.placement.contiguous(spec["experts"], ranks)
     whole = random_problem(spec.pop("seed"), sum(tokens), device=f"cuda:{device_of(rank)}", **spec)
@@ -124,7 +128,8 @@ def compare(
 
 @starting_anew
 def all_to_one_expert(rank: int, ranks: int, name: str, machines: Sequence[int], tokens: list[int]) -> int:
-    """Every token of every rank to the last expert, or to it and the first; how many calls are off."""
+    """Makes calls in which every token of every rank chooses the last expert, or the last and the first. Returns how
+    many results differ in any bit from the expected ones."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "ids": "int32"}
     placement = flashmoe.placement.contiguous(16, ranks)
     off = 0
@@ -143,8 +148,8 @@ def all_to_one_expert(rank: int, ranks: int, name: str, machines: Sequence[int],
 
 @starting_anew
 def after_poison(rank: int, ranks: int, name: str, machines: Sequence[int], tokens: list[int]) -> int:
-    """A call whose rows and sums are all NaN, with as many tokens as there is memory for, and then one of few,
-    different on each rank; how many of the latter are off."""
+    """For each return mode, makes two calls with the most tokens, whose rows and sums are all NaN, and then a call with
+    `tokens` tokens. Returns how many results of the latter calls differ in any bit from the expected ones."""
     spec = {"hidden": 1024, "intermediate": 512, "experts": 32, "top_k": 8, "dtype": "float32", "ids": "int32"}
     most, placement = LIMITS["max_tokens"], flashmoe.placement.contiguous(32, ranks)
     full = random_problem(6, most * ranks, device=f"cuda:{device_of(rank)}", **spec)
@@ -157,7 +162,7 @@ def after_poison(rank: int, ranks: int, name: str, machines: Sequence[int], toke
     off = 0
     for mode in on_rank.RETURN_MODES:
         context = context_on(rank, ranks, name, machines, mode)
-        for _ in range(2):  # of either parity
+        for _ in range(2):  # one call of each parity, so that both copies of the heap's fields get NaN
             y, _ = call(context, everything, placement=placement)
             assert y.isnan().all()
         y, report = call(context, local, placement=placement)
@@ -168,8 +173,9 @@ def after_poison(rank: int, ranks: int, name: str, machines: Sequence[int], toke
 
 @starting_anew
 def many_calls(rank: int, ranks: int, name: str, machines: Sequence[int], seed: int, calls: int) -> int:
-    """Calls back to back, of three layers whose tokens are drawn, alike on all ranks: half of the ranks have none, the
-    others up to 3, 60 or 600. How many differ in any bit; both return modes in turn, 7 calls each."""
+    """Makes calls of three layers, between which the host does not wait, in both return modes in turns of 7 calls. For
+    each call, all ranks draw the same layer and numbers of tokens: about half of the ranks have none, the others at
+    most 3, 60 or 600. Returns how many results differ in any bit from the expected ones."""
     placement = flashmoe.placement.contiguous(16, ranks)
     drawn = []
     for layer in range(3):
@@ -199,7 +205,7 @@ def many_calls(rank: int, ranks: int, name: str, machines: Sequence[int], seed: 
 def reports(
     rank: int, ranks: int, name: str, machines: Sequence[int], spec: dict[str, Any], tokens: list[int]
 ) -> list[dict[str, Any]]:
-    """Of a call each way."""
+    """The reports of one call in each return mode."""
     whole = random_problem(10, sum(tokens), device=f"cuda:{device_of(rank)}", **spec)
     placement = flashmoe.placement.contiguous(spec["experts"], ranks)
     local = with_experts(share_of(whole, rank, tokens), flashmoe.placement.local_experts(placement, rank))
@@ -210,21 +216,22 @@ def reports(
 def in_fp8(
     rank: int, ranks: int, name: str, machines: Sequence[int], problem: problems.Problem, return_mode: str
 ) -> tuple[np.ndarray, CallReport]:
-    """A call of a layer whose experts are in FP8, twice: y and the report."""
+    """y and the report of a call of a layer whose experts are in FP8. A second call must give the same bits."""
     with told_to_be(machines):
         return in_group(rank, ranks, name, problem, return_mode)
 
 
 @starting_anew
 def memory(rank: int, ranks: int, name: str, machines: Sequence[int], mode: str) -> tuple[int, int, int]:
-    """Processors of the context, and bytes of its heap and workspace."""
+    """The number of processors of the context, and the bytes of its heap and of its workspace."""
     context = context_on(rank, ranks, name, machines, mode)
     return context.processors, context.heap_bytes, context.workspace_bytes
 
 
 @starting_anew
 def replay(rank: int, ranks: int, name: str, machines: Sequence[int]) -> int:
-    """A call captured on every rank, replayed with other tokens; how many replays are off."""
+    """Captures a call on every rank, in each return mode, and replays it with other tokens. Returns how many replays
+    differ in any bit from the expected results."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
     problems = [random_problem(seed, 300, device=f"cuda:{device_of(rank)}", **spec) for seed in range(3)]
     placement, off = flashmoe.placement.contiguous(16, ranks), 0
@@ -234,7 +241,7 @@ def replay(rank: int, ranks: int, name: str, machines: Sequence[int]) -> int:
             context = on_rank.joined(rank, ranks, f"{name}-{mode}", **limits)
         with context:
             x = problems[0].x.clone()
-            local = with_experts(problems[0], context.local_experts())  # kept: a graph does not keep what it reads
+            local = with_experts(problems[0], context.local_experts())  # keeps the tensors that the graph reads alive
             graph, y = capture(context, replace(local, x=x))
             for other in problems:
                 x.copy_(other.x)
@@ -247,13 +254,14 @@ def replay(rank: int, ranks: int, name: str, machines: Sequence[int]) -> int:
 
 
 def stall(rank: int, ranks: int, name: str, machines: Sequence[int], who: int, timeout: float) -> str:
-    """What each is told where rank `who` stays out of a call; then all make a new group, whose calls are right."""
+    """The error that this rank gets if rank `who` makes a call only after the others have given up waiting. Afterwards
+    all ranks make a new group, and check a call in it."""
     with told_to_be(machines):
         return on_rank.stall(rank, ranks, name, "auto", who, timeout)
 
 
 def without_gradients(rank: int, ranks: int, name: str, machines: Sequence[int]) -> str:
-    """What a backward pass is told."""
+    """The message of the error that a backward pass raises, because calls among machines have no gradients."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
     whole = random_problem(7, 100, device=f"cuda:{device_of(rank)}", **spec)
     with told_to_be(machines):

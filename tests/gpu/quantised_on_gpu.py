@@ -1,5 +1,5 @@
-"""Layers with quantised experts on the CUDA engine: problems, their quantisation and the check are those of the CPU
-engine's tests (tests/problems.py), with what tensor cores add to the bound. Every output begins as NaN."""
+"""Calls of layers with quantised experts on the CUDA engine. Problems, their quantisation and the check are those of
+the CPU engine's tests (tests/problems.py), with what tensor cores add to the bound. Outputs of `call` begin as NaN."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ranks import device_of, joined
 
 
 def on_gpu(array: Any, device: str = "cuda") -> Any:
-    """An array of NumPy's as a tensor; what is none stays as it is."""
+    """A NumPy array as a tensor on the device; anything else is returned as it is."""
     if not isinstance(array, np.ndarray):
         return array
     types = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -49,7 +49,7 @@ def context_of(problem: Problem, **changes: Any) -> flashmoe.Context:
 
 
 def in_group(rank: int, ranks: int, name: str, problem: Problem, return_mode: str) -> tuple[np.ndarray, CallReport]:
-    """One rank's call, twice: y and the report."""
+    """y and the report of this rank's call in a new group. A second call must give the same bits."""
     torch.cuda.set_device(device_of(rank))
     limits = {name: each for name, each in problem.limits().items() if name not in ("ranks", "engine")}
     with joined(rank, ranks, name, **limits | {"return_mode": return_mode}) as context:
@@ -60,7 +60,9 @@ def in_group(rank: int, ranks: int, name: str, problem: Problem, return_mode: st
 
 
 def run_and_check(problem: Problem, *, shared_in_slices: bool = False, **changes: Any) -> np.ndarray:
-    """Twice: the bits are the same. The first output."""
+    """Makes the call twice in a context of its own, checks the first result, and that the second has the same bits.
+    Returns the first y. `shared_in_slices`: for the check, that the kernel for a few tokens rounds the rows of the
+    shared expert's slices one by one."""
     with context_of(problem, **changes) as context:
         y, report = call(context, problem)
         again, _ = call(context, problem)
@@ -70,14 +72,15 @@ def run_and_check(problem: Problem, *, shared_in_slices: bool = False, **changes
 
 
 def first_tokens(problem: Problem, n: int, begin: int = 0) -> Problem:
-    """The layer with n of its tokens, from `begin` on."""
+    """The problem with n of its tokens, from `begin` on."""
     names = ("x", "x_scale", "topk_ids", "topk_weights")
     rows = {name: getattr(problem, name) for name in names if getattr(problem, name) is not None}
     return replace(problem, **{name: [each[begin : begin + n] for each in arrays] for name, arrays in rows.items()})
 
 
 def check_that_bits_are_a_tokens_own(problem: Problem) -> None:
-    """Of 64 tokens. They switch at eight tokens, once, and are the same at every call."""
+    """Checks for a problem of 64 tokens that a token's bits do not depend on the other tokens of a call. They may
+    differ only between calls of up to eight tokens and calls of more. Repeated calls give the same bits."""
     with context_of(problem) as context:
         together, _ = call(context, problem)
         apart = np.concatenate([call(context, first_tokens(problem, 1, token))[0] for token in range(64)])
@@ -94,7 +97,8 @@ def check_that_bits_are_a_tokens_own(problem: Problem) -> None:
 
 
 def check_what_is_no_number(problem: Problem) -> None:
-    """It reaches its own token alone. Of x with an infinity FP8 makes no number, MXFP4 may leave an infinity."""
+    """Checks that NaN and infinity in x reach only the result of their own token. There, an infinity must give NaN with
+    experts in FP8; in MXFP4 it may also give infinity."""
     tokens = len(problem.x[0])
     expected = run_and_check(problem)
     x = problem.x[0].copy()
@@ -110,7 +114,8 @@ def check_what_is_no_number(problem: Problem) -> None:
 
 
 def check_that_scales_of_other_blocks_are_noticed(problem: Problem) -> None:
-    """By the bound, of either matrix and along both axes: it is no wider than it must be."""
+    """Checks that the bound is narrow enough to notice scales in the wrong order: if the scales of either matrix are
+    reversed along either axis, the error of a call must be more than twice the bound."""
     tensor_cores = problem.weight_dtype == "float8_e4m3fn"
     with context_of(problem) as context:
         y, report = call(context, problem)
@@ -125,7 +130,7 @@ def check_that_scales_of_other_blocks_are_noticed(problem: Problem) -> None:
 
 
 def check_a_captured_call(problem: Problem) -> None:
-    """Its replays have a call's bits."""
+    """Checks that the replays of a captured call have the bits of a plain call."""
     with context_of(problem) as context:
         y, _ = call(context, problem)
         arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}
@@ -142,7 +147,7 @@ def check_a_captured_call(problem: Problem) -> None:
 def random_layer(
     draw: st.DrawFn, size: st.SearchStrategy[int], experts: int, top_k: int, tokens: int
 ) -> dict[str, Any]:
-    """The arguments of `random_problem`; `size`: of H and I."""
+    """Arguments of `random_problem` for a drawn layer. `size`: what H and I are drawn from."""
     return {
         "seed": draw(st.integers(0, 2**32 - 1)),
         "tokens": [tokens],
@@ -161,7 +166,8 @@ def random_layer(
 
 
 def with_shared(draw: st.DrawFn, problem: dict[str, Any]) -> dict[str, Any]:
-    """The same with weights on the input, or a shared expert, or both. Beside that experts have no biases."""
+    """The arguments with drawn values of `weights_on_input` and `shared`. A layer with a shared expert gets no
+    biases of experts."""
     problem = problem | {"weights_on_input": draw(st.booleans()), "shared": draw(st.sampled_from([0, 0, 1]))}
     return problem | ({"biases": (problem["biases"][0], False, False)} if problem["shared"] else {})
 

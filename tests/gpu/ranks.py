@@ -1,4 +1,4 @@
-"""What tests/gpu/test_group.py runs in the processes of a group, one rank each."""
+"""Functions that tests/gpu/test_group.py runs in the processes of a group, one rank in each process."""
 
 from __future__ import annotations
 
@@ -47,39 +47,42 @@ LIMITS = {
     "dtype": "float32",
     "shared_intermediate": 2048,
 }
-"""Of the context that most tests share: one heap, calls of any size in it."""
+"""Arguments of the contexts that most tests share. Their heaps have room for the calls of all these tests."""
 
 RANKS_A_GPU = int(os.environ.get("FLASHMOE_SHARE_GPUS") or 1)
-"""How many may share one."""
+"""How many ranks may share a GPU."""
 
 RETURN_MODES = ("direct", "reduced")
 
 WAYS = {mode: {"return_mode": mode} for mode in RETURN_MODES} | {"rdma": {"transport": "rdma"}}
-"""How results come home, and what a context is told for that. ``rdma`` is reduced, and forced: memory is mapped."""
+"""Ways in which results come home, and the context's arguments for each. ``rdma`` makes ranks put although their memory
+is mapped, and its return mode is reduced."""
 
 LINK_CLUSTERS = {f"{n} stop early": WAYS["reduced"] | {"profile": {"link_clusters": n}} for n in (0, 1, 5, 1000)}
-"""Clusters that reduce while the others compute; of the last number, all but one."""
+"""More ways: n is the number of clusters that stop early to do Reduce while the others compute. With the last n, which
+is larger than the number of clusters, all clusters but one stop early."""
 
 FEW_TOKENS = 8
-"""So few of a rank alone have logits that are summed in another order, and of float32 no TF32."""
+"""A rank that is alone uses another kernel in calls of up to this many tokens. It sums logits in another order than a
+group does, and multiplies float32 without TF32, so bits differ."""
 
 TOKENS_DRAWN = 2048
-"""Of each layer of `many_calls`: as many as the shared contexts allow."""
+"""How many tokens are drawn for each layer of `many_calls`: as many as the shared contexts allow in a call."""
 
 HALF_A_MILLISECOND = 1_000_000
-"""Clock cycles, about."""
+"""About half a millisecond, in clock cycles of a GPU."""
 
 _shared: dict[str, flashmoe.Context] = {}
 
 
 def device_of(rank: int) -> int:
-    """The GPU of a rank: its own, or where there are fewer than ranks, one that it shares."""
+    """The number of the rank's GPU. If there are fewer GPUs than ranks, ranks share GPUs."""
     return rank % torch.cuda.device_count()
 
 
 @contextmanager
 def pool_of(ranks: int) -> Iterator[RankPool]:
-    """Processes that stay from test to test, where there are GPUs for so many ranks; else the test is skipped."""
+    """Processes for `ranks` ranks, which stay from test to test. Skips the test if there are not enough GPUs."""
     here = torch.cuda.device_count() * RANKS_A_GPU
     if here < ranks:
         pytest.skip(f"{ranks} GPUs needed, {here} here")
@@ -88,19 +91,20 @@ def pool_of(ranks: int) -> Iterator[RankPool]:
 
 
 def everywhere(pool: RankPool, fn: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
-    """What each rank's call of these arguments returns."""
+    """Calls `fn` with these arguments on every rank of the pool, and returns the ranks' results."""
     return pool.call(fn, [arguments] * pool.ranks, timeout=timeout)
 
 
 def processors() -> int | None:
-    """Thread blocks of a context, None: as many as fit. Ranks that share a GPU leave each other room."""
+    """The number of a context's thread blocks; None: as many as fit. If ranks share a GPU, each gets an equal share of
+    its multiprocessors, so that all of them fit at the same time."""
     if RANKS_A_GPU == 1:
         return None
     return torch.cuda.get_device_properties(0).multi_processor_count // RANKS_A_GPU // 2 * 2
 
 
 def joined(rank: int, ranks: int, name: str, **limits: Any) -> flashmoe.Context:
-    """This rank of a new group."""
+    """This rank's context in a new group called `name`. `limits`: arguments that replace those of LIMITS."""
     device = device_of(rank)
     torch.cuda.set_device(device)
     settings = {**LIMITS, "timeout": PATIENCE, "processors": processors(), **limits}
@@ -108,12 +112,12 @@ def joined(rank: int, ranks: int, name: str, **limits: Any) -> flashmoe.Context:
 
 
 def alone_on(rank: int, problem: Problem) -> flashmoe.Context:
-    """A context for the problem on this rank's GPU, without the others."""
+    """A context for the problem on this rank's GPU, as the only rank of its group."""
     return context_of(problem, device=device_of(rank), processors=processors())
 
 
 def kept_context(key: str, make: Callable[[], flashmoe.Context]) -> flashmoe.Context:
-    """The context of this name that this process keeps from test to test; where there is none, it is made."""
+    """The context that this process keeps from test to test under the name `key`. If there is none, it is made."""
     context = _shared.get(key)
     if context is None or context.closed:
         context = _shared[key] = make()
@@ -121,14 +125,15 @@ def kept_context(key: str, make: Callable[[], flashmoe.Context]) -> flashmoe.Con
 
 
 def shared_context(rank: int, ranks: int, name: str, way: str) -> flashmoe.Context:
-    """The one of this way."""
+    """The kept context whose results come home in this way (a key of WAYS or LINK_CLUSTERS)."""
     return kept_context(
         way, lambda: joined(rank, ranks, f"{name}-{way}".replace(" ", "-"), **(WAYS | LINK_CLUSTERS)[way])
     )
 
 
 def starting_anew(fn: Callable) -> Callable:
-    """`fn` on contexts that are kept, which do not outlive a failure: then no rank's do."""
+    """Wraps `fn`, which uses kept contexts: if `fn` fails, this process closes all of its kept contexts, so that later
+    tests make new ones."""
 
     @functools.wraps(fn)
     def wrapped(*arguments: Any) -> Any:
@@ -143,7 +148,7 @@ def starting_anew(fn: Callable) -> Callable:
 
 
 def share_of(problem: Problem, rank: int, tokens: list[int]) -> Problem:
-    """The problem with this rank's tokens alone, and still all experts."""
+    """The problem with only this rank's tokens, and with all experts. `tokens`: the number of each rank's tokens."""
     rows = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
     given = problem.topk_ids is not None
     return replace(
@@ -155,14 +160,14 @@ def share_of(problem: Problem, rank: int, tokens: list[int]) -> Problem:
 
 
 def with_experts(problem: Problem, experts: list[int]) -> Problem:
-    """The problem with the weights of these experts alone, as the rank that holds them passes it."""
+    """The problem with only the weights of these experts: a rank passes the weights of the experts that it holds."""
     names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
     parts = {name: getattr(problem, name) for name in names}
     return replace(problem, **{name: part if part is None else part[experts] for name, part in parts.items()})
 
 
 def memory(rank: int, ranks: int, name: str, way: str) -> tuple[int, int, int]:
-    """Processors of a new context, and bytes of its heap and workspace."""
+    """The number of processors of a new context, and the bytes of its heap and of its workspace."""
     with joined(rank, ranks, name, **WAYS[way]) as context:
         return context.processors, context.heap_bytes, context.workspace_bytes
 
@@ -170,8 +175,8 @@ def memory(rank: int, ranks: int, name: str, way: str) -> tuple[int, int, int]:
 def in_own_group(
     rank: int, ranks: int, name: str, limits: dict[str, Any], spec: dict[str, Any], tokens: list[int]
 ) -> bool:
-    """A call on a group of its sizes and these limits: whether its bits are those of the same tokens on this GPU
-    alone."""
+    """Makes a call in a new group, whose contexts have the call's sizes and these limits. Whether this rank's result
+    has the bits that its tokens give on its GPU alone."""
     whole = random_problem(9, sum(tokens), device=f"cuda:{device_of(rank)}", **spec)
     own = share_of(whole, rank, tokens)
     sizes = {size: spec[size] for size in ("hidden", "intermediate", "experts", "top_k")}
@@ -186,7 +191,8 @@ def in_own_group(
 
 @starting_anew
 def observe(rank: int, ranks: int, name: str, way: str, spec: dict[str, Any], tokens: list[int]) -> bool:
-    """Whether load and logits of two calls on the group are those of this rank's tokens on its GPU alone."""
+    """Makes two calls in the group, and two with this rank's tokens on its GPU alone. Whether both pairs of calls give
+    the same load and router logits."""
     context = shared_context(rank, ranks, name, way)
     whole = random_problem(9, sum(tokens), device=f"cuda:{device_of(rank)}", **spec)
     own = share_of(whole, rank, tokens)
@@ -206,9 +212,9 @@ def observe(rank: int, ranks: int, name: str, way: str, spec: dict[str, Any], to
 def compare(
     rank: int, ranks: int, name: str, ways: Sequence[str], spec: dict[str, Any], tokens: list[int], calls: int = 1
 ) -> int:
-    """Calls of one problem on the group, these ways in turn; how many differ, in any bit, from what the same tokens
-    give on this GPU alone, or from another way with the same return mode. (What `results_alone` does not have is
-    compared with the reference.)"""
+    """Makes calls of one problem in the group, in these ways in turn. Counts results that differ in any bit from what
+    the same tokens give on this GPU alone, and results that differ from the first one of the same return mode. (Where
+    `results_alone` has no result, the first call of each way is compared with the float64 reference.)"""
     contexts = [shared_context(rank, ranks, name, way) for way in ways]
     spec = dict(spec)
     placement = spec.pop("placement", None) or flashmoe.placement.contiguous(spec["experts"], ranks)
@@ -235,8 +241,9 @@ def compare(
 def compare_slices(
     rank: int, ranks: int, name: str, ways: Sequence[str], spec: dict[str, Any], tokens: list[int], tensor: int
 ) -> int:
-    """Calls of a problem whose experts are cut into `tensor` slices on the group, these ways in turn, all of which
-    reduce; how many differ, in any bit, from what its slices give on this GPU alone, as experts that are given."""
+    """Makes calls in the group of a problem whose experts are cut into `tensor` slices, in these ways in turn, all with
+    the reduced return. Returns how many differ in any bit from the expected result. This is computed on this GPU alone,
+    where slices are passed as experts of their own and chosen by given ids."""
     spec = dict(spec)
     whole = random_problem(spec.pop("seed"), sum(tokens), device=f"cuda:{device_of(rank)}", **spec)
     own = share_of(whole, rank, tokens)
@@ -263,9 +270,10 @@ def compare_slices(
 
 
 def results_alone(own: Problem, rank: int, placement: flashmoe.placement.Placement) -> dict[str, torch.Tensor]:
-    """By return mode, to the bit what a group with this placement gives, computed on this GPU alone; nothing for
-    `FEW_TOKENS`, whose bits are others there; with a shared expert `direct` alone. `reduced`: each choice's rows come
-    from a call of their own, and are added here: those of a rank in ascending k and rounded, then the ranks'."""
+    """By return mode, the result that a group with this placement gives, to the bit, computed on this GPU alone. Empty
+    for up to FEW_TOKENS tokens, because a rank alone gives other bits for these; with a shared expert, `direct` only.
+    For `reduced`, the rows of each k come from a call of their own. They are added here as a group adds them: the rows
+    of one rank in ascending k, each rank's sum rounded to the type of y, then the sums in the order of ranks."""
     if len(own.x) <= FEW_TOKENS:
         return {}
     direct, owners, rows = rows_alone(own, rank, placement)
@@ -280,8 +288,9 @@ def results_alone(own: Problem, rank: int, placement: flashmoe.placement.Placeme
 def rows_alone(
     own: Problem, rank: int, placement: flashmoe.placement.Placement
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """On this GPU alone: the result; for each choice the rank that has its expert, [T, K], -1 where it was dropped; and
-    for each k the rows that those choices add, float32 [T, H], or none with a shared expert."""
+    """Computes on this GPU alone, and returns three things: the result; for each choice the rank that has its expert,
+    [T, K], -1 if the choice was dropped; and for each k the rows that the tokens' k-th choices add to the result,
+    float32 [T, H]. With a shared expert, the list of rows is empty."""
     with alone_on(rank, own) as single:
         direct, report = call(single, own)
         check(own, direct, report)
@@ -298,7 +307,7 @@ def rows_alone(
 
 
 def sum_on(q: int, owners: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
-    """What rank q adds to each token, float32 [T, H], in ascending k."""
+    """Rank q's sum of rows for each token, float32 [T, H], added in ascending k."""
     part = torch.zeros_like(rows[0])
     for k, each in enumerate(rows):
         part += torch.where(owners[:, k : k + 1] == q, each, 0.0)
@@ -307,17 +316,18 @@ def sum_on(q: int, owners: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tens
 
 @dataclass(frozen=True)
 class Drawn:
-    """A layer from whose tokens calls take some: its results are known before."""
+    """A layer with tokens whose results are computed beforehand; each call takes some of these tokens."""
 
     spec: dict[str, Any]
     local: dict[str, Any]
-    """Arguments of `flashmoe.moe` for all tokens."""
+    """This rank's arguments of `flashmoe.moe`, with all tokens."""
     expected: dict[str, torch.Tensor]
-    """By return mode, [TOKENS_DRAWN, H]."""
+    """The results of all tokens by return mode, each [TOKENS_DRAWN, H]."""
 
     @classmethod
     def kind(cls, name: str, seed: int, rank: int, ranks: int) -> Drawn:
-        """Raises `AssertionError` unless a token's bits, on this GPU alone, are the same among fewer tokens."""
+        """The layer called `name`, drawn from `seed`. Raises `AssertionError` if tokens have other bits, on this GPU
+        alone, in a call with fewer tokens."""
         draw = random.Random(f"{seed} {name}")
         spec = draw_spec(draw, ranks)
         whole = random_problem(draw.randrange(2**31), TOKENS_DRAWN, device=f"cuda:{device_of(rank)}", **spec)
@@ -338,14 +348,15 @@ class Drawn:
 
 @starting_anew
 def many_calls(rank: int, ranks: int, name: str, ways: Sequence[str], seed: int, calls: int, verify_every: int) -> int:
-    """Calls on a context of each way, back to back: the host waits for none of them before the last. How many of those
-    verified differ in any bit from what one GPU gives.
+    """Makes calls in one context for each way; the host does not wait for any of them before it has launched the last.
+    Returns how many of the verified calls differ in any bit from what one GPU alone gives.
 
-    Drawn for each call, alike on all ranks: the layer, of six whose sizes, type, activation, routing and experts'
-    shares are drawn too; and each rank's number of tokens, half of them 0, the others up to 3, 60, 400 or 2048. Each
-    rank draws for itself which of the layer's tokens these are, and whether, in one call of 16, it comes up to half a
-    millisecond late. The contexts take turns of `verify_every` calls, of which one, drawn, is verified: its output
-    begins as NaN, and the GPU compares it with rows that it computed alone before the first call.
+    For each call, all ranks draw the same layer and the same numbers of tokens. The layer is one of six, whose sizes,
+    type, activation, routing and skew are drawn too. The number of a rank's tokens is 0 in about half of the cases, and
+    otherwise at most 3, 60, 400 or 2048. Each rank draws for itself which of the layer's tokens it takes, and whether
+    its GPU is delayed first, by up to half a millisecond (in about one call of 16). The contexts take turns of
+    `verify_every` calls. One call of each turn is drawn and verified: its output begins as NaN, and the GPU compares it
+    with rows that it computed alone before the first call.
     """
     contexts = [shared_context(rank, ranks, name, way) for way in ways]
     layers = [Drawn.kind(str(kind), seed, rank, ranks) for kind in range(6)]
@@ -394,14 +405,15 @@ def draw_spec(draw: random.Random, ranks: int) -> dict[str, Any]:
 
 
 Times = list[tuple[int, int]]
-"""When each call began and ended, in nanoseconds of CLOCK_MONOTONIC."""
+"""The begin and the end of each call, in nanoseconds of CLOCK_MONOTONIC."""
 
 OVERLAPPING = {"hidden": 2048, "intermediate": 2048, "experts": 16, "top_k": 4, "max_tokens": 8192}
-"""The rank that has most tokens in a forward of these takes about a millisecond for a layer in which they stay."""
+"""Sizes of the layers of `overlapping_layers`. A rank with `max_tokens` tokens takes about a millisecond for a layer in
+which these tokens choose only experts of the rank itself."""
 
 
 class Timed:
-    """Makes calls, and knows when each of them began and ended, by the host's clock."""
+    """Makes calls, and measures by the host's clock when each of them began and ended."""
 
     def __init__(self) -> None:
         self._clock = host_clock()
@@ -416,13 +428,15 @@ class Timed:
         return y
 
     def times(self) -> Times:
-        """Once the device is done. Begins may be said too late, but not too early: none is before its launch."""
+        """The times of all calls. Call it once the device has done them. A begin may be reported too late by the error
+        of the clock, but never before the host launched the call."""
         return [(max(self._clock(start), launched), self._clock(end)) for start, launched, end in self._calls]
 
 
 def host_clock() -> Callable[[torch.cuda.Event], int]:
-    """What tells an event's time in nanoseconds of CLOCK_MONOTONIC, which the ranks share, relative to an event on the
-    idle device, of ten the one whose time the host knows best, to some microseconds."""
+    """A function that gives an event's time in nanoseconds of CLOCK_MONOTONIC, which is the same clock for all ranks.
+    It takes the known time of a reference event, and adds the time from there to the given event. Of ten events on the
+    idle device, the reference is the one whose time the host knows most precisely, to some microseconds."""
     torch.cuda.synchronize()
     tries = []
     for _ in range(10):
@@ -437,8 +451,8 @@ def host_clock() -> Callable[[torch.cuda.Event], int]:
 
 
 def layers_in_turn(rank: int, ranks: int) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-    """Tokens, and four layers' arguments for as many: two whose router sends them anywhere, each followed by one in
-    which they stay on their rank."""
+    """This rank's tokens, and the arguments of four layers for them. In the first and third layer, a router chooses
+    among all experts. In the second and fourth layer, the given ids name only experts of this rank."""
     spec = dict(OVERLAPPING)
     tokens, experts, top_k = spec.pop("max_tokens"), spec["experts"], spec["top_k"]
     owned = flashmoe.placement.local_experts(flashmoe.placement.contiguous(experts, ranks), rank)
@@ -458,7 +472,8 @@ def layers_in_turn(rank: int, ranks: int) -> tuple[torch.Tensor, list[dict[str, 
 def forward(
     context: flashmoe.Context, layers: list[dict[str, Any]], x: torch.Tensor, how: Callable[[Callable], torch.Tensor]
 ) -> torch.Tensor:
-    """Each layer has the results of the one before as its tokens; `how` is given what makes a call."""
+    """Calls the layers in order, each with the previous layer's result as its tokens. `how` gets a function that makes
+    the call, and returns the call's result."""
     for layer in layers:
         routing = {name: layer[name][: len(x)] for name in ("topk_ids", "topk_weights") if name in layer}
         x = how(functools.partial(flashmoe.moe, context, **{**layer, **routing, "x": x}))
@@ -468,12 +483,13 @@ def forward(
 def overlapping_layers(
     rank: int, ranks: int, name: str, way: str, forwards: int, meetings: Path
 ) -> tuple[int, Times, Times]:
-    """Forwards of several layers, at first with all ranks waiting for one another after every call, then launched at
-    once, with one call of four up to two milliseconds late. How many outputs of the two differ in any bit; when the
-    calls of the former and those of the latter began and ended.
+    """Makes forward passes through several layers in two ways: first in lockstep, where all ranks wait for one another
+    after every call; then without any wait of the host, and with about one call of four delayed on the GPU by up to two
+    milliseconds. Returns how many outputs of the second way differ in any bit from the first way's, and the times of
+    the calls of the first and of the second way.
 
-    In each forward one rank has many tokens. Where they stay, the others, which have few or none, are done sooner, and
-    send it those of the next layer while it still computes."""
+    In each forward pass, one rank has many tokens and the other ranks have fewer. In layers whose tokens stay on their
+    rank, the others are done sooner, and send this rank the rows of the next layer while it still computes."""
     draw, own = random.Random(5), random.Random(f"rank {rank}")
     x, layers = layers_in_turn(rank, ranks)
     inputs = []
@@ -507,14 +523,14 @@ def overlapping_layers(
 
 
 def meet(store: torch.distributed.Store, ranks: int, where: str) -> None:
-    """Returns once all ranks are there."""
+    """Returns once all ranks have called this with the same `where`."""
     if store.add(where, 1) == ranks:
         store.set(f"{where}: all", "")
     store.wait([f"{where}: all"])
 
 
 def told_of_a_stall(rank: int, who: int, timeout: float, run: Callable[[], Any]) -> str:
-    """Rank `who` stays out of what all run until the others have given up; what each is told."""
+    """Rank `who` calls `run` only after the others have given up waiting for it. Returns this rank's error, or ""."""
     try:
         if rank == who:
             time.sleep(3 * timeout)
@@ -525,8 +541,8 @@ def told_of_a_stall(rank: int, who: int, timeout: float, run: Callable[[], Any])
 
 
 def stall(rank: int, ranks: int, name: str, transport: str, who: int, timeout: float) -> str:
-    """Rank `who` stays out of a call until the others have given up; what each is told. Then all make a new group,
-    whose calls are right."""
+    """Rank `who` makes the second call only after the others have given up. Then all ranks make a new group, and check
+    a call in it. Returns the error that this rank got in the second call."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
     whole = random_problem(7, 100, device=f"cuda:{device_of(rank)}", **spec)
     limits = {**spec, "max_tokens": 100, "dtype": "bfloat16", "transport": transport}
@@ -541,7 +557,8 @@ def stall(rank: int, ranks: int, name: str, transport: str, who: int, timeout: f
 
 
 def compile_late(rank: int, ranks: int, name: str, who: int, timeout: float, max_tokens: int) -> str:
-    """Rank `who` needs three timeouts in a call until it has a kernel; the others are in the call, the next, too."""
+    """Rank `who` takes three timeouts longer than the others to get its kernel in its first call. Meanwhile the others
+    wait in that call, and the host has launched the next ones. Returns this rank's error, or ""."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
     whole = random_problem(9, max_tokens, device=f"cuda:{device_of(rank)}", **spec)
     compiled_kernel = jit.kernel
@@ -568,7 +585,8 @@ def compile_late(rank: int, ranks: int, name: str, who: int, timeout: float, max
 
 
 def die(rank: int, ranks: int, name: str, transport: str, who: int, timeout: float, folder: Path) -> None:
-    """Rank `who` is killed between two calls; the others write down what they are told."""
+    """Rank `who` kills its own process between two calls. Each other rank writes the error of its second call to a file
+    in `folder`."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
     whole = random_problem(7, 100, device=f"cuda:{device_of(rank)}", **spec)
     limits = {**spec, "max_tokens": 100, "dtype": "bfloat16", "transport": transport}
@@ -586,7 +604,7 @@ def die(rank: int, ranks: int, name: str, transport: str, who: int, timeout: flo
 
 
 def disagree(rank: int, ranks: int, name: str, transport: str) -> str:
-    """Rank 1 calls with another K."""
+    """Rank 1 makes a call with another K than the others. Returns the error that this rank got."""
     spec = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 3}
     whole = random_problem(7, 100, device=f"cuda:{device_of(rank)}", **spec)
     with joined(rank, ranks, name, **spec, max_tokens=100, dtype="bfloat16", transport=transport) as context:
@@ -602,7 +620,7 @@ def disagree(rank: int, ranks: int, name: str, transport: str) -> str:
 def reports(
     rank: int, ranks: int, name: str, ways: Sequence[str], spec: dict[str, Any], tokens: list[int]
 ) -> list[dict[str, Any]]:
-    """Of a call each of these ways."""
+    """The reports of one call in each of these ways."""
     whole = random_problem(10, sum(tokens), device=f"cuda:{device_of(rank)}", **spec)
     owners = flashmoe.placement.contiguous(spec["experts"], ranks)
     local = with_experts(share_of(whole, rank, tokens), flashmoe.placement.local_experts(owners, rank))
@@ -611,7 +629,7 @@ def reports(
 
 
 def operations(rank: int, ranks: int, name: str, way: str, calls: int) -> list[str]:
-    """What this GPU does in so many calls, once one has loaded the kernel."""
+    """The names of this GPU's operations in `calls` calls, after an earlier call has loaded the kernel."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
     whole = random_problem(3, 300, device=f"cuda:{device_of(rank)}", **spec)
     with joined(rank, ranks, name, **spec, max_tokens=300, dtype="bfloat16", **WAYS[way]) as context:
@@ -624,15 +642,16 @@ def operations(rank: int, ranks: int, name: str, way: str, calls: int) -> list[s
                 flashmoe.moe(context, **arguments)
             context.synchronize()
 
-        gpu_operations(run)  # the profiler's own first time
+        gpu_operations(run)  # not counted: in its first run the profiler may do operations of its own
         return gpu_operations(run)
 
 
 def module_over_process_group(
     rank: int, ranks: int, name: str, rendezvous: Path
 ) -> tuple[int, int, int | None, list[bool]]:
-    """Of a context over a process group: its rank, its ranks, its device; and whether what a module on it gives, called
-    as it is and then compiled, twice, has the bits of the same tokens on this GPU alone."""
+    """Makes a context from a process group of PyTorch, and calls a module on it: once as it is, and twice compiled.
+    Returns the context's rank, number of ranks and device, and for each of the three calls whether its result has the
+    bits that the same tokens give on this GPU alone."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.cuda.set_device(device_of(rank))
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
@@ -642,7 +661,7 @@ def module_over_process_group(
         whole = random_problem(12, sum(tokens), device=f"cuda:{device_of(rank)}", biases=True, **spec)
         own = share_of(whole, rank, tokens)
         sizes = {**spec, "max_tokens": max(tokens), "dtype": "bfloat16"}
-        limits = {"timeout": 60.0, "processors": processors()}  # ranks wait for one another's compilers
+        limits = {"timeout": 60.0, "processors": processors()}  # seconds: ranks wait while others compile their kernels
         with flashmoe.Context.from_torch(engine="cuda", **sizes, **limits) as context, torch.no_grad():
             module = module_of(context, whole)
             fast = compiled(module, "aot_eager")
@@ -656,7 +675,8 @@ def module_over_process_group(
 
 
 def replay(rank: int, ranks: int, name: str, way: str) -> int:
-    """A call captured on every rank, replayed with other tokens; how many replays are off."""
+    """Captures a call on every rank and replays it with other tokens. Returns how many replays differ in any bit from
+    what the same tokens give on this GPU alone."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
     problems = [random_problem(seed, 300, device=f"cuda:{device_of(rank)}", **spec) for seed in range(5)]
     first = problems[0]

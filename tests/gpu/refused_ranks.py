@@ -1,4 +1,4 @@
-"""What tests/gpu/test_refused_gpu.py runs in the processes of a group, one rank each."""
+"""Functions that tests/gpu/test_refused_gpu.py runs in the processes of a group, one rank in each process."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ WRONG: dict[str, Wrong] = {
     "activation: expected": lambda p: {"activation": "nothing"},
     "down_proj: expected": lambda p: {"down_proj": p.down_proj[:0]},
 }
-"""What a rank's call is refused for, by how the message begins."""
+"""Wrong arguments for which a rank refuses its call. The keys are how the messages of the errors begin."""
 
 
 class Told:
-    """What a rank is told, against what it must be: of calls that others refuse. A call, or a wait for the device,
-    raises the first that was not raised yet, and says which was the last."""
+    """Compares what a rank is told of calls that other ranks refuse with what it must be told. Refusals arrive as
+    errors of a call or of a wait for the device. Such an error covers all refused calls that the rank was not told of
+    before: it gives the reason of the first, and says which was the last."""
 
     def __init__(self) -> None:
         self.refused: dict[int, set[tuple[int, str]]] = {}
-        """By number of a call, ranks and how their reasons begin, until the rank is told of it."""
+        """The refused calls of which this rank was not told yet: by a call's number, the ranks that refused it, and how
+        their reasons begin."""
         self.off: list[str] = []
+        """What was not as it must be."""
 
     def hear(self, error: flashmoe.GroupError) -> None:
         if lost := re.match(r"a rank refused call (\d+); its reason is lost", str(error)):
@@ -51,7 +54,7 @@ class Told:
         self.refused = {n: refusers for n, refusers in self.refused.items() if n > last}
 
     def finish(self, context: flashmoe.Context) -> None:
-        """Waits for all calls: then the rank has been told of all that were refused."""
+        """Waits for all calls. After that, the rank must have been told of all refused calls."""
         try:
             context.synchronize()
         except flashmoe.GroupError as error:
@@ -64,8 +67,8 @@ class Told:
 def random_calls(
     rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, seed: int, calls: int, lockstep: bool
 ) -> list[str]:
-    """Calls of random layers and numbers of tokens, of which a fifth is refused by some ranks. What is not as it must
-    be."""
+    """Makes calls with random layers and numbers of tokens; some ranks refuse about a fifth of the calls. lockstep: the
+    host waits after every call. Returns a line for each error, missing error or result that is not as it must be."""
     own = [own_problem(rank, ranks, spec, most, seed + n) for n in range(LAYERS)]
     expected = [by_general_kernel(rank, ranks, f"{name}-{n}", each, spec) for n, each in enumerate(own)]
     everybody, told = random.Random(seed), Told()
@@ -103,8 +106,9 @@ def random_calls(
 
 
 def gradients(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: int, mode: str) -> list[str]:
-    """Steps of which some rank refuses the forward pass, then the backward pass, then none: the gradients of the last
-    are the first's."""
+    """Makes training steps (a forward and a backward pass each): one that no rank refuses, then some in which a rank
+    refuses the forward pass, some in which a rank refuses the backward pass, and last one that no rank refuses. Returns
+    a line for each error that is not as it must be, and the gradients of the last step that differ from the first's."""
     own = own_problem(rank, ranks, spec, tokens, 73)
     off: list[str] = []
 
@@ -146,7 +150,8 @@ def gradients(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: in
 
 
 def leave_alone(rank: int, ranks: int, name: str, spec: dict[str, Any], timeout: float) -> str:
-    """Rank 0 refuses a call that rank 1 never makes, and makes the next. What the rank is told last."""
+    """Rank 0 refuses the second call and makes the third; the others make the second. Rank 1 sleeps before its second
+    call until the others have given up. Returns the error that this rank got."""
     own = own_problem(rank, ranks, spec, 20, 74)
     with joined(rank, ranks, name, **sizes_of(spec, 20), timeout=timeout) as context:
         problem = with_experts(own, context.local_experts())
@@ -156,7 +161,7 @@ def leave_alone(rank: int, ranks: int, name: str, spec: dict[str, Any], timeout:
             if rank == 0:
                 tell(context, flashmoe.InvalidArgument("nothing"))
             elif rank == 1:
-                time.sleep(3 * timeout)  # the others have given up by then
+                time.sleep(3 * timeout)  # until the others have given up
             flashmoe.moe(context, **problem.arguments())
             context.synchronize()
         except flashmoe.FlashMoEError as error:

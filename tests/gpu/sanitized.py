@@ -1,7 +1,9 @@
-"""What sanitizer.py runs under NVIDIA's sanitizers: small calls of every kind of tile, few thread blocks.
+"""The program that sanitizer.py runs under NVIDIA's compute-sanitizer: small calls with every kind of tile, with four
+thread blocks.
 
-`sanitized.py KIND CALLS`: on one GPU, one of KINDS or of OTHERS, so many calls of each shape.
-`sanitized.py WAY CALLS RANK RANKS NAME`: as a rank of a group, one of WAYS or, in contexts of few tokens, of FEW.
+`sanitized.py KIND CALLS`: on one GPU, a kind of KINDS or OTHERS; CALLS calls of each shape.
+`sanitized.py WAY CALLS RANK RANKS NAME`: as rank RANK of the group NAME of RANKS ranks, a way of WAYS, or one of FEW
+(then in contexts for few tokens); CALLS calls of each shape.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ LARGEST = {
 
 
 SMALL = {"hidden": 144, "intermediate": 80, "experts": 3, "top_k": 2, "dtype": "bfloat16"}
-"""H and I of quantised layers: the second block of H has 16 columns."""
+"""Sizes of layers that are quantised or trained. Scales are for blocks of 128 columns: the second block of H has 16."""
 OF_FP8 = (
     {"tokens": [6]},
     {"tokens": [90], "biases": (True, True, True), "capacity_factor": 0.7},
@@ -72,7 +74,8 @@ OF_FEW = (
     {"tokens": [9, 2], "experts": 24, "biases": (True, True, True)},
     {"tokens": [0, 20], "experts": 30, "top_k": 3, "fused": False},
 )
-"""Of two ranks; at most 1.5 and 4 rows an expert."""
+"""Layers of two ranks in contexts for few tokens. With the most tokens on both ranks, experts have on average 1.5 rows
+in the first layer, and 4 in the second."""
 OF_MXFP4 = ({"tokens": [1]}, {"tokens": [20], "biases": (True, True, True)})
 TRAINED = (
     {"tokens": [90], "biases": (True, True, True), "capacity_factor": 0.7},
@@ -84,7 +87,7 @@ TRAINED = (
 def alone(kind: str, calls: int) -> None:
     for turn, shape in enumerate(SHAPES):
         problem = random_problem(turn, **KINDS[kind], **shape)
-        # No timeout: under a sanitizer, progress is a matter of patience.
+        # No timeout, because a sanitizer makes kernels very slow.
         with context_of(problem, processors=4, timeout=0.0) as context:
             for _ in range(calls):
                 y, report = call(context, problem)
@@ -112,7 +115,7 @@ def quantised_calls(kind: str, problem: problems.Problem, calls: int, shape: dic
 
 
 def backward(calls: int) -> None:
-    """A call that keeps, and its backward pass."""
+    """Makes forward passes that keep, each followed by its backward pass, and checks the gradients."""
     for turn, shape in enumerate(TRAINED):
         problem, grads = training.trainable(turn, **SMALL | {"scale": 1.0} | shape)
         limits = problem.limits() | {"return_mode": "direct", "processors": 4, "timeout": 0.0}
@@ -123,12 +126,12 @@ def backward(calls: int) -> None:
 
 
 OTHERS = {"fp8": fp8, "mxfp4": mxfp4, "backward": backward}
-"""Kinds of layers that tests describe otherwise."""
+"""The kinds of layers that are not options of `layers.random_problem`, each with the function that makes its calls."""
 FEW = ("few", "few_fp8")
 
 
 def few_in_group(kind: str, calls: int, rank: int, ranks: int, name: str) -> None:
-    """Calls of contexts of few tokens, of 16-bit layers or with experts in FP8."""
+    """Makes and checks calls in contexts for few tokens. kind: "few": layers of 16 bits; "few_fp8": experts in FP8."""
     for turn, shape in enumerate(OF_FEW):
         problem = problems.random_problem(turn, **SMALL | shape)
         if kind == "few_fp8":
@@ -146,7 +149,8 @@ def few_in_group(kind: str, calls: int, rank: int, ranks: int, name: str) -> Non
 
 
 def in_group(way: str, calls: int, rank: int, ranks: int, name: str) -> None:
-    # A timeout, since a peer may have been ended; a long one, since NVSHMEM takes half a minute under memcheck.
+    # There is a timeout because a peer may have been killed. It is long because NVSHMEM takes half a minute
+    # under memcheck.
     limits = {**LARGEST, **WAYS[way], "processors": 4, "timeout": 300.0}
     with joined(rank, ranks, name, **limits) as context:
         for turn, (kind, shape) in enumerate(OF_GROUPS):
@@ -157,13 +161,13 @@ def in_group(way: str, calls: int, rank: int, ranks: int, name: str) -> None:
         everywhere_or_on_one = [list(range(ranks)) if e % 2 else [e % ranks] for e in range(problem.experts)]
         call_and_check(context, problem, rank, everywhere_or_on_one, calls)
         print(f"sanitized {way} copies {COPIED}", flush=True)
-        if way != "direct":  # which returns no slices
+        if way != "direct":  # experts in slices need the reduced return
             call_in_slices(context, problem_of(1, "bfloat16", SLICED, rank, ranks), rank, ranks, calls)
             print(f"sanitized {way} slices {SLICED}", flush=True)
 
 
 def problem_of(seed: int, kind: str, shape: dict[str, object], rank: int, ranks: int) -> Problem:
-    """A rank's part of a problem whose tokens are the first rank's, but for a few."""
+    """A rank's part of a problem. An eighth of the tokens is on each rank except the first, which has the others."""
     whole = random_problem(seed, **KINDS[kind], device=f"cuda:{device_of(rank)}", **shape)
     few = shape["tokens"] // 8
     return share_of(whole, rank, [shape["tokens"] - few * (ranks - 1)] + [few] * (ranks - 1))
@@ -177,7 +181,8 @@ def call_and_check(context: flashmoe.Context, problem: Problem, rank: int, place
 
 
 def call_in_slices(context: flashmoe.Context, problem: Problem, rank: int, ranks: int, calls: int) -> None:
-    """Each rank has a slice of every expert. Expected is what as many experts give that are chosen together."""
+    """Makes and checks calls in which each rank has a slice of every expert. In the reference, slices are experts of
+    their own, and a token chooses all slices of an expert together."""
     parts = flashmoe.slices.cut(ranks, problem.gate_up_proj, problem.down_proj)
     placement = hybrid(problem.experts, ranks, ranks)
     sliced = replace(problem, **parts, options={**problem.options, "slices": ranks})
@@ -193,7 +198,7 @@ def call_in_slices(context: flashmoe.Context, problem: Problem, rank: int, ranks
 
 
 def main(what: str, calls: str, *of_group: str) -> None:
-    torch.zeros(1, device="cuda")  # else memcheck minds that FlashMoE asks whether a context is current
+    torch.zeros(1, device="cuda")  # makes a CUDA context; otherwise memcheck reports FlashMoE's query for one
     if of_group:
         rank, ranks, name = of_group
         (few_in_group if what in FEW else in_group)(what, int(calls), int(rank), int(ranks), name)

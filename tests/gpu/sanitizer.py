@@ -1,5 +1,6 @@
-"""Small calls under NVIDIA's compute-sanitizer. Each of its tools has a file of tests, which can be run by itself:
-together they take more than ten minutes. A part of one: ``-k "racecheck and alone"``, ``-k "racecheck and 2ranks"``."""
+"""Small calls under NVIDIA's compute-sanitizer. Each of its tools has its own file of tests, so that it can be run by
+itself, because all of them together take more than ten minutes. Options of pytest select a part of a tool's tests:
+``-k "racecheck and alone"``, ``-k "racecheck and 2ranks"``."""
 
 from __future__ import annotations
 
@@ -20,28 +21,30 @@ from sanitized import FEW, KINDS, OTHERS
 
 SCRIPT = Path(__file__).resolve().parent / "sanitized.py"
 MODULES = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
-"""Where it finds what it shares with the tests of the CPU engine."""
+"""PYTHONPATH of sanitized.py: it imports modules of tests/ that the tests of the CPU engine use too."""
 FOUND = 86
-"""Exit status for what a tool found."""
+"""The exit status of compute-sanitizer if the tool has found an error."""
 LIMIT = 1800
-"""Seconds; racecheck slows a kernel a thousandfold, and where warps wait long, now and then much more."""
+"""Timeout of a run, in seconds. racecheck makes a kernel a thousand times slower, and sometimes much slower than that
+if warps wait long."""
 GLOBAL_MEMORY = ("memcheck", "initcheck")
-"""The tools that look at global memory, where a context's second call finds what its first has left behind. The others
-look at shared memory, which no launch leaves to the next: they are shown one call."""
+"""The tools that check global memory. They get two calls of each context, because the second call finds there what the
+first has left. The other tools check shared memory, which no launch leaves to the next, so they get one call."""
 RELEASING = ("bfloat16", "float32", "exact", "fp8", "few", "few_fp8", "backward")
-"""What racecheck looks at in a build of its own: threads load from the stages, not the tensor cores for all of them,
-and of few tokens more stages than a block has room for."""
+"""The parts that racecheck checks in a build of its own (see `releasing`). In their kernels, threads themselves read
+the stages. Those with the kernel for a few tokens need more stages than a block has, so that stages are overwritten."""
 PARTS = [(kind, 1) for kind in (*KINDS, *OTHERS)] + [(way, 2) for way in (*WAYS, *FEW)]
 every_part = pytest.mark.parametrize(
     "part, ranks",
     [pytest.param(*of, marks=[pytest.mark.parts, *[pytest.mark.own_gpus] * (of[1] > 1)]) for of in PARTS],
     ids=[f"{part}-{'alone' if n == 1 else f'{n}ranks'}" for part, n in PARTS],
 )
-"""What each run of a tool looks at, and on how many ranks."""
+"""Parametrises a test by `part`, which a tool checks in one run (a kind of layer if there is one rank, otherwise a way
+or one of FEW), and by `ranks`, the number of ranks."""
 
 
 def sanitizer() -> str | None:
-    """compute-sanitizer of PATH or of a toolkit."""
+    """The path of compute-sanitizer, in PATH or in a CUDA toolkit; None: there is none."""
     if found := shutil.which("compute-sanitizer"):
         return found
     roots = [Path(os.environ["CUDA_HOME"])] if "CUDA_HOME" in os.environ else []
@@ -52,26 +55,28 @@ def sanitizer() -> str | None:
 
 @functools.cache
 def releasing() -> dict[str, str]:
-    """Variables for kernels whose threads release stages as racecheck knows it (racecheck, spec/build.h)."""
+    """Environment variables with which kernels are compiled with the option `racecheck` (spec/build.h), into a cache of
+    their own: each thread says for itself that it has read a stage."""
     cache = tempfile.mkdtemp(prefix="flashmoe-racecheck-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     return {"NVCC_APPEND_FLAGS": "-DFLASHMOE_RACECHECK=1", "FLASHMOE_CACHE": cache}
 
 
 def sanitize(tool: str, part: str, ranks: int) -> None:
-    """Fails with what the tool has found; skips where it cannot run."""
+    """Runs the part under the tool on all ranks. Fails with the end of a rank's output if the tool finds an error or a
+    result is wrong; skips the test if the tool cannot run on this machine."""
     program = sanitizer()
     if program is None:
         pytest.skip(f"{tool}: no compute-sanitizer on this machine")
     if (here := torch.cuda.device_count() * RANKS_A_GPU) < ranks:
         pytest.skip(f"{tool}: room for {ranks} ranks needed, {here} here")
     command = [program, "--tool", tool, "--error-exitcode", str(FOUND)]
-    if tool != "initcheck":  # PyTorch's own kernels are none of ours, and slow; initcheck must see them write x
+    if tool != "initcheck":  # omits PyTorch's kernels, which would be slow; initcheck must see how they write x
         command += ["--kernel-regex", "kns=flashmoe_"]
-    if tool == "memcheck" and ranks > 1:  # NVSHMEM asks the driver for symbols that a module need not have
+    if tool == "memcheck" and ranks > 1:  # NVSHMEM asks the driver for symbols that a module may lack: no errors
         command += ["--report-api-errors", "no"]
     command += [sys.executable, str(SCRIPT), part, "2" if tool in GLOBAL_MEMORY else "1"]
-    # Without PyTorch's cache, an access beyond a tensor is one beyond its allocation.
+    # Without PyTorch's cache, each tensor is an allocation of its own, so the tool sees an access beyond a tensor.
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool in GLOBAL_MEMORY else {}
     environment = {
         **os.environ,

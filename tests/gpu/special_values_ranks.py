@@ -1,4 +1,4 @@
-"""What tests/gpu/test_special_values_gpu.py runs in the processes of a group, one rank each."""
+"""Functions that tests/gpu/test_special_values_gpu.py runs in the processes of a group, one rank in each process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from layers import Problem, call
 from ranks import joined, with_experts
 
 ROWS = (0, 5, 11)
-"""Of rank 1's tokens."""
+"""Which of rank 1's tokens are spoiled."""
 
 
 def spoiled(problem: Problem, how: str, experts: int) -> Problem:
-    """experts: of all ranks."""
+    """The problem with special values in ROWS. how: "logits": x has NaN or infinity; "none": all ids are -1, and their
+    weights NaN; "range": one id is too large; otherwise, one id occurs twice. experts: the number of all ranks'
+    experts."""
     rows = list(ROWS)
     if how == "logits":
         x = problem.x.clone()
@@ -37,8 +39,8 @@ def spoiled(problem: Problem, how: str, experts: int) -> Problem:
 def after_special_rows(
     rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: int, mode: str, how: str, strict: bool
 ) -> tuple[str, int, int, list[str]]:
-    """A call, one in which rank 1 has such rows, and the first once more: what the rank is told of the second (empty:
-    nothing), how many of its rows are NaN and how many zeros; and in what results are not as they must be."""
+    """Makes a call, then one in which rank 1 has spoiled rows, then the first once more. Returns the error of the
+    second call ("": none), how many rows of its result are NaN, how many are zeros, and what was not as it must be."""
     own = own_problem(rank, ranks, spec | ({} if how == "logits" else {"ids": "int32"}), tokens, 71)
     own = replace(own, options=own.options | ({"strict": True} if strict else {}))
     off = []
@@ -53,7 +55,7 @@ def after_special_rows(
             context.synchronize()
         except flashmoe.FlashMoEError as error:
             told = f"{type(error).__name__}: {error}"
-        report = context.last_call  # told once
+        report = context.last_call  # raises nothing, because an error is raised only once
         nan, zeros = y.isnan().all(dim=1), (y == 0).all(dim=1)
         others = ~(nan | zeros)
         if not torch.equal(y[others], before[others]):
@@ -70,7 +72,8 @@ def after_special_rows(
 
 
 def gradients(rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: int, redispatch: bool) -> list[str]:
-    """Of a call in which rank 1 has NaN rows: in what they are not as they must be."""
+    """Checks the gradients of a call in which rank 1 has rows with NaN and infinities. Returns the names of those that
+    are not as they must be."""
     own = own_problem(rank, ranks, spec, tokens, 72)
     limits = sizes_of(spec, tokens, return_mode="reduced", redispatch=redispatch)
     off = []

@@ -1,6 +1,6 @@
-"""Suites of `flashmoe bench` that have no point of a GPU's size which is cheap: in small sizes, alone and among ranks.
+"""Suites of `flashmoe bench` whose usual points take long on a GPU: here with small sizes, on one rank and on two.
 
-Each compares with float64 before it times anything, and raises `Voided` if that fails."""
+Each suite compares results with float64 before it times anything, and raises `Voided` if they are wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REPEATS, SECONDS = 4, 60.0
 
 
 class Ranks:
-    """A group that is started again after a failure."""
+    """A group of ranks that measures points. After a failure, the next measurement starts a new group."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self._group = ranks, None
@@ -67,7 +67,7 @@ def ranks(request) -> Iterator[Ranks]:
 
 
 def has_gpus(ranks: int) -> bool:
-    """Of their own."""
+    """Whether each of the ranks has a GPU of its own."""
     return ranks <= torch.cuda.device_count()
 
 

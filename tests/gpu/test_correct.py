@@ -1,7 +1,7 @@
 """The CUDA engine against the float64 reference: kinds of call, ends of ranges, random shapes, many calls.
 
-FLASHMOE_EXAMPLES sets the number of random shapes, FLASHMOE_SEED makes a run repeat another, FLASHMOE_CALLS sets the
-number of calls in one process. Every output begins as NaN (layers.poisoned_outputs).
+FLASHMOE_EXAMPLES sets the number of random shapes, and FLASHMOE_CALLS the number of calls in one process. FLASHMOE_SEED
+makes a run draw what the run with this seed has drawn. Every output begins as NaN (layers.poisoned_outputs).
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ EDGES = {
     "32 experts of a token": (200, {"experts": 64, "top_k": 32}),
     "32 of 32 experts": (100, {"experts": 32, "top_k": 32}),
     "1024 experts, 32 of a token": (700, {"experts": 1024, "top_k": 32}),
-    # Blocks of a cluster that share a gate go through equally many token blocks: of the last two, one is missing.
+    # The two thread blocks of a cluster that share a gate take equally many steps, with one token block each. The
+    # numbers of token blocks are odd, so that in the last step one of the two has no token block.
     "300 experts, 133 token blocks": (132 * 32 + 20, {"experts": 300}),
     "1024 experts, 265 token blocks": (264 * 16 + 5, {"experts": 1024, "top_k": 8}),
     "the smallest sizes": (70, {"hidden": 8, "intermediate": 8}),
@@ -96,8 +97,8 @@ def test_edge(edge, arithmetic):
 
 @pytest.mark.parametrize("tokens", [9, 300])
 def test_exact_is_more_than_tf32(tokens):
-    """A test of the tests: what the tensor cores make of the same call is outside the bound of an exact one. (Ids are
-    given: that leaves the products. Fewer tokens never see the tensor cores.)"""
+    """Tests the bound: the result of tensor cores (TF32) is outside the bound of an exact call. (Ids are given, so that
+    only the experts' products differ. Calls of fewer tokens do not use tensor cores for float32.)"""
     problem = random_problem(13, tokens, dtype="float32", ids="int32", exact=True, **USUAL)
     with context_of(problem) as context:
         expected = check(problem, *call(context, problem))
@@ -115,7 +116,7 @@ def test_memory_for_what_a_capacity_keeps(edge):
 @pytest.mark.parametrize("tokens", [7, 200, 3000])
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_every_expert_keeps_what_it_may(tokens, top_k):
-    """Nothing is dropped, and the context has room for hardly a row more."""
+    """The experts' rows just fit their capacity: nothing is dropped, and the context has little room for more rows."""
     problem = random_problem(7, tokens, **USUAL | {"experts": 12, "top_k": top_k}, ids="int32", capacity_factor=1.0)
     pairs = torch.arange(tokens * top_k, device="cuda", dtype=torch.int32)
     problem.topk_ids = (pairs % 12).view(tokens, top_k)
@@ -133,7 +134,8 @@ def test_tokens_around_the_sizes_of_blocks_and_tiles(tokens):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("experts", [1, 32, 33, 64, 65, 128, 129, 300])
 def test_experts_around_the_gates_sizes(experts, dtype):
-    """With as many token blocks for each thread block as make the gate's ring go round and begin anywhere."""
+    """Each thread block has several token blocks, so that the gate goes round its ring of stages and begins its token
+    blocks at different stages."""
     sizes = {"hidden": 360, "intermediate": 64, "experts": experts, "top_k": min(experts, 2)}
     run_and_check(random_problem(experts, 3000, dtype=dtype, **sizes), processors=36)
 
@@ -152,12 +154,12 @@ def test_every_expert_empty_but_one(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_logits_choose_the_lower_ids(dtype):
-    """Small integers: logits are exact, in TF32 too, so that ties are ties, and many."""
+    """x and the router have small integers, so that logits are exact, in TF32 too, and many of them are equal."""
     problem = random_problem(5, 200, dtype=dtype, **USUAL | {"hidden": 64, "experts": 40, "top_k": 5})
     generator = torch.Generator(device="cuda").manual_seed(5)
     for each in (problem.x, problem.router):
         each.copy_(torch.randint(-1, 2, each.shape, generator=generator, device="cuda"))
-    problem.x[5] = 0  # all equal
+    problem.x[5] = 0  # all logits of this token are equal
     with context_of(problem) as context:
         _, report = call(context, problem)
     logits = (problem.x.double() @ problem.router.double().T).cpu()
@@ -168,7 +170,7 @@ def test_equal_logits_choose_the_lower_ids(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_rows(dtype):
-    """Rows of x, router and weights, and experts, that lie apart; what lies between is NaN."""
+    """The rows of x, router and weights have gaps between them, as the experts' matrices have; the gaps hold NaN."""
     problem = random_problem(6, 310, dtype=dtype, **USUAL)
 
     def apart(tensor: torch.Tensor, columns: int, each_other: bool) -> torch.Tensor:
@@ -194,7 +196,7 @@ def test_strided_rows(dtype):
 
 @pytest.mark.parametrize("apart", [0, 8, 64])
 def test_rows_of_x_that_overlap(apart):
-    """As Tensor.expand() and Tensor.as_strided() give them."""
+    """The rows of x share memory, as in results of Tensor.expand() and Tensor.as_strided()."""
     problem = random_problem(8, 300, **USUAL)
     rows = problem.x.flatten().as_strided((300, USUAL["hidden"]), (apart, 1))
     with context_of(problem) as context:
@@ -271,7 +273,7 @@ def test_random_shapes(shape):
 
 
 def dense(problem: Problem, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """y in float32, from what every expert makes of every token; and the norm of the terms."""
+    """y in float32, computed by applying every expert to every token; and the norm of the terms that y sums."""
     experts, hidden, inner = problem.down_proj.shape
     z = (x.float() @ problem.gate_up_proj.float().flatten(0, 1).T).view(len(x), experts, 2 * inner)
     gate, up = z.chunk(2, dim=2)
@@ -282,8 +284,9 @@ def dense(problem: Problem, x: torch.Tensor, ids: torch.Tensor, weights: torch.T
 
 @pytest.mark.timeout(0)
 def test_ten_thousand_calls_of_changing_size():
-    """Router and given routing in turn, in one context. Every tenth call is compared, to within `error_bound`, which is
-    the rms for data such as these, and the tail of few tokens (flashmoe.tolerance: s = 23)."""
+    """Calls with a router and calls with given ids in turn, in one context. Every tenth call is compared with `dense`.
+    The bound is `error_bound`, a bound of the relative root mean square error for such data, times a factor for the
+    tail of the error's distribution, which is larger for few tokens (flashmoe.tolerance: s = 23)."""
     sizes = {"hidden": 256, "intermediate": 128, "experts": 32, "top_k": 4}
     most = 1024
     routed = random_problem(11, most, **sizes)
@@ -304,7 +307,7 @@ def test_ten_thousand_calls_of_changing_size():
                     topk_weights=given_ids.topk_weights[part],
                 )
             y = flashmoe.moe(context, **problem.arguments())
-            if turn % 20 not in (0, 11):  # every tenth, of both kinds
+            if turn % 20 not in (0, 11):  # compares about every tenth call, in turn with a router and with given ids
                 continue
             report = context.last_call
             ids = torch.from_numpy(report.topk_ids).cuda()

@@ -1,4 +1,4 @@
-"""Both engines on the same inputs: no further apart than their bounds together."""
+"""Both engines on the same inputs: their results differ by at most the sum of their bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def on_cpu(problem: Problem) -> dict:
 
 
 def cpu_weight_slack(problem: Problem, expected: Expected) -> np.ndarray | float:
-    """[T, K]: what the CPU engine's weights may differ from the reference's by; nothing where they are given."""
+    """[T, K]: how much the CPU engine's combine weights may differ from the reference's; 0 if the weights are given."""
     if problem.router is None:
         return 0.0
     given = (problem.x, problem.router, problem.router_bias)
@@ -44,7 +44,7 @@ def test_engines_agree(dtype, activation, ids):
         activation=activation,
         biases=True,
     )
-    if ids is None:  # else one of the two may take another expert
+    if ids is None:  # tokens with nearly equal logits are left out, because the two engines may choose other experts
         problem.x = problem.x[is_certain(problem)].contiguous()
         assert len(problem.x) > 60
     with context_of(problem) as context:
@@ -57,13 +57,13 @@ def test_engines_agree(dtype, activation, ids):
     np.testing.assert_array_equal(report.topk_ids, theirs.topk_ids)
     slack = expected.weight_slack.cpu().numpy() + cpu_weight_slack(problem, expected)
     assert (np.abs(report.topk_weights.astype(np.float64) - theirs.topk_weights) <= slack).all()
-    # The CPU engine's operands are exact, and its roundings are among those that the bound allows for.
+    # The bound holds for the CPU engine too: it does not truncate operands, and the bound allows for its roundings.
     error = float((y.double().cpu() - other.double()).norm())
     assert error <= 2.0 * expected.bound
 
 
 def test_the_bound_is_as_sharp_as_it_says():
-    """A test of the tests: a result that lacks one expert of one token is outside."""
+    """Tests the bound: a result that lacks one expert of one token is outside it."""
     problem = random_problem(22, 700, hidden=256, intermediate=192, experts=16, top_k=4, ids="int32")
     problem.topk_weights[123, 2] = 1.0
     expected = expected_result(

@@ -1,5 +1,5 @@
-"""What calls leave alone: other contexts, later calls, arithmetic with NaN in weights. (Of rows:
-test_special_values_gpu.py.)"""
+"""Calls with wrong ids disturb no other contexts and no later calls, and a NaN in a weight is no fault. (Which rows
+special values in x and ids spoil: test_special_values_gpu.py.)"""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def test_wrong_ids_in_the_thousandth_call(dtype):
 
 
 def test_calls_behind_wrong_ids_are_made():
-    """Queued before the host can know, with fewer tokens; and replayed."""
+    """A call behind a call with wrong ids is made: it is a replay of a graph, has fewer tokens, and is launched before
+    the host can know of the wrong ids."""
     good, bad = random_problem(8, 300, ids="int32", **USUAL), random_problem(8, 1700, ids="int32", **USUAL)
     bad.topk_ids[1234, 0] = -7
     with context_of(bad) as context:
@@ -61,7 +62,7 @@ def test_wrong_ids_leave_other_contexts_alone():
 
 
 def test_nan_in_a_weight_is_no_fault():
-    """It is arithmetic: it shows in what it touches, and nowhere else."""
+    """The NaN reaches the results that are computed with this weight, and no others."""
     problem = random_problem(7, 200, ids="int32", **USUAL)
     with context_of(problem) as context:
         before, _ = good_call(context, problem)

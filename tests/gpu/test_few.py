@@ -1,4 +1,4 @@
-"""Calls of a few tokens, which a kernel of their own computes (include/flashmoe/sm90/decode/alone.cuh)."""
+"""Calls of one rank by the kernel for a few tokens (include/flashmoe/sm90/decode/alone.cuh)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ pytestmark = pytest.mark.gpu
 USUAL = {"hidden": 320, "intermediate": 192, "experts": 24, "top_k": 5}
 SPANS = ("gate", "dispatch", "gemm0", "gemm1", "wait", "combine", "return")
 MOST = {"float32": 8, "bfloat16": 76, "float16": 76}
-"""The most tokens of the usual layer that are a few: of 16-bit types, those whose experts have 16 rows on average."""
+"""The most tokens for which the kernel for a few tokens computes the usual layer, by type. With 16-bit types, experts
+then have almost 16 rows on average, the most that this kernel allows."""
 
 
 @pytest.mark.parametrize("ids", [None, "int64"], ids=["router", "given"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_of_tokens(dtype, activation, ids):
-    """And one more, which the general kernel computes, in turn in one context: neither disturbs the other."""
+    """Calls by the kernel for a few tokens, and calls with one token too many for it, which the general kernel
+    computes, in one context: neither kernel disturbs the other."""
     most = MOST[dtype]
     problem = random_problem(41, most + 1, dtype=dtype, activation=activation, ids=ids, biases=True, skew=3.0, **USUAL)
     with context_of(problem) as context:
@@ -63,7 +65,7 @@ def test_shapes(shape, capacity_factor, tokens):
 
 @pytest.mark.parametrize("ids", [None, "int32"], ids=["router", "given"])
 def test_more_choices_than_one_warp_sorts(ids):
-    """And more rows of an expert than a warp multiplies at a time."""
+    """The call has more choices than one warp sorts, and some expert has more rows than a warp multiplies at a time."""
     sizes = {"hidden": 256, "intermediate": 64, "experts": 128, "top_k": 8}
     run_and_check(random_problem(51, 256, ids=ids, skew=2.5, capacity_factor=2.0, **sizes))
 
@@ -98,7 +100,8 @@ LAYERS = {
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_more_than_eight_tokens_have_the_bits_of_larger_calls(dtype, layer):
-    """And fewer have them if their routing is given."""
+    """In calls of more than eight tokens, this kernel and the general kernel give a token's row the same bits, with a
+    router and with given ids."""
     problem = random_problem(52, 700, dtype=dtype, **LAYERS[layer])
     given = random_problem(53, 700, dtype=dtype, ids="int32", **LAYERS[layer])
     with context_of(problem) as context:
@@ -135,7 +138,7 @@ def id_twice(problem: Problem) -> None:
     ],
 )
 def test_faults(spoil: Callable[[Problem], None], message: str, tokens: int):
-    """A row whose logits are not finite is one if the call is strict."""
+    """Bad rows are faults: rows with wrong ids always, rows whose logits are not finite only if the call is strict."""
     problem = random_problem(44, tokens, ids=None if spoil is nan_in_x else "int32", **USUAL)
     good = random_problem(45, tokens, **USUAL)
     spoil(problem)
@@ -171,8 +174,8 @@ def test_traced_call():
         assert all(0 < event.start_ns <= event.end_ns for event in report.events)
         for kind in ("gate", "dispatch", "combine", "return"):
             assert len(spans[kind]) == context.processors, kind
-        chosen = len(set(report.topk_ids.flat))  # experts
+        chosen = len(set(report.topk_ids.flat))  # the number of experts that any token has chosen
         assert len(spans["gemm0"]) == chosen * math.ceil(USUAL["intermediate"] / 64)
         assert len(spans["gemm1"]) == chosen * math.ceil(USUAL["hidden"] / 128)
-        # A wait for each task, and for the word that there are no more.
+        # Each task has a wait before it, and each processor also waits for the word that there are no more tasks.
         assert len(spans["wait"]) == len(spans["gemm0"]) + len(spans["gemm1"]) + context.processors
