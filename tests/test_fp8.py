@@ -1,11 +1,8 @@
-"""Weights and rows in FP8 on the CPU engine: the quantiser's bits, layers against the float64 reference, bytes sent.
-
-FLASHMOE_EXAMPLES (500 if it is not set) sets the number of random layers: two fifths of it, by default 200.
-"""
+"""Weights and rows in FP8 on the CPU engine: the quantiser's bits, x that comes quantised, bytes sent. The tests of
+layers in every format are in test_quantised.py."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -15,23 +12,14 @@ import numpy as np
 import pytest
 from flashmoe import _ffi
 from flashmoe.contexts.memory import plan_memory
-from flashmoe.quantize import dequantize, quantize_layer, quantize_rows, quantize_weights
+from flashmoe.quantize import dequantize, quantize_rows, quantize_weights
 from flashmoe.reference import dequantised, moe_reference, rounded, row_scales, scaled_rows
-from flashmoe.slices import cut
 from flashmoe.spec import FP8, row_bytes
-from flashmoe.spec.tensors import Tensors
-from hypothesis import given
-from hypothesis import strategies as st
-from layer_options import CLAMPED
-from problems import ACTIVATIONS, PATIENCE, Outcome, Problem, Ranks, check, quantised, random_problem
-from quantised_layers import layer_and_call
-from test_properties import at_random
+from problems import Outcome, Ranks, check, quantised, random_problem
+from test_quantised import FORMATS, TOKENS, check_refused
 
 F8 = ml_dtypes.float8_e4m3fn
-EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "500")) * 2 // 5
-SIZES = {"hidden": 200, "intermediate": 136, "experts": 12, "top_k": 4, "dtype": "bfloat16"}
-"""H and I are no multiples of 128, so the last block of 128 columns is smaller."""
-TOKENS = [65, 0, 7, 33]
+SIZES = FORMATS[FP8].sizes
 
 
 # ---- The quantiser -------------------------------------------------------------------------------------------
@@ -125,43 +113,6 @@ def test_weights_are_within_half_a_step_of_what_they_were(scales: str, halves: i
 
 # ---- Layers --------------------------------------------------------------------------------------------------
 
-LAYERS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "no gate": {"activation": "silu"},
-    "biases": {"biases": (True, True, True)},
-    "interleaved": {"activation": "clamped_swiglu", "interleaved": True, **CLAMPED} | {"biases": (False, True, True)},
-    "weights on input": {"weights_on_input": True},
-    "capacity": {"capacity_factor": 0.6, "skew": 3.0},
-    "given routing": {"fused": False},
-    "shared": {"shared": 1, "shared_gate": True},
-    "shared, in slices": {"shared": 3, "intermediate": 128},
-    "float32": {"dtype": "float32"},
-    "float16": {"dtype": "float16"},
-}
-
-
-@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_layers(ranks: Ranks, options: dict[str, Any], scales: str):
-    """On one rank; and on two, with tasks of 24 columns, which the engine rounds up to whole blocks of scales."""
-    problem = quantised(random_problem(1, [65], **SIZES | options), scales)
-    check(problem, ranks.call(problem))
-    problem = quantised(random_problem(2, [65, 7], **SIZES | options), scales)
-    check(problem, ranks.call(problem, tile=(16, 24)))
-
-
-@pytest.mark.parametrize("return_mode", ["direct", "reduced"])
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_four_ranks_of_uneven_tokens(ranks: Ranks, options: dict[str, Any], return_mode: str):
-    problem = quantised(random_problem(3, TOKENS, **SIZES | options, return_mode=return_mode))
-    check(problem, ranks.call(problem))
-
-
-def test_experts_of_several_ranks(ranks: Ranks):
-    copies = [[0, 2], 1, [3, 1, 0], 2, 3, [0, 1, 2, 3], 2, [1], [3, 2], 0, 1, [2, 0]]
-    problem = quantised(random_problem(4, TOKENS, **SIZES, placement=copies))
-    check(problem, ranks.call(problem))
-
 
 def test_x_may_come_quantised_which_changes_no_bit(ranks: Ranks):
     problem = random_problem(5, TOKENS, **SIZES, fused=False)
@@ -170,14 +121,6 @@ def test_x_may_come_quantised_which_changes_no_bit(ranks: Ranks):
     for ours, theirs in zip(of_x, given, strict=True):
         assert theirs.y.dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(ours.y, theirs.y)
-
-
-def test_bits_are_the_same_in_every_run_and_on_every_number_of_ranks(ranks: Ranks):
-    whole = quantised(random_problem(6, [96], **SIZES, return_mode="direct"))
-    (alone,) = ranks.call(whole)
-    parts = replace(whole, x=[whole.x[0][:10], whole.x[0][10:10], whole.x[0][10:63], whole.x[0][63:]])
-    for outcomes in ranks.calls([parts] * 6, perturb=[0, 1, 2, 3, 4, 5]):
-        np.testing.assert_array_equal(np.concatenate([outcome.y for outcome in outcomes]), alone.y)
 
 
 @pytest.mark.parametrize("return_mode", ["direct", "reduced"])
@@ -207,24 +150,6 @@ def test_rows_take_half_the_memory():
         assert bytes_of("out_rows", engine=engine) == 0
 
 
-@pytest.mark.parametrize("scales", ["block", "row", "tensor"])
-def test_experts_in_slices(ranks: Ranks, scales: str):
-    """Slices of whole blocks of 128 columns have the same scales and intermediate rows as the whole expert."""
-    whole = quantised(random_problem(8, [40, 9, 0, 21], **SIZES | {"intermediate": 512}), scales)
-    names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
-    parts = cut(2, *(getattr(whole, name) for name in names))
-    placement = [n % 4 for n in range(24)]
-    limits = whole.limits() | {"intermediate": 256, "slices": 2, "placement": placement}
-    sliced = replace(whole, **parts, placement=placement, options=whole.options | {"slices": 2})
-    expected = ranks.call(replace(whole, options=whole.options | {"return_mode": "reduced"}))
-    check(whole, expected)
-    for ours, theirs in zip(ranks.call(sliced, limits), expected, strict=True):
-        of_both = ours.y.astype(np.float64) - theirs.reference.y
-        assert (
-            np.linalg.norm(of_both) <= 1.5 * theirs.allowed.bound
-        )  # 1.5: the sum of two slices' results is rounded once more
-
-
 def test_the_bound_is_no_wider_than_it_must_be():
     """The error is over half of the bound. Wrong scales, or unquantised intermediate rows, exceed the bound."""
     problem = quantised(random_problem(9, [512], **SIZES | {"hidden": 512, "intermediate": 256}, fused=False))
@@ -247,38 +172,10 @@ def test_the_bound_is_no_wider_than_it_must_be():
     assert np.linalg.norm(unquantised.y - expected) > 5 * bound
 
 
-# ---- Random layers -------------------------------------------------------------------------------------------
-
-
-@st.composite
-def cases(draw) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The arguments of `random_problem`, those of `quantised`, and the options `how` of `Ranks.call`."""
-    size = st.one_of(st.integers(1, 140), st.integers(141, 300), st.sampled_from([128, 256, 384]))
-    problem, call = layer_and_call(draw, size, draw(st.sampled_from(ACTIVATIONS)))
-    how = {"scales": draw(st.sampled_from(["block", "block", "row", "tensor"]))}
-    how["x"] = not problem["fused"] and problem["dtype"] == "bfloat16" and draw(st.booleans())
-    return problem, how, call
-
-
-@pytest.mark.timeout(0)
-@at_random(EXAMPLES)
-@given(case=cases())
-def test_any_layer_agrees_with_the_reference(ranks: Ranks, case: Any):
-    arguments, quantisation, how = case
-    problem = quantised(random_problem(**arguments), **quantisation)
-    check(problem, ranks.call(problem, problem.limits() | {"processors": 2}, **how))
-
-
 # ---- What is refused -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def problem() -> Problem:
-    return quantised(random_problem(10, [3], **SIZES, fused=False, shared=1))
-
-
 REFUSED = {
-    "no scale": ({"down_scale": None}, "down_scale: expected a tensor with down_proj of float8_e4m3fn, got None"),
     "blocks of another size": (
         {"gate_up_scale": np.ones((12, 3, 2), np.float32)},
         r"gate_up_scale: expected \[12, 4, 2\] \(a scale for each 128 x 128\), \[12, 272, 1\] \(for each row\) or "
@@ -288,23 +185,9 @@ REFUSED = {
         {"down_scale": np.ones((12, 200, 1), np.float32)},
         r"down_scale: expected a scale for each block, as gate_up_scale has, got \[12, 200, 1\]",
     ),
-    "scales of another type": (
-        {"gate_up_scale": np.ones((12, 4, 2), np.float64)},
-        r"gate_up_scale: expected float32 scales, got \[12, 4, 2\] float64",
-    ),
-    "a matrix of another type": (
-        {"down_proj": np.ones((12, 200, 136), ml_dtypes.bfloat16)},
-        r"down_proj: expected float8_e4m3fn, the type of gate_up_proj, got \[12, 200, 136\] bfloat16",
-    ),
     "a bias in FP8": (
         {"gate_up_bias": np.ones((12, 272), F8)},
         r"gate_up_bias: expected bfloat16, the type of x, got \[12, 272\] float8_e4m3fn",
-    ),
-    "transposed": (
-        {"transposed": True, "shared_gate_up": None, "shared_down": None}
-        | {"shared_gate_up_scale": None, "shared_down_scale": None}
-        | {"gate_up_proj": np.ones((12, 200, 272), F8), "down_proj": np.ones((12, 136, 200), F8)},
-        "transposed: expected False with weights of float8_e4m3fn, got True",
     ),
     "x without scales": (
         {"x": np.ones((3, 200), F8)},
@@ -327,30 +210,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_layer_is_refused_by_name(problem: Problem, change: dict[str, Any], message: str):
-    with flashmoe.Context(processors=1, **problem.limits()) as context:
-        with pytest.raises(flashmoe.InvalidArgument, match=f"^{message}"):
-            flashmoe.moe(context, **problem.arguments(0) | change)
-        flashmoe.moe(context, **problem.arguments(0))
+def test_what_is_no_layer_is_refused_by_name(change: dict[str, Any], message: str):
+    check_refused(quantised(random_problem(10, [3], **SIZES, fused=False, shared=1)), change, message)
 
 
 def test_scales_of_weights_that_are_not_quantised_are_refused():
-    plain = random_problem(11, [3], **SIZES)
-    with flashmoe.Context(processors=1, **plain.limits()) as context:
-        refused = pytest.raises(
-            flashmoe.InvalidArgument, match=r"^down_scale: expected down_proj of float8_e4m3fn or mxfp4 with"
-        )
-        with refused:
-            flashmoe.moe(context, **plain.arguments(0) | {"down_scale": np.ones((12, 2, 2), np.float32)})
+    change = {"down_scale": np.ones((12, 2, 2), np.float32)}
+    message = "down_scale: expected down_proj of float8_e4m3fn or mxfp4 with"
+    check_refused(random_problem(11, [3], **SIZES), change, message)
 
 
 def test_a_slice_that_cuts_a_block_is_refused(ranks: Ranks):
     problem = quantised(random_problem(12, [3, 3], **SIZES))
-    names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
-    with pytest.raises(
-        flashmoe.InvalidArgument, match=r"^slices: expected slices of a multiple of 128 columns .*, got 2"
-    ):
-        cut(2, *(getattr(problem, name) for name in names))
     placement = [n % 2 for n in range(12)]
     limits = problem.limits() | {"experts": 6, "slices": 2, "placement": placement, "top_k": 2}
     sliced = replace(problem, options={"slices": 2}, router=problem.router[:6], top_k=2, placement=placement)
@@ -362,42 +233,3 @@ def test_a_slice_that_cuts_a_block_is_refused(ranks: Ranks):
         pytest.raises(flashmoe.InvalidArgument, match=r"^shared_down: expected slices of a multiple of 128 columns"),
     ):
         flashmoe.moe(context, **wide.arguments(0))
-
-
-def test_a_context_has_memory_for_one_of_both(problem: Problem):
-    plain = random_problem(10, [3], **SIZES, fused=False, shared=1)
-    for made_for, other in ((problem, plain), (plain, problem)):
-        with flashmoe.Context(processors=1, **made_for.limits()) as context:
-            assert context.weight_dtype == made_for.limits()["weight_dtype"]
-            with pytest.raises(
-                flashmoe.HeapError, match=r"^gate_up_proj: expected .*, which the context's memory is made"
-            ):
-                flashmoe.moe(context, **other.arguments(0))
-            flashmoe.moe(context, **made_for.arguments(0))
-    with pytest.raises(
-        flashmoe.InvalidArgument, match=r"^weight_dtype: expected one of bfloat16, float8_e4m3fn, mxfp4, got"
-    ):
-        flashmoe.Context(**plain.limits() | {"weight_dtype": "float16"})
-
-
-def test_ranks_whose_weights_are_of_other_types_disagree(ranks: Ranks):
-    """Such ranks already disagree when they meet, because they then compare what their heaps are made for."""
-    problem = quantised(random_problem(14, [3, 3], **SIZES))
-    limits = problem.limits()
-    with pytest.raises(Exception, match="bytes per element"):
-        ranks._pool.call(_join, [(limits, FP8), (limits, "bfloat16")], ranks=2, timeout=6 * PATIENCE)
-
-
-def _join(rank: int, ranks: int, _: str, limits: dict[str, Any], weights: str) -> None:
-    flashmoe.Context(rank=rank, ranks=ranks, name=f"{_}-fp8", **limits | {"weight_dtype": weights}).close()
-
-
-def test_a_layer_is_quantised_once():
-    from flashmoe.checkpoint import shipped_layer
-
-    layer = quantize_layer(shipped_layer()[0])
-    assert (layer.weight_dtype, layer.weight_scales) == (FP8, "block")
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^layer: expected weights that are not quantised, got FP8"):
-        quantize_layer(layer)
-    assert quantize_layer(shipped_layer()[0], "row").weight_scales == "row"
-    assert set(layer.tensors()) <= set(Tensors._fields)

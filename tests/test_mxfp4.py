@@ -1,13 +1,9 @@
-"""Weights in MXFP4 on the CPU engine: every code and scale, the quantiser's rule, layers against the float64 reference
-and against the same numbers in bfloat16.
-
-FLASHMOE_EXAMPLES (500 if it is not set) sets the number of random layers: a fifth of it, by default 100.
-"""
+"""Weights in MXFP4 on the CPU engine: every code and scale, the quantiser's rule, layers against the same numbers in
+bfloat16. The tests of layers in every format are in test_quantised.py."""
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -19,19 +15,11 @@ from flashmoe.checkpoint import shipped_layer
 from flashmoe.contexts.memory import plan_memory
 from flashmoe.quantize import dequantize_mxfp4, quantize_layer, quantize_mxfp4
 from flashmoe.reference import dequantised
-from flashmoe.slices import cut
-from flashmoe.spec import FP8, MXFP4
-from hypothesis import given
-from hypothesis import strategies as st
-from layer_options import CLAMPED
-from problems import ACTIVATIONS, PATIENCE, Problem, Ranks, check, in_mxfp4, quantised, random_problem
-from quantised_layers import layer_and_call
-from test_properties import at_random
+from flashmoe.spec import MXFP4
+from problems import Problem, Ranks, check, in_mxfp4, random_problem
+from test_quantised import FORMATS, check_refused
 
-EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "500")) // 5
-SIZES = {"hidden": 224, "intermediate": 160, "experts": 12, "top_k": 4, "dtype": "bfloat16"}
-"""H and I are multiples of 32, but of no larger power of two."""
-TOKENS = [65, 0, 7, 33]
+SIZES, LAYERS = FORMATS[MXFP4].sizes, FORMATS[MXFP4].layers
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """The magnitudes of e2m1; a number's index is its code."""
 
@@ -194,51 +182,19 @@ def test_what_cannot_be_quantised(matrices: np.ndarray, message: str):
 def test_a_layer_is_quantised():
     layer, _ = shipped_layer()
     ours = quantize_layer(layer, dtype=MXFP4)
-    assert (ours.weight_dtype, ours.weight_scales, ours.intermediate) == (MXFP4, "block", layer.intermediate)
     blocks, scales = quantize_mxfp4(layer.down_proj)
     np.testing.assert_array_equal(ours.down_proj, blocks)
     np.testing.assert_array_equal(ours.down_scale, scales)
     assert ours.with_experts([2, 5]).gate_up_scale.shape == (2, 256, 8)
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^layer: expected weights that are not quantised, got MXFP4"):
-        quantize_layer(ours)
     with pytest.raises(flashmoe.InvalidArgument, match=r"^scales: expected one of block, got 'row'"):
         quantize_layer(layer, "row", MXFP4)
     with pytest.raises(flashmoe.InvalidArgument, match=r"^dtype: expected one of float8_e4m3fn, mxfp4, got 'int4'"):
         quantize_layer(layer, dtype="int4")
+    with pytest.raises(flashmoe.InvalidArgument, match=r"^slices: expected slices of a multiple of 32 columns"):
+        quantize_layer(replace(layer, slices=2, down_proj=layer.down_proj[..., :16]), dtype=MXFP4)
 
 
 # ---- Layers --------------------------------------------------------------------------------------------------
-
-LAYERS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "no gate": {"activation": "silu"},
-    "biases": {"biases": (True, True, True)},
-    "gpt-oss": {"transposed": True, "interleaved": True, **CLAMPED} | {"biases": (True, True, True)},
-    "weights on input": {"weights_on_input": True},
-    "capacity": {"capacity_factor": 0.6, "skew": 3.0},
-    "given routing": {"fused": False},
-    "shared": {"shared": 1, "shared_gate": True},
-    "shared, in slices": {"shared": 3, "intermediate": 96},
-    "shared, interleaved": {"shared": 2, "intermediate": 64, "interleaved": True, **CLAMPED},
-    "float32": {"dtype": "float32"},
-    "float16": {"dtype": "float16"},
-}
-
-
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_layers(ranks: Ranks, options: dict[str, Any]):
-    """On one rank; and on two, with tasks of 24 columns."""
-    problem = in_mxfp4(random_problem(1, [65], **SIZES | options))
-    check(problem, ranks.call(problem))
-    problem = in_mxfp4(random_problem(2, [65, 7], **SIZES | options))
-    check(problem, ranks.call(problem, tile=(16, 24)))
-
-
-@pytest.mark.parametrize("return_mode", ["direct", "reduced"])
-@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_four_ranks_of_uneven_tokens(ranks: Ranks, options: dict[str, Any], return_mode: str):
-    problem = in_mxfp4(random_problem(3, TOKENS, **SIZES | options, return_mode=return_mode))
-    check(problem, ranks.call(problem))
 
 
 def dequantised_problem(problem: Problem) -> Problem:
@@ -261,40 +217,6 @@ def test_bits_are_those_of_the_same_numbers_in_x_s_type(ranks: Ranks, options: d
     for ours, theirs in zip(ranks.call(problem), ranks.call(plain), strict=True):
         np.testing.assert_array_equal(ours.y, theirs.y)
         assert ours.report.bytes_sent == theirs.report.bytes_sent  # rows are not quantised
-
-
-def test_experts_of_several_ranks(ranks: Ranks):
-    copies = [[0, 2], 1, [3, 1, 0], 2, 3, [0, 1, 2, 3], 2, [1], [3, 2], 0, 1, [2, 0]]
-    problem = in_mxfp4(random_problem(5, TOKENS, **SIZES, placement=copies))
-    check(problem, ranks.call(problem))
-
-
-def test_bits_are_the_same_in_every_run_and_on_every_number_of_ranks(ranks: Ranks):
-    whole = in_mxfp4(random_problem(6, [96], **SIZES, return_mode="direct"))
-    (alone,) = ranks.call(whole)
-    parts = replace(whole, x=[whole.x[0][:10], whole.x[0][10:10], whole.x[0][10:63], whole.x[0][63:]])
-    for outcomes in ranks.calls([parts] * 4, perturb=[0, 1, 2, 3]):
-        np.testing.assert_array_equal(np.concatenate([outcome.y for outcome in outcomes]), alone.y)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_experts_in_slices(ranks: Ranks, interleaved: bool):
-    """Slices of whole blocks of 32: their numbers are those of the whole expert."""
-    options = {"interleaved": True, **CLAMPED} if interleaved else {}
-    sizes = SIZES | {"intermediate": 192, "biases": (False, True, True)}
-    whole = in_mxfp4(random_problem(7, [40, 9, 0, 21], **sizes, **options))
-    names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
-    shape = {"activation": options.get("activation", "swiglu"), "interleaved": interleaved}
-    parts = cut(2, *(getattr(whole, name) for name in names), **shape)
-    assert parts["down_proj"].shape == (24, 224, 3, 16)
-    placement = [n % 4 for n in range(24)]
-    limits = whole.limits() | {"intermediate": 96, "slices": 2, "placement": placement}
-    sliced = replace(whole, **parts, placement=placement, options=whole.options | {"slices": 2})
-    expected = ranks.call(replace(whole, options=whole.options | {"return_mode": "reduced"}))
-    check(whole, expected)
-    for ours, theirs in zip(ranks.call(sliced, limits), expected, strict=True):
-        error = np.linalg.norm(ours.y.astype(np.float64) - theirs.reference.y)
-        assert error <= 1.5 * theirs.allowed.bound  # 1.5: the sum of two slices is rounded once more
 
 
 def test_the_bound_notices_wrong_scales_and_nibbles(ranks: Ranks):
@@ -320,46 +242,13 @@ def test_memory_is_that_of_x_s_type():
     assert plan_memory(**sizes, weight_dtype=MXFP4) == plan_memory(**sizes)
 
 
-# ---- Random layers -------------------------------------------------------------------------------------------
-
-
-@st.composite
-def cases(draw) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of `random_problem`, and the options `how` of `Ranks.call`."""
-    activation = draw(st.sampled_from([*ACTIVATIONS, "clamped_swiglu"]))
-    problem, how = layer_and_call(draw, st.integers(1, 10).map(lambda blocks: 32 * blocks), activation)
-    problem["interleaved"] = activation in ("swiglu", "clamped_swiglu") and draw(st.booleans())
-    if activation == "clamped_swiglu":
-        problem |= {"limit": draw(st.sampled_from([0.75, 7.0])), "alpha": 1.702, "up_offset": 1.0}
-    return problem, how
-
-
-@pytest.mark.timeout(0)
-@at_random(EXAMPLES)
-@given(case=cases())
-def test_any_layer_agrees_with_the_reference(ranks: Ranks, case: Any):
-    arguments, how = case
-    problem = in_mxfp4(random_problem(**arguments))
-    check(problem, ranks.call(problem, problem.limits() | {"processors": 2}, **how))
-
-
 # ---- What is refused -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def problem() -> Problem:
-    return in_mxfp4(random_problem(9, [3], **SIZES, fused=False, shared=1))
-
-
 REFUSED = {
-    "no scale": ({"down_scale": None}, "down_scale: expected a tensor with down_proj of mxfp4, got None"),
     "blocks of another size": (
         {"gate_up_scale": np.ones((12, 320, 14), np.uint8)},
         r"gate_up_scale: expected \[12, 320, 7\] \(a scale for each 1 x 32\), got \[12, 320, 14\]",
-    ),
-    "scales of another type": (
-        {"gate_up_scale": np.ones((12, 320, 7), np.float32)},
-        r"gate_up_scale: expected uint8 scales, got \[12, 320, 7\] float32",
     ),
     "bytes without blocks": (
         {"gate_up_proj": np.ones((12, 320, 112), np.uint8)},
@@ -369,17 +258,9 @@ REFUSED = {
         {"shared_down": np.ones((1, 224, 5, 16), np.uint8)},
         r"shared_down: expected \[rows, columns / 32, 16\] uint8, got \[1, 224, 5, 16\]",
     ),
-    "a matrix of another type": (
-        {"down_proj": np.ones((12, 224, 160), ml_dtypes.bfloat16)},
-        r"down_proj: expected mxfp4, the type of gate_up_proj, got \[12, 224, 160\] bfloat16",
-    ),
     "a matrix in FP8": (
         {"down_proj": np.ones((12, 224, 160), ml_dtypes.float8_e4m3fn)},
         r"down_proj: expected mxfp4, the type of gate_up_proj, got \[12, 224, 160\] float8_e4m3fn",
-    ),
-    "scales of what is not quantised": (
-        {"gate_up_proj": np.ones((12, 320, 224), ml_dtypes.bfloat16)},
-        "down_proj: expected bfloat16, the type of x, got",
     ),
     "another intermediate size": (
         {"gate_up_proj": np.ones((12, 256, 7, 16), np.uint8)},
@@ -394,23 +275,12 @@ REFUSED = {
         "x: expected float32, bfloat16, float16 with weights of mxfp4, got float8_e4m3fn",
     ),
     "a bias of bytes": ({"gate_up_bias": np.ones((12, 320), np.uint8)}, "gate_up_bias: expected a float32, bfloat16"),
-    "transposed": (
-        {"transposed": True, "shared_gate_up": None, "shared_down": None}
-        | {"shared_gate_up_scale": None, "shared_down_scale": None}
-        | {"gate_up_proj": np.ones((12, 224, 10, 16), np.uint8), "gate_up_scale": np.ones((12, 224, 10), np.uint8)}
-        | {"down_proj": np.ones((12, 160, 7, 16), np.uint8), "down_scale": np.ones((12, 160, 7), np.uint8)},
-        "transposed: expected False with weights of mxfp4, got True",
-    ),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused(problem: Problem, change: dict[str, Any], message: str):
-    with flashmoe.Context(**problem.limits()) as context:
-        with pytest.raises(flashmoe.InvalidArgument, match="^" + message):
-            flashmoe.moe(context, **problem.arguments(0) | change)
-        y = flashmoe.moe(context, **problem.arguments(0))  # the context stays usable
-        assert np.isfinite(y.astype(np.float32)).all()
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str):
+    check_refused(in_mxfp4(random_problem(9, [3], **SIZES, fused=False, shared=1)), change, message)
 
 
 @pytest.mark.parametrize("name", ["hidden", "intermediate"])
@@ -425,46 +295,6 @@ def test_sizes_that_are_no_blocks_are_refused(name: str):
         with pytest.raises(flashmoe.InvalidArgument, match=message):
             MoE(context, sizes["hidden"], sizes["intermediate"], 4, 2)
     assert torch.is_grad_enabled()
-
-
-def test_slices_that_cut_blocks_are_refused():
-    problem = in_mxfp4(random_problem(10, [3], **SIZES))
-    names = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "gate_up_scale", "down_scale")
-    message = r"^slices: expected slices of a multiple of 32 columns with weights of mxfp4, .*, got 2 slices of I=80"
-    with pytest.raises(flashmoe.InvalidArgument, match=message):
-        cut(2, *(getattr(problem, name) for name in names))
-    layer, _ = shipped_layer()
-    with pytest.raises(flashmoe.InvalidArgument, match=r"^slices: expected slices of a multiple of 32 columns"):
-        quantize_layer(replace(layer, slices=2, down_proj=layer.down_proj[..., :16]), dtype=MXFP4)
-
-
-@pytest.mark.parametrize(("made_for", "called"), [("bfloat16", MXFP4), (FP8, MXFP4), (MXFP4, "bfloat16"), (MXFP4, FP8)])
-def test_a_context_is_made_for_one_type(made_for: str, called: str):
-    problem = random_problem(11, [3], **SIZES)
-    if called == MXFP4:
-        problem = in_mxfp4(problem)
-    elif called == FP8:
-        problem = quantised(problem)
-    expected = "float32, bfloat16, float16" if made_for == "bfloat16" else made_for
-    with (
-        flashmoe.Context(**problem.limits() | {"weight_dtype": made_for}) as context,
-        pytest.raises(flashmoe.HeapError, match=f"^gate_up_proj: expected {expected}, which .* got {called}"),
-    ):
-        flashmoe.moe(context, **problem.arguments(0))
-
-
-def _call_in(rank: int, ranks: int, name: str, weights: str) -> None:
-    problem = random_problem(13, [3, 3], **SIZES)
-    problem = in_mxfp4(problem) if weights == MXFP4 else problem
-    limits = problem.limits() | {"rank": rank, "ranks": ranks, "name": name, "processors": 1}
-    with flashmoe.Context(**limits) as context:
-        flashmoe.moe(context, **problem.arguments(rank))
-
-
-def test_ranks_whose_weights_are_of_other_types_disagree(ranks: Ranks):
-    """Both types need the same memory, so the ranks meet, and only their first call finds the difference."""
-    with pytest.raises(flashmoe.FlashMoEError, match=r"dtype of weights: rank \d has \w+, rank \d has \w+"):
-        ranks._pool.call(_call_in, [(MXFP4,), ("bfloat16",)], ranks=2, timeout=6 * PATIENCE)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 // A layer in FP8 on the CPU engine. Rows are quantised once, and multiplied in blocks of 128 elements. So with
-// `direct`, ranks, schedule and tiles do not change a bit of the result. (tests/test_fp8.py checks that the result is
-// right.)
+// `direct`, ranks, schedule and tiles do not change a bit of the result. (tests/test_quantised.py checks that the
+// result is right.)
 #include <cmath>
 #include <random>
 #include <thread>

@@ -1019,8 +1019,8 @@ QUANTISED = Topic(
             FP8,
             "is float64 on the dequantised weights and quantised rows, with its own table of e4m3.",
             (
-                "tests/test_fp8.py::test_layers",
-                "tests/test_fp8.py::test_any_layer_agrees_with_the_reference",
+                "tests/test_quantised.py::test_layers",
+                "tests/test_quantised.py::test_any_layer_agrees_with_the_reference",
                 "tests/gpu/test_fp8_gpu.py::test_layers",
                 "tests/gpu/test_fp8_gpu.py::test_ranks_of_uneven_tokens",
             ),
@@ -1045,7 +1045,7 @@ QUANTISED = Topic(
             FP8,
             "where an expert is changes no bit.",
             (
-                "tests/test_fp8.py::test_bits_are_the_same_in_every_run_and_on_every_number_of_ranks",
+                "tests/test_quantised.py::test_bits_are_the_same_in_every_run_and_on_every_number_of_ranks",
                 "tests/cpp/test_quantised.cpp",
                 "tests/gpu/test_few_group_fp8.py::test_where_an_expert_is_changes_no_bit",
             ),
@@ -1094,8 +1094,8 @@ QUANTISED = Topic(
             MXFP4,
             "is float64 on the dequantised weights, with its own list of the 16 numbers and 256 scales.",
             (
-                "tests/test_mxfp4.py::test_layers",
-                "tests/test_mxfp4.py::test_any_layer_agrees_with_the_reference",
+                "tests/test_quantised.py::test_layers",
+                "tests/test_quantised.py::test_any_layer_agrees_with_the_reference",
                 "tests/gpu/test_few_mxfp4.py::test_layers",
                 "tests/gpu/test_few_mxfp4.py::test_any_layer_agrees_with_the_reference",
             ),
