@@ -1,4 +1,4 @@
-"""Calls of a few tokens with experts in FP8, which a kernel of their own computes (sm90/decode/alone.cuh)."""
+"""Calls of a few tokens with experts in FP8, which have a kernel of their own (sm90/decode/alone.cuh)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ pytestmark = pytest.mark.gpu
 
 EXAMPLES = max(1, int(os.environ.get("FLASHMOE_EXAMPLES", "200")) // 2)
 SIZES: dict[str, Any] = {"hidden": 272, "intermediate": 144, "experts": 24, "top_k": 5, "dtype": "bfloat16"}
-"""Neither is a multiple of 128: the last blocks are smaller."""
+"""H and I are no multiples of 128, so the last blocks of scales are smaller."""
 MOST = 76
-"""The most tokens of that layer that are a few: experts have 16 rows on average."""
+"""The most tokens with which this layer uses the kernel for a few tokens: experts have at most 16 rows on average."""
 
 
 @pytest.mark.parametrize("how", ["router", "given", "given, x in FP8"])
 @pytest.mark.parametrize("scales", ["block", "row", "tensor"])
 def test_every_number_of_tokens(scales: str, how: str):
-    """And one more, which the general kernel computes, in turn in one context: neither disturbs the other."""
+    """Calls of the kernel for a few tokens take turns with calls of one token more, which the general kernel computes,
+    in one context. Neither kernel disturbs the other."""
     problem = random_problem(41, [MOST + 1], **SIZES, fused=how == "router", skew=3.0, biases=(True, True, True))
     problem = quantised(problem, scales, x=how == "given, x in FP8")
     with context_of(problem) as context:
@@ -50,14 +51,14 @@ def test_every_number_of_tokens(scales: str, how: str):
 @pytest.mark.parametrize("tokens", [128, 256])
 @pytest.mark.parametrize("skew", [0.0, 2.5, 50.0])
 def test_many_of_the_few(tokens: int, skew: float):
-    """Of more rows than a warp multiplies at a time, and of no row at all."""
+    """With a skew, some experts have more rows than a warp multiplies at a time, and some have none."""
     sizes = {"hidden": 512, "intermediate": 128, "experts": 128, "top_k": 8, "dtype": "bfloat16"}
     run_and_check(quantised(random_problem(51, [tokens], **sizes, skew=skew)))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 96])
 def test_all_tokens_on_one_expert(tokens: int):
-    """Behind experts without tokens."""
+    """All tokens choose the last expert, so the experts before it have no tokens."""
     problem = random_problem(52, [tokens], **SIZES | {"top_k": 1}, fused=False)
     problem.topk_ids = [np.full((tokens, 1), 23, np.int32)]
     run_and_check(quantised(problem))
@@ -93,7 +94,8 @@ def test_layers(options: dict[str, Any], scales: str, tokens: int):
 @pytest.mark.parametrize("scales", ["block", "row", "tensor"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_slices_of_a_shared_expert(interleaved: bool, scales: str):
-    """Here they are choices, each with a row that is rounded. Scales are rows of one table, columns of another."""
+    """The kernel for a few tokens computes each slice as a choice, and rounds its row. A slice's scales are rows of the
+    scales of shared_gate_up, and columns of the scales of shared_down."""
     sizes = SIZES | {"intermediate": 128, "shared": 3, "shared_gate": True, "interleaved": interleaved}
     run_and_check(quantised(random_problem(54, [7], **sizes), scales), shared_in_slices=True)
 

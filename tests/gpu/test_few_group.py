@@ -1,4 +1,4 @@
-"""Contexts of few tokens among several ranks, whose calls a kernel of their own computes (sm90/decode/group.cuh)."""
+"""Contexts for few tokens among several ranks, whose calls have a kernel of their own (sm90/decode/group.cuh)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 USUAL = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4}
 MOST = 24
-"""Tokens of a rank: three token blocks, and with four ranks 12 rows an expert."""
+"""The most tokens of a rank: three token blocks. With four ranks, experts have up to 12 rows on average."""
 
 SHAPES = {
     "usual": USUAL,
@@ -36,7 +36,7 @@ def pool(request) -> Iterator[RankPool]:
 
 
 def uneven(pool: RankPool) -> list[list[int]]:
-    """Numbers of tokens, the last of them those of a second and a third call."""
+    """The numbers of all ranks' tokens in several calls. The last two calls have the same numbers as the first."""
     n, most = pool.ranks, MOST
     made = [[1] * n, [most] * n, [0] * n, [8] * n, [9] * n]
     made += [[most if p == q else 0 for p in range(n)] for q in range(n)]
@@ -55,7 +55,7 @@ def test_the_kernel_is_that_of_few_tokens(pool):
 
 def test_the_most_tokens(pool):
     spec = {"hidden": 256, "intermediate": 128, "experts": 256, "top_k": 8}
-    most = 2048 // 8 // pool.ranks  # as many rows as a thread block has room for
+    most = 2048 // 8 // pool.ranks  # 2048 choices: as many rows as a thread block has room for
     calls = [[most] * pool.ranks, [1] * pool.ranks, [most] * pool.ranks]
     assert everywhere(pool, on_rank.compare, spec, most, calls) == [0] * pool.ranks
 
@@ -67,7 +67,7 @@ def test_all_experts_on_one_rank(pool, owner):
 
 
 def test_copies(pool):
-    """Experts on one rank, on two, ..., on all in turn."""
+    """The first expert has one copy, the second two, and so on up to a copy on every rank, then one again."""
     n = pool.ranks
     placement = [[(expert // n + i) % n for i in range(1 + expert % n)] for expert in range(USUAL["experts"])]
     assert everywhere(pool, on_rank.compare, USUAL, 16, uneven_within(pool, 16), placement) == [0] * n
@@ -96,7 +96,7 @@ def test_graphs(pool):
 def test_a_rank_that_stalls_is_named(pool, who):
     for rank, told in enumerate(everywhere(pool, on_rank.stall, USUAL, MOST, who, 2.0)):
         assert told.startswith(f"PeerTimeout: rank {who} holds up call 3: ")
-        if rank != who:  # by the time that it is told itself, it has begun
+        if rank != who:  # when rank `who` gets its own error, it has begun the call
             assert "it has not begun call 3 (it is at 2)" in told
 
 

@@ -1,5 +1,6 @@
-"""Contexts of few tokens among several ranks whose experts are in FP8, which a kernel of their own computes
-(sm90/decode/group.cuh). Rows are the reference's, within the derived bound, and a token's are the same in all calls."""
+"""Contexts for few tokens among several ranks with experts in FP8, whose calls have a kernel of their own
+(sm90/decode/group.cuh). Rows are within the derived bound of the reference, and a token's row has the same bits in all
+calls."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 USUAL: dict[str, Any] = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "dtype": "bfloat16"}
 MOST = 24
-"""Tokens of a rank: three token blocks, and with four ranks 12 rows an expert."""
+"""The most tokens of a rank: three token blocks. With four ranks, experts have up to 12 rows on average."""
 
 LAYERS: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -58,7 +59,7 @@ def layer(pool: RankPool, options: dict[str, Any], scales: str = "block", x: boo
 
 
 def uneven(pool: RankPool, most: int = MOST) -> list[list[int]]:
-    """Numbers of tokens, the last of them those of a second and a third call."""
+    """The numbers of all ranks' tokens in several calls. The last two calls have the same numbers as the first."""
     n = pool.ranks
     made = [[1] * n, [most] * n, [0] * n, [8] * n, [9] * n]
     made += [[most if p == q else 0 for p in range(n)] for q in range(n)]
@@ -67,7 +68,7 @@ def uneven(pool: RankPool, most: int = MOST) -> list[list[int]]:
 
 
 def confirm(problem: Problem, results: list[Rows]) -> None:
-    """The reference's rows, and no later call's differ."""
+    """Checks that rows are within the bound of the reference, and that no later call's rows differ."""
     check(problem, [Outcome(rows.y, rows.report) for rows in results], tensor_cores=True)
     assert [rows.differing for rows in results] == [0] * len(results)
 
@@ -101,7 +102,7 @@ def test_the_kernel_is_that_of_few_tokens(pool):
 
 
 def test_the_most_tokens(pool):
-    most = 2048 // 8 // pool.ranks  # as many rows as a thread block has room for
+    most = 2048 // 8 // pool.ranks  # 2048 choices: as many rows as a thread block has room for
     problem = layer(pool, {"hidden": 256, "intermediate": 128, "experts": 256, "top_k": 8}, most=most)
     calls = [[most] * pool.ranks, [1] * pool.ranks, [most] * pool.ranks]
     confirm(problem, everywhere(pool, on_rank.prefixes, problem, calls))
@@ -119,7 +120,7 @@ def test_all_experts_on_one_rank(pool, owner):
 
 
 def test_where_an_expert_is_changes_no_bit(pool):
-    """Copies: experts on one rank, on two, ..., on all in turn."""
+    """The first expert has one copy, the second two, and so on up to a copy on every rank, then one again."""
     n = pool.ranks
     placement = [[(expert // n + i) % n for i in range(1 + expert % n)] for expert in range(USUAL["experts"])]
     elsewhere = layer(pool, {"placement": placement}, most=16)
@@ -152,19 +153,20 @@ def test_among_calls_of_the_general_kernel(pool):
 
 
 def test_beside_the_general_kernel_in_one_call(pool):
-    """Ranks that have a shared expert run it, the others do not: they speak of rows and scales in the same way."""
+    """Ranks with a shared expert run the general kernel, the others the kernel for a few tokens. Both kernels send rows
+    and scales in the same layout."""
     problem = layer(pool, {"shared": 1})
     layers = (problem, without_shared(problem))
     for rank, calls in enumerate(everywhere(pool, on_rank.met, problem, 8)):
         for rows, first in zip(calls[2:], calls, strict=False):
             np.testing.assert_array_equal(rows.y, first.y)
         for i, rows in enumerate(calls[:2]):
-            own = replace(layers[(rank + i) % 2], x=[problem.x[rank]])  # as if alone: a direct return is the same
+            own = replace(layers[(rank + i) % 2], x=[problem.x[rank]])  # as on a rank alone: `direct` gives the same
             check(own, [Outcome(rows.y, rows.report)], tensor_cores=True)
 
 
 def test_uneven_first_calls(pool):
-    """The first call of a context, to whose memory nothing was written before, with a rank without tokens."""
+    """The first call of a context, before which nothing was written to the context's memory. One rank has no tokens."""
     tokens = [0, 5, 1, 24][: pool.ranks]
     problem = first_tokens(layer(pool, {}), tokens)
     confirm(problem, everywhere(pool, on_rank.prefixes, problem, []))

@@ -1,4 +1,4 @@
-"""Calls of a few tokens with experts in MXFP4 (include/flashmoe/sm90/decode/alone.cuh); of more there is no kernel."""
+"""Calls of a few tokens with experts in MXFP4 (sm90/decode/alone.cuh). Calls of more tokens have no kernel."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ pytestmark = pytest.mark.gpu
 
 EXAMPLES = max(1, int(os.environ.get("FLASHMOE_EXAMPLES", "200")) // 2)
 SIZES: dict[str, Any] = {"hidden": 288, "intermediate": 160, "experts": 24, "top_k": 5, "dtype": "bfloat16"}
-"""Neither is a multiple of 256, so of a stage; rows of 9 and of 5 scales begin at any byte."""
+"""H and I are no multiples of 256, the columns of a stage. Rows have 9 and 5 scales, of a byte each, so they begin at
+any byte."""
 MOST = 76
-"""The most tokens of that layer that are a few: experts have 16 rows on average."""
+"""The most tokens with which this layer uses the kernel for a few tokens: experts have at most 16 rows on average."""
 SCALES = ("gate_up_scale", "down_scale")
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["router", "given"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_number_of_tokens(dtype: str, fused: bool):
-    """One more is refused, and disturbs none."""
+    """A call with one token more is refused, and does not disturb the other calls."""
     options = SIZES | {"dtype": dtype, "fused": fused, "skew": 3.0, "biases": (True, True, True)}
     problem = in_mxfp4(random_problem(41, [MOST + 1], **options))
     with context_of(problem) as context:
@@ -58,14 +59,14 @@ def test_every_number_of_tokens(dtype: str, fused: bool):
 @pytest.mark.parametrize("tokens", [128, 256])
 @pytest.mark.parametrize("skew", [0.0, 2.5, 50.0])
 def test_many_of_the_few(tokens: int, skew: float):
-    """Of more rows than a warp multiplies at a time, and of no row at all."""
+    """With a skew, some experts have more rows than a warp multiplies at a time, and some have none."""
     sizes = {"hidden": 512, "intermediate": 128, "experts": 128, "top_k": 8, "dtype": "bfloat16"}
     run_and_check(in_mxfp4(random_problem(51, [tokens], **sizes, skew=skew)))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 17, 96])
 def test_all_tokens_on_one_expert(tokens: int):
-    """The last one, behind experts without tokens."""
+    """All tokens choose the last expert, so the experts before it have no tokens."""
     problem = random_problem(52, [tokens], **SIZES | {"top_k": 1}, fused=False)
     problem.topk_ids = [np.full((tokens, 1), 23, np.int32)]
     run_and_check(in_mxfp4(problem))
@@ -100,7 +101,8 @@ def test_layers(options: dict[str, Any], dtype: str, tokens: int):
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_slices_of_a_shared_expert(interleaved: bool):
-    """Here they are choices, each with a row that is rounded. Scales are rows of one table, columns of another."""
+    """The kernel for a few tokens computes each slice as a choice, and rounds its row. A slice's scales are rows of the
+    scales of shared_gate_up, and columns of the scales of shared_down."""
     sizes = SIZES | {"shared": 3, "shared_gate": True, "interleaved": interleaved}
     run_and_check(in_mxfp4(random_problem(54, [7], **sizes)), shared_in_slices=True)
 
@@ -125,7 +127,8 @@ def test_a_tokens_bits_do_not_depend_on_the_others(intermediate: int):
 
 @pytest.mark.parametrize("tokens", [5, 9, 60])
 def test_scales_beyond_the_usual_change_no_bit(tokens: int):
-    """Of 2 and more they are multiplied by apart. What x loses gate_up gains, and y what down gains: powers of two."""
+    """The kernel has a branch of its own for scales of 2 and more. The test divides x by a power of two and multiplies
+    all scales by it. This must multiply y by exactly that power."""
     problem = in_mxfp4(random_problem(44, [tokens], **SIZES, fused=False))
     y = run_and_check(problem)
     assert max(getattr(problem, name).max() for name in SCALES) < 128
@@ -148,7 +151,7 @@ def test_a_block_of_large_scale_among_others():
 
 @pytest.mark.parametrize("tokens", [4, 40])
 def test_a_scale_that_is_no_number_reaches_its_experts_tokens_alone(tokens: int):
-    """The first and the last of an expert's, beside which others' lie in the same words."""
+    """The scale is the first or the last one of its expert, so it lies in memory beside a scale of another expert."""
     problem = in_mxfp4(random_problem(46, [tokens], **SIZES | {"top_k": 2}, fused=False))
     expected = run_and_check(problem)
     for at in ((0, 0), (-1, -1)):
@@ -167,7 +170,7 @@ def test_what_is_no_number_reaches_its_own_token_alone():
 
 @pytest.mark.parametrize("behind", [1, 2, 3])
 def test_scales_may_lie_anywhere(behind: int):
-    """And nothing is read behind them: the bytes there are NaN."""
+    """The scales may begin at any byte. The kernel must not use the bytes around them, which are NaN."""
     problem = in_mxfp4(random_problem(47, [12], **SIZES))
     expected = run_and_check(problem)
     arguments = {name: on_gpu(each) for name, each in problem.arguments(0).items()}

@@ -1,7 +1,7 @@
 """Experts in FP8 on the CUDA engine, against the float64 reference: scales, options, edges, groups, random layers.
 
-Calls of few tokens have a kernel of their own: test_few_fp8.py. FLASHMOE_EXAMPLES sets the number of random layers,
-FLASHMOE_SEED makes a run repeat another.
+Calls of few tokens have a kernel of their own, and test_few_fp8.py tests it. FLASHMOE_EXAMPLES sets the number of
+random layers, FLASHMOE_SEED makes a run repeat another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.gpu
 
 EXAMPLES = int(os.environ.get("FLASHMOE_EXAMPLES", "200"))
 SIZES: dict[str, Any] = {"hidden": 272, "intermediate": 144, "experts": 12, "top_k": 4, "dtype": "bfloat16"}
-"""Neither is a multiple of 128: the last blocks are smaller."""
+"""H and I are no multiples of 128, so the last blocks of scales are smaller."""
 
 
 # ---- Layers --------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_what_is_no_number_reaches_its_own_token_alone():
 
 @pytest.mark.parametrize("scales", ["block", "row", "tensor"])
 def test_as_many_numbers_as_a_models_layer_has(scales: str):
-    """More tiles, columns and k-blocks than a ring goes round in."""
+    """There are so many tiles, blocks of columns and steps of a product that each stage is filled many times."""
     sizes = {"hidden": 2048, "intermediate": 768, "experts": 8, "top_k": 2}
     run_and_check(quantised(random_problem(11, [1100], **SIZES | sizes), scales))
 

@@ -16,7 +16,7 @@ USUAL = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4}
 
 
 def finish(context: flashmoe.Context, seconds: float = 60.0) -> None:
-    """Waits for the device, but not for ever."""
+    """Waits for the device, for at most `seconds`."""
     end = torch.cuda.Event()
     end.record()
     deadline = time.monotonic() + seconds
@@ -63,7 +63,7 @@ def test_two_graphs_of_one_context_in_turn():
 
 
 def test_several_layers_in_one_graph():
-    """Each takes the one before as its tokens."""
+    """Each layer has the result of the layer before as its tokens."""
     layers = [random_problem(51 + turn, 100, **USUAL) for turn in range(3)]
     x = layers[0].x
 
@@ -138,11 +138,11 @@ def test_two_contexts_in_two_streams(processors, tokens):
 
 
 def hold(blocker: str, streams: list[torch.cuda.Stream]) -> list[torch.Tensor]:
-    """Starts kernels that hold multiprocessors, for about 50 ms; what they write."""
+    """Starts kernels that hold multiprocessors for about 50 ms. Returns the tensors that must outlive the kernels."""
     kept = []
     for stream in streams if blocker == "many sleeping blocks" else streams[:1]:
         with torch.cuda.stream(stream):
-            if blocker == "matrix products":  # nearly all shared memory of every multiprocessor
+            if blocker == "matrix products":  # hold nearly all shared memory of every multiprocessor
                 a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
                 product = torch.empty_like(a)
                 for _ in range(30):
@@ -156,9 +156,10 @@ def hold(blocker: str, streams: list[torch.cuda.Stream]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("tokens", [3, 600])
 @pytest.mark.parametrize("blocker", ["one sleeping block", "many sleeping blocks", "matrix products"])
 def test_blockers_do_not_dead_lock_it(blocker, tokens):
-    """Before, between and after calls. The kernel's blocks wait for one another: they must all be resident at once."""
+    """Blockers run before, between and after calls. The kernel's thread blocks wait for one another, so all must be
+    resident at once."""
     problem = random_problem(81, tokens, **USUAL)
-    mine, *others = [torch.cuda.Stream() for _ in range(30)]  # PyTorch has 32
+    mine, *others = [torch.cuda.Stream() for _ in range(30)]  # PyTorch's pool has 32 streams
     with context_of(problem) as context:
         expected, _ = call(context, problem)
         outputs, kept = [], []
@@ -174,7 +175,7 @@ def test_blockers_do_not_dead_lock_it(blocker, tokens):
 
 @pytest.mark.parametrize("tokens", [3, 300])
 def test_calls_from_a_stream_that_waits_for_another(tokens):
-    """x comes from another stream's kernels, ordered by an event alone."""
+    """Kernels of another stream write x. Only an event makes the call wait for them."""
     problem = random_problem(91, tokens, **USUAL)
     values = problem.x.clone()
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""Groups of several GPUs: every rank is a process with a GPU of its own. Skipped by name where there are too few.
+"""Groups of several GPUs: every rank is a process with a GPU of its own. With too few GPUs, tests are skipped.
 
 With FLASHMOE_SHARE_GPUS=2 two ranks share a GPU: in turns of some milliseconds, or side by side under NVIDIA's MPS."""
 
@@ -24,20 +24,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 CALLS = int(os.environ.get("FLASHMOE_CALLS") or 10_000)
 CALLS_SECONDS = 120 + CALLS / 400
-"""For contexts, layers and references, then 2.5 ms a call."""
+"""120 seconds for contexts, layers and references, and 2.5 ms for each call."""
 GROUPS = (2, 4)
 
 
 @pytest.fixture(scope="module", params=GROUPS, ids=[f"{n}ranks" for n in GROUPS])
 def pool(request) -> Iterator[RankPool]:
-    """Processes that stay from test to test."""
+    """The processes of the ranks. All tests of this file with this number of ranks use them."""
     with on_rank.pool_of(request.param) as made:
         yield made
 
 
 @pytest.fixture(params=["mapped", "rdma"])
 def ways(request) -> tuple[str, ...]:
-    """How results come home. By puts, forced on memory that is mapped: beside what they are to be equal to."""
+    """The ways in which results come home. With "rdma", senders put although memory is mapped;
+    results must have the bits of "reduced"."""
     return on_rank.RETURN_MODES if request.param == "mapped" else ("reduced", "rdma")
 
 
@@ -116,7 +117,7 @@ OBSERVED = {
 
 @pytest.mark.parametrize("case", OBSERVED)
 def test_every_rank_counts_its_own_choices(pool, ways, case):
-    """Of more tokens than go through another kernel where a rank is alone, or none."""
+    """No rank has 1 to 8 tokens, because with so few a rank alone sums logits in another order than a group does."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 32, "top_k": 4, "skew": 3.0, **OBSERVED[case]}
     tokens = [700, 0, 300, 9][: pool.ranks]
     assert all(all(everywhere(pool, on_rank.observe, way, spec, tokens)) for way in ways)
@@ -132,7 +133,7 @@ ORDERS = [
 
 @pytest.mark.parametrize("profile", ORDERS, ids=str)
 def test_order_changes_no_bit(pool, profile):
-    """With as many tokens as return in several groups."""
+    """H is so large that results come home in several return groups."""
     spec = {"hidden": 2048, "intermediate": 256, "experts": 16, "top_k": 2}
     assert all(everywhere(pool, on_rank.in_own_group, {"profile": profile}, spec, [1500] * pool.ranks))
 
@@ -153,10 +154,10 @@ def test_uneven_tokens(pool, ways, case):
 
 
 def test_reports_count_what_crosses(pool, ways):
-    """By the routing of all ranks."""
+    """The expected counts are computed from the routing of all ranks."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4, "ids": "int32", "capacity_factor": 0.7}
     told = everywhere(pool, on_rank.reports, ways, spec, TOKENS["very uneven"][: pool.ranks])
-    owners = np.array([*contiguous(16, pool.ranks), -1])  # a dropped pair, -1, goes nowhere
+    owners = np.array([*contiguous(16, pool.ranks), -1])  # the last: a dropped choice, whose id is -1, has no owner
     for reports in zip(*told, strict=True):
         choices = [report["topk_ids"] for report in reports]
         for rank, report in enumerate(reports):
@@ -181,13 +182,15 @@ def test_scattered_placement(pool, ways):
 
 
 def placement_with_copies(experts: int, ranks: int) -> list[list[int]]:
-    """Experts on one rank, on two, ..., on all in turn; ranks hold differently many."""
+    """The first expert has one copy, the second two, and so on up to a copy on every rank, then one again. Ranks hold
+    different numbers of experts."""
     return [[(expert // ranks + i) % ranks for i in range(1 + expert % ranks)] for expert in range(experts)]
 
 
 @pytest.mark.parametrize("tokens", [500, 40, 1], ids="{} tokens".format)
 def test_copies(pool, ways, tokens):
-    """The bits of a rank alone: with `direct` whatever the placement, with `reduced` by the copies that are sent to."""
+    """Results have the bits that a rank alone computes. With `direct` these do not depend on the placement; with
+    `reduced` they depend on the copies to which tokens are sent."""
     placement = placement_with_copies(24, pool.ranks)
     spec = {"seed": 15, "hidden": 512, "intermediate": 256, "experts": 24, "top_k": 4, "placement": placement}
     uneven = [tokens * (1 + rank % 3) for rank in range(pool.ranks)]
@@ -213,7 +216,7 @@ SLICED = {
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("layer", SLICED.values(), ids=SLICED)
 def test_slices(pool, layer, tensor):
-    """Of K = 2 experts a token has the slices of each as choices."""
+    """A token has K = 2 experts, and all slices of both are its choices."""
     if pool.ranks % tensor:
         pytest.skip(f"{tensor} slices of an expert: as many ranks, or a multiple of them")
     spec = {"seed": 17, "hidden": 512, "intermediate": 256, "experts": 16, "top_k": 2, **layer}
@@ -233,7 +236,7 @@ def test_a_hundred_calls_give_the_same_bits(pool, ways):
 
 @pytest.mark.timeout(CALLS_SECONDS + 60)
 def test_many_calls_of_changing_size(pool, ways):
-    """FLASHMOE_CALLS of them, every hundredth verified; see `ranks.many_calls` for what is drawn."""
+    """Makes FLASHMOE_CALLS calls, and verifies one of each hundred. `ranks.many_calls` says what is drawn at random."""
     seconds = CALLS_SECONDS
     assert everywhere(pool, on_rank.many_calls, ways, SEED, CALLS, 100, timeout=seconds) == [0] * pool.ranks
 
@@ -241,26 +244,26 @@ def test_many_calls_of_changing_size(pool, ways):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("seed", range(5))
 def test_clusters_that_stop_early_change_no_bit(pool, seed):
-    """Sixty calls are verified, of six layers that are drawn, a quarter of them with each number of clusters."""
+    """Of 240 calls of six random layers, 60 are verified: 15 for each number of clusters that stop early."""
     ways = tuple(on_rank.LINK_CLUSTERS)
     assert everywhere(pool, on_rank.many_calls, ways, seed, 240, 4, timeout=200.0) == [0] * pool.ranks
 
 
 @pytest.mark.parametrize("way", on_rank.WAYS)
 def test_calls_on_successive_layers_overlap(pool, way, tmp_path):
-    """A rank begins the next layer while another is in this one, and no bit differs from layers in lockstep."""
+    """A rank begins the next layer while another rank is in this layer. No bit differs from layers in lockstep."""
     forwards = 32
     results = everywhere(pool, on_rank.overlapping_layers, way, forwards, tmp_path / "meetings")
     differing, in_lockstep, at_once = zip(*results, strict=True)
     assert differing == (0,) * pool.ranks
-    # That it happens is what counts; how often depends on how long the layers take. In lockstep it must not.
+    # Calls must overlap at least once (how often depends on how long the layers take), and never in lockstep.
     assert overlapping(at_once) > 0
     assert overlapping(in_lockstep) == 0
 
 
 def overlapping(times_by_rank: tuple[on_rank.Times, ...]) -> int:
-    """How many calls a rank had ended, and begun the next one, 0.2 ms before another rank's ended: by clocks that agree
-    far better than that."""
+    """In how many calls a rank began its next call more than 0.2 ms before another rank ended this one. The ranks'
+    clocks differ by far less than 0.2 ms."""
     calls = list(zip(*times_by_rank, strict=True))
     ahead = [max(ends for _, ends in this) - min(begins for begins, _ in then) for this, then in pairwise(calls)]
     return sum(nanoseconds > 200_000 for nanoseconds in ahead)
@@ -278,7 +281,7 @@ def test_one_gpu_operation_a_call(pool, way):
 
 
 def test_a_module_over_a_process_group(pool, tmp_path):
-    """Eager and compiled, it gives the bits of one GPU."""
+    """Eager and compiled, the module gives the bits of one GPU."""
     told = everywhere(pool, on_rank.module_over_process_group, tmp_path / "rendezvous")
     assert told == [(rank, pool.ranks, on_rank.device_of(rank), [True] * 3) for rank in range(pool.ranks)]
 
@@ -295,14 +298,14 @@ def test_ranks_that_disagree(pool, transport):
 def test_a_rank_that_stalls_is_named(pool, who, transport):
     for rank, told in enumerate(everywhere(pool, on_rank.stall, transport, who, 2.0)):
         assert told.startswith(f"PeerTimeout: rank {who} holds up call 2: ")
-        if rank != who:  # by the time that it is told itself, it has begun
+        if rank != who:  # when rank `who` gets its own error, it has begun the call
             assert "it has not begun call 2 (it is at 1)" in told
 
 
 @pytest.mark.parametrize("max_tokens", [8, 300], ids=["few", "many"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_compiles_is_awaited(pool, who, max_tokens):
-    """Three timeouts long. (One that does nothing is named: above.)"""
+    """The others wait for three timeouts without an error. (A rank that does nothing is named: see the test above.)"""
     assert everywhere(pool, on_rank.compile_late, who, 2.0, max_tokens) == [""] * pool.ranks
 
 

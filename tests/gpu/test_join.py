@@ -1,4 +1,4 @@
-"""Calls whose rows are joined as they come, without a combine (include/flashmoe/actors/joiner.h)."""
+"""Calls whose rows are joined as soon as they are computed, without Combine (include/flashmoe/actors/joiner.h)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_right_and_bit_for_bit_what_combine_gives(shape, dtype, ids):
 
 
 def test_calls_leave_nothing_behind():
-    """A thousand calls of several numbers of tokens, some of them not joined: each leaves the words as they were."""
+    """A thousand calls with different numbers of tokens, some of them not joined. Each must leave the words that count
+    the stored rows of tokens at zero."""
     whole = random_problem(62, 1500, hidden=520, intermediate=128, experts=4, top_k=2, ids="int32")
     parts = []
     for tokens in (1500, 600, 1499, 20, 777, 1024):
@@ -62,7 +63,7 @@ def test_calls_leave_nothing_behind():
 
 @pytest.mark.parametrize("processors", [2, 4])
 def test_few_thread_blocks(processors):
-    """Each block has many tasks, and the first of two forms all tiles."""
+    """Each thread block has many tasks. If there are two, the second one forms all tiles."""
     problem = random_problem(63, 2000, hidden=512, intermediate=128, experts=3, top_k=2, skew=2.0)
     with context_of(problem, processors=processors) as context:
         check(problem, *call(context, problem))

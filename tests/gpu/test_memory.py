@@ -11,7 +11,8 @@ from flashmoe.contexts.memory import plan_memory
 pytestmark = [pytest.mark.gpu, pytest.mark.undisturbed]
 
 GRANULE = 2 << 20
-"""Bytes that the driver rounds an allocation up to; a context has three: heap, workspace and where its heap is."""
+"""The driver rounds the size of an allocation up to a multiple of this number of bytes. A context has three
+allocations: the heap, the workspace, and a word with the address of the heap."""
 
 
 @pytest.mark.parametrize("model", ["flashmoe-paper", "qwen3-30b-a3b", "deepseek-v3"])
@@ -20,7 +21,7 @@ def test_memory_is_what_the_plan_says(model):
     sizes = {name: getattr(shape, name) for name in ("hidden", "intermediate", "experts", "top_k")}
     sizes["max_tokens"] = 8192
     torch.cuda.synchronize()
-    with flashmoe.Context(engine="cuda", **{**sizes, "max_tokens": 8}) as first:  # whatever the driver loads once
+    with flashmoe.Context(engine="cuda", **{**sizes, "max_tokens": 8}) as first:  # the driver loads some things once
         processors = first.processors
     plan = plan_memory(engine="cuda", ranks=1, processors=processors, **sizes)
     before, _ = torch.cuda.mem_get_info()

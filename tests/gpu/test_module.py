@@ -21,7 +21,8 @@ BACKENDS = ("aot_eager", "inductor")
 @pytest.mark.parametrize("backend", [None, *BACKENDS], ids=lambda backend: backend or "eager")
 @pytest.mark.parametrize("arithmetic", ARITHMETIC)
 def test_module(arithmetic, backend):
-    """Of tokens in any shape. Every result is kept: else one could lie where an equal one lay before."""
+    """Tokens may have any shape. The test keeps every result, because a new one in freed memory could find an equal old
+    result there, even if nothing was written."""
     options = {**ARITHMETIC[arithmetic], "activation": "gelu", "renormalize": False}
     problem = random_problem(71, 120, biases=True, **options, **SIZES)
     x = problem.x.view(4, 30, SIZES["hidden"])

@@ -1,7 +1,8 @@
-"""Groups whose ranks share mapped memory and are told to be of several machines: rows cross to a machine once, by way
-of a relay, and of each machine one sum comes back. The GPU's kernel then runs the very protocol that a network needs.
+"""Groups whose ranks share mapped memory, and are told that they are on several machines: a row crosses to a machine
+once, by way of a relay, and one sum comes back from each machine. So the GPU's kernel runs the protocol that a network
+needs.
 
-Ranks may share a GPU (FLASHMOE_SHARE_GPUS). Skipped by name where there are too few."""
+Ranks may share a GPU (FLASHMOE_SHARE_GPUS). With too few GPUs, tests are skipped."""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ from seeds import SEED
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 SPREADS = {2: [[0, 1]], 3: [[0, 0, 1], [0, 1, 1]], 4: [[0, 0, 1, 1], [0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 2, 3]]}
-"""By the number of ranks: the machine of each."""
+"""For each number of ranks, lists with the machine of each rank."""
 
 
 @pytest.fixture(scope="module", params=SPREADS, ids=[f"{ranks}ranks" for ranks in SPREADS])
 def pool(request) -> Iterator[RankPool]:
-    """Processes that stay from test to test."""
+    """The processes of the ranks. All tests of this file with this number of ranks use them."""
     with pool_of(request.param) as made:
         yield made
 
 
 def each_spread(pool: RankPool, fn, *arguments: Any) -> Iterator[tuple[list[int], list[Any]]]:
-    """Every spread, and what `fn` tells on its ranks."""
+    """Every spread of this number of ranks, and what `fn` returns on the ranks."""
     for spread in SPREADS[pool.ranks]:
         yield spread, pool.call(fn, [(spread, *arguments)] * pool.ranks, timeout=120.0)
 
@@ -54,7 +55,8 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_bits(pool, name):
-    """`direct` has those of one GPU, `reduced` those of sums of ranks, then of machines; in each of three calls."""
+    """With `direct`, each of three calls gives the bits of one GPU. With `reduced`, each call gives the bits of sums by
+    rank that are then added up by machine."""
     spec = {"seed": SEED % 1000, **SHAPES[name]}
     for spread, off in each_spread(pool, on_rank.compare, spec, [500] * pool.ranks, 3):
         assert off == [0] * pool.ranks, spread
@@ -78,7 +80,8 @@ def test_uneven_tokens(pool, case):
 
 @pytest.mark.parametrize("return_mode", RETURN_MODES)
 def test_experts_in_fp8(pool, return_mode):
-    """Against the float64 reference, so of few tokens; neither width is a multiple of what a scale is of."""
+    """Results are compared with the float64 reference, so there are few tokens. H and I are no multiples of 128, the
+    columns of a scale."""
     sizes = {"hidden": 272, "intermediate": 144, "experts": 12, "top_k": 4, "dtype": "bfloat16"}
     problem = quantised(random_problem(3, [140, 9, 0, 33][: pool.ranks], **sizes, return_mode=return_mode))
     for _, results in each_spread(pool, on_rank.in_fp8, problem, return_mode):
@@ -87,7 +90,7 @@ def test_experts_in_fp8(pool, return_mode):
 
 @pytest.mark.parametrize("owner", ["first", "last"])
 def test_all_experts_on_one_rank(pool, owner):
-    """The others owe nothing, and say so."""
+    """The other ranks owe no rows, and must signal that."""
     holds = 0 if owner == "first" else pool.ranks - 1
     spec = {"seed": 4, "hidden": 512, "intermediate": 256, "experts": 8, "top_k": 4, "placement": [holds] * 8}
     for spread, off in each_spread(pool, on_rank.compare, spec, TOKENS["one rank without"][: pool.ranks], 4):
@@ -105,21 +108,21 @@ def test_memory_that_holds_other_numbers(pool):
 
 
 def test_many_calls(pool):
-    """A thousand, so that each field of a relay is written again and again."""
+    """A thousand calls, so that each field of a relay is written again and again."""
     for spread, off in each_spread(pool, on_rank.many_calls, SEED, 1000):
         assert off == [0] * pool.ranks, spread
 
 
 def tokens_on(owners: np.ndarray, ranks: list[int]) -> int:
-    """How many tokens, whose choices have these owners [T, K], need any of these ranks."""
+    """How many tokens need any of `ranks`. `owners` [T, K]: the rank of each choice's expert."""
     return int(np.isin(owners, ranks).any(axis=1).sum())
 
 
 def test_reports_count_what_crosses(pool):
-    """By the routing of all ranks: rows to the own machine's ranks and once to each other machine, and what relays pass
-    on; results to homes, where sums are formed one of each machine."""
+    """The expected counts come from the routing of all ranks. A row goes to each rank of its own machine that needs it,
+    and once to each other machine, where a relay passes it on. With `reduced`, another machine returns one sum."""
     spec = {"hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4, "ids": "int32", "capacity_factor": 0.7}
-    owner = np.array([*contiguous(16, pool.ranks), -1])  # a dropped pair, -1, goes nowhere
+    owner = np.array([*contiguous(16, pool.ranks), -1])  # the last: a dropped choice, whose id is -1, has no owner
     for machines, told in each_spread(pool, on_rank.reports, spec, TOKENS["very uneven"][: pool.ranks]):
         where = on_rank.Spread(machines)
         for mode, of_mode in zip(RETURN_MODES, zip(*told, strict=True), strict=True):
@@ -157,7 +160,7 @@ def test_graphs(pool):
 
 
 def test_a_rank_that_stalls_is_named(pool):
-    """Also by those that await its rows of a relay which is not at fault."""
+    """Ranks that wait for a relay, which itself waits for the stalled rank's rows, name the stalled rank as well."""
     who = pool.ranks - 1
     for rank, told in enumerate(first_spread(pool, on_rank.stall, who, 2.0)):
         assert told.startswith(f"PeerTimeout: rank {who} holds up call 2: "), (rank, told)

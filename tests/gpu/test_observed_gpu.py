@@ -1,4 +1,4 @@
-"""`load` and `router_logits` on a GPU: what a call adds to, and writes, in its launch; in both kernels."""
+"""`load`, to which a call adds, and `router_logits`, which it writes, on a GPU, in both kernels."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.gpu
 
 USUAL = {"hidden": 256, "intermediate": 192, "experts": 24, "top_k": 5, "skew": 3.0}
 TOKENS = (1, 2, 8, 9, 64, 1000)
-"""Up to 64 by the kernel of a few tokens, of which up to 8 in its other way."""
+"""Calls of up to 64 tokens use the kernel for a few tokens. With up to 8 tokens, it sums logits in another order."""
 EITHER = (5, 333)
 
 
 def certain(seed: int, tokens: int, **how: Any) -> Problem:
-    """A problem whose tokens all have experts that the engine cannot misjudge."""
+    """A problem in which no token's choice of experts depends on the engine's roundings."""
     problem = random_problem(seed, 4 * tokens + 64, **USUAL | how)
     if problem.topk_ids is not None:
         rows = {name: getattr(problem, name)[:tokens] for name in ("x", "topk_ids", "topk_weights")}
@@ -91,7 +91,7 @@ COUNTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("tokens", EITHER)
 @pytest.mark.parametrize("layer", COUNTED.values(), ids=COUNTED)
 def test_choices_of(layer: dict[str, Any], tokens: int):
-    """Those that a capacity drops among them, and those of a shared expert not."""
+    """Choices that a capacity drops are counted. A shared expert is not counted."""
     problem = certain(2, tokens, **layer)
     seen = Observed.of(problem)
     with context_of(problem) as context:
@@ -118,7 +118,7 @@ def test_ids_that_are_no_experts_are_told(tokens: int):
 
 def off_by_at_most(problem: Problem) -> Tensor:
     """[T, 1]: 8 standard deviations of the token's least certain logit."""
-    slack = router_slack(problem.x, problem.router, problem.router_bias)  # of the difference of two
+    slack = router_slack(problem.x, problem.router, problem.router_bias)  # of the difference of two logits
     return slack.unsqueeze(1) / math.sqrt(2.0)
 
 
@@ -165,14 +165,14 @@ def test_types(arithmetic: str, tokens: int):
 @pytest.mark.parametrize("rounded", [False, True], ids=["", "rounded"])
 @pytest.mark.parametrize("rule", ROUTERS.values(), ids=ROUTERS)
 def test_logits_are_those_that_scores_are_made_of(rule: dict[str, Any], rounded: bool, dtype: str, tokens: int):
-    """Of integers all logits are exact, and the rounding, where there is one, is the only one."""
+    """x and the router are integers, so logits are exact unless `rounded` asks for one rounding."""
     sizes = {"hidden": 256, "intermediate": 64, "experts": 64, "top_k": 6}
     problem = random_problem(6, tokens, dtype=dtype, round_logits=rounded, **sizes | rule)
     generator = torch.Generator(device="cuda").manual_seed(6)
     for tensor in (problem.x, problem.router):
         tensor.copy_(torch.randint(-7, 8, tensor.shape, generator=generator, device="cuda"))
     exact = logits_of(problem.x, problem.router, None)
-    assert exact.abs().max() > 256  # a bfloat16 has 8 bits
+    assert exact.abs().max() > 256  # so that rounding to bfloat16, which has 8 bits, changes some
     seen = Observed.of(problem)
     with context_of(problem) as context:
         call(context, problem, **seen.arguments())

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 USUAL = {"hidden": 256, "intermediate": 192, "experts": 64, "top_k": 6}
 TOKENS = (5, 333)
-"""The kernel of a few tokens, and the other."""
+"""With 5 tokens, calls use the kernel for a few tokens; with 333, the general kernel."""
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "sigmoid": {"score": "sigmoid"},
@@ -50,7 +50,7 @@ TRANSPOSED = EXPERTS | {
     "geglu, interleaved": {"activation": "geglu", "interleaved": True},
     "Llama 4": {"weights_on_input": True, "score": "sigmoid", "renormalize": False},
 }
-"""What experts that are stored transposed compute."""
+"""Options of layers whose experts are stored transposed."""
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
@@ -80,7 +80,7 @@ def test_given_weights_may_be_of_the_type_of_x(dtype: str, tokens: int):
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_logits_are_rounded_as_a_linear_layer_rounds_them(tokens: int):
-    """Of small integers all logits are exact, and the rounding is the only one."""
+    """x and the router are small integers, so that logits are exact, and this rounding is the only one."""
     problem = random_problem(4, tokens, round_logits=True, **USUAL)
     generator = torch.Generator(device="cuda").manual_seed(4)
     for tensor in (problem.x, problem.router):
@@ -114,7 +114,7 @@ def test_interleaving_changes_no_bit():
     assert torch.equal(plain, woven)
 
 
-# ---- transposed weights, which the general kernel alone reads, in shapes of its own -------------------------------
+# ---- transposed weights, which only the general kernel reads ------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 300, 2048])
@@ -122,12 +122,12 @@ def test_interleaving_changes_no_bit():
 @pytest.mark.parametrize("dtype", jit.TRANSPOSED)
 @pytest.mark.parametrize("options", TRANSPOSED.values(), ids=TRANSPOSED)
 def test_transposed(options: dict[str, Any], dtype: str, biases: bool, tokens: int):
-    sizes = USUAL | {"experts": 16}  # the fewest tokens leave some without any
+    sizes = USUAL | {"experts": 16}  # with one token, some experts have no rows
     run_and_check(random_problem(7, tokens, biases=biases, dtype=dtype, transposed=True, **sizes, **options))
 
 
 ORDERS = {"no gate": {"activation": "relu"}, "halves": {}, "interleaved": {"interleaved": True}}
-"""Those in which a transposed matrix may have gates and ups."""
+"""The orders in which a transposed matrix may have gates and ups."""
 
 
 @pytest.mark.parametrize("tokens", [7, 300])
@@ -141,7 +141,7 @@ def test_transposed_of_odd_sizes(options: dict[str, Any], sizes: tuple[int, int]
 @pytest.mark.parametrize("tokens", [9, 16, 63, 65, 95, 96, 128, 129, 159, 191, 255, 256, 257, 700])
 @pytest.mark.parametrize("options", ORDERS.values(), ids=ORDERS)
 def test_transposed_with_all_tokens_at_one_of_many_experts(options: dict[str, Any], tokens: int):
-    """Tiles of so many rows."""
+    """The one expert has `tokens` rows, so tiles have all these numbers of rows, up to 256."""
     problem = random_problem(9, tokens, ids="int32", biases=True, transposed=True, **USUAL | {"top_k": 1} | options)
     problem.topk_ids.fill_(37)
     run_and_check(problem)
@@ -159,7 +159,7 @@ def test_transposing_changes_no_bit(options: dict[str, Any], tokens: int):
 
 
 def test_transposed_parts_of_larger_matrices():
-    """Rows that are further apart than they are long; what lies between them is no number."""
+    """The weights are parts of larger matrices, whose other elements are NaN."""
     problem = random_problem(11, 300, biases=True, transposed=True, **USUAL)
     for name in ("gate_up_proj", "down_proj"):
         part = getattr(problem, name)

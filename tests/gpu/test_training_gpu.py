@@ -166,8 +166,8 @@ def routers(draw: st.DrawFn, experts: int, top_k: int) -> dict[str, Any]:
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[int, int, dict[str, Any]]:
-    """A seed, T, and the options of `trainable`: any options for which a GPU computes gradients, with one of the
-    kernels that conftest.py has compiled."""
+    """A seed, T, and the options of `trainable`: any options for which a GPU computes gradients, but some of them only
+    with certain types and activations, because each combination has a kernel of its own."""
     dtype, activation = draw(st.sampled_from(TRAINED)), draw(st.sampled_from(ACTIVATIONS))
     compiled = dtype == "bfloat16" or (dtype in TRANSPOSED and activation == "clamped_swiglu")
     transposed = compiled and draw(st.booleans())
