@@ -36,8 +36,10 @@ void Context::refuse(const std::string& reason, DriverStream stream) {
   copies_.read(&epoch, calls, sizeof(epoch));
   ++epoch;
   copies_.write(calls, &epoch, sizeof(epoch));
-  const uint64_t none = 0;  // the refused call would have zeroed this word for the next call
-  copies_.write(&c.control()->reduces[(epoch & 1) ^ 1].value, &none, sizeof(none));
+  const uint64_t none = 0;  // the refused call would have zeroed these words for the next call (clear_tickets)
+  const uint64_t next = (epoch & 1) ^ 1;
+  copies_.write(&c.control()->reduces[next].value, &none, sizeof(none));
+  copies_.write(&c.control()->sends[next].value, &none, sizeof(none));
   copies_.write(&c.status(c.rank)->entered, &epoch, sizeof(epoch));
   const std::string text = host::shortened(reason, kReasonBytes - 1);
   const Reasons reasons = cuda_reasons(common_.limits);

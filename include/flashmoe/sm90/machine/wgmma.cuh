@@ -14,7 +14,8 @@ namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kWgmmaBytes = 32;  // of K, for every element type
 
-// Orders accesses to accumulators and shared memory before the next wgmma.
+// Orders earlier accesses to accumulators, and to registers that hold A, before the next wgmma. Stores to shared memory
+// need fence_proxy_async_shared() besides.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
