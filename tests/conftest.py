@@ -14,8 +14,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Set before PyTorch loads its OpenMP, so that OpenMP's threads sleep between parallel regions. By default they spin, on
 # cores that the ranks and the other processes of pytest-xdist need.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Tests set the width of the output themselves. Otherwise a console keeps the width that it finds when it is made, which
-# is 80 characters in a process of pytest-xdist.
+# Tests set the width of the output themselves, by COLUMNS. A console that finds a number there when it is made would
+# keep this number, whatever a test sets later.
 os.environ.update(COLUMNS="", LINES="")
 
 import flashmoe
