@@ -8,7 +8,7 @@
 
 namespace flashmoe::cuda {
 
-// The part of a layer, and of the group that runs it, that these functions depend on.
+// What joins_rows, link_over_gemm1, tasks_ahead and task_order need to know of the layer, the group and the call.
 struct Shape {
   uint32_t ranks = 1;
   uint32_t local_experts = 0;

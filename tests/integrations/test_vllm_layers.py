@@ -60,7 +60,8 @@ def replaced() -> dict[str, object]:
 
 @pytest.fixture(scope="module", autouse=True)
 def plugin() -> Iterator[list[dict[str, object]]]:
-    """Puts the plugin in place. What it has replaced: before, when not asked for, in another release, and then."""
+    """Puts the plugin in place. Yields vLLM's registries at four times: before; after `register()` without
+    FLASHMOE_VLLM=1; after it in a release that is not tried; and after it with FLASHMOE_VLLM=1 in this release."""
     states = [replaced()]
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("FLASHMOE_VLLM", raising=False)

@@ -310,7 +310,7 @@ COMMUNICATION = Topic(
         Promise(
             "Rows that are joined as they come have the bits of those that are combined.",
             PROTOCOL,
-            "one of its warps (or its CPU thread) adds the two rows and writes the output",
+            "one of its warps (or its CPU thread) adds the two rows there and writes these columns of the output",
             (
                 "tests/test_joined_calls.py::test_right_and_bit_for_bit_what_combine_gives",
                 "tests/gpu/test_join.py::test_right_and_bit_for_bit_what_combine_gives",
