@@ -56,7 +56,7 @@ class GrowingContext:
     first call gets a new context too.
     """
 
-    _kind: tuple[str, ...] = ()
+    _kind: tuple[Any, ...] = ()
     """What a subclass puts before the shape when its number is computed, so that classes have different numbers."""
 
     def __init__(self, shape: Shape) -> None:

@@ -18,9 +18,13 @@ class Replicas:
         self.group = group
         self.rank, self.count = place_in(group, "token_group")
 
+    def most(self, tokens: int) -> int:
+        """The most tokens that a rank brings, of T."""
+        return -(-tokens // self.count)
+
     def share(self, tokens: int) -> slice:
         """Which of T tokens this rank brings. The last ranks may bring fewer tokens than others, or none."""
-        rows = -(-tokens // self.count)
+        rows = self.most(tokens)
         return slice(min(self.rank * rows, tokens), min((self.rank + 1) * rows, tokens))
 
     def gathered(self, part: Tensor, tokens: int) -> Tensor:
@@ -36,7 +40,7 @@ class Replicas:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, replicas: Replicas, tokens: int) -> Tensor:
-        rows = -(-tokens // replicas.count)
+        rows = replicas.most(tokens)
         padded = torch.nn.functional.pad(part, (0, 0, 0, rows - len(part)))
         whole = part.new_empty(rows * replicas.count, part.shape[1])
         dist.all_gather_into_tensor(whole, padded.contiguous(), group=replicas.group)

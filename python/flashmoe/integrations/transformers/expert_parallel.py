@@ -52,7 +52,7 @@ class ExpertParallel(EPImplementation):
         """
         tokens, replicas = len(hidden_states), self._replicas
         share = slice(0, tokens) if replicas is None else replicas.share(tokens)
-        rows = tokens if replicas is None else -(-tokens // replicas.count)
+        rows = tokens if replicas is None else replicas.most(tokens)
         mine = [each[share] for each in (hidden_states, top_k_index, top_k_weights)]
         options = recognise(self._experts, is_share=True)
         tensors = routed_operands(self._experts, options, *mine)

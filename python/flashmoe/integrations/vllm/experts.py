@@ -13,11 +13,11 @@ from vllm.platforms import current_platform
 
 from ...contexts.growing import GrowingContext
 from ...pytorch.operator import call  # importing it registers the operator
+from ...pytorch.replicated import Replicas
 from ...spec import Options
 from ...spec.tensors import Tensors
 from ..operands import as_taken
 from . import recognise
-from .group import Share
 
 
 class InOneCall(PassThroughPrepareAndFinalize):
@@ -38,14 +38,18 @@ class FlashMoEExperts(mk.FusedMoEExpertsModular):
     """
 
     def __init__(
-        self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig, context: GrowingContext, share: Share
+        self,
+        moe_config: FusedMoEConfig,
+        quant_config: FusedMoEQuantConfig,
+        context: GrowingContext,
+        replicas: Replicas | None,
     ) -> None:
         super().__init__(moe_config, quant_config)
         given = (quant_config.gemm1_clamp_limit, quant_config.gemm1_alpha, quant_config.gemm1_beta)
         usual = (moe_config.swiglu_limit, moe_config.swiglu_alpha, moe_config.swiglu_beta)
         numbers = (of_model if own is None else own for own, of_model in zip(given, usual, strict=True))
         self._context = context
-        self._share = share
+        self._replicas = replicas
         self._options = recognise.activation_of(moe_config.activation.value, *numbers)
 
     def apply(
@@ -77,7 +81,8 @@ class FlashMoEExperts(mk.FusedMoEExpertsModular):
             raise recognise.refusal("expert_map", "None without expert parallelism", "a map of experts to ranks")
         if activation is not self.moe_config.activation:
             raise recognise.refusal("activation", self.moe_config.activation.value, activation)
-        mine = self._share.rows(hidden_states.shape[0])
+        tokens, replicas = len(hidden_states), self._replicas
+        mine = slice(0, tokens) if replicas is None else replicas.share(tokens)
         weights = as_taken(topk_weights, hidden_states.dtype)
         tensors = Tensors(
             hidden_states[mine].contiguous(),
@@ -92,7 +97,7 @@ class FlashMoEExperts(mk.FusedMoEExpertsModular):
         )
         options = Options(weights_on_input=apply_router_weight_on_input, **self._options)
         y = call(self._context.number, tensors, options)
-        if self._share.ranks == 1:
+        if replicas is None:
             output.copy_(y)
         else:
             output.zero_()

@@ -26,7 +26,7 @@ from vllm.model_executor.utils import replace_parameter
 
 from . import recognise
 from .experts import FlashMoEExperts
-from .kernel import refuse_batch_invariance, take_kernel
+from .kernel import check_layer, take_kernel
 
 
 class _Fp8Experts:
@@ -35,15 +35,15 @@ class _Fp8Experts:
     weight_scale_name: str
 
     def _begin(self, moe: FusedMoEConfig) -> None:
-        recognise.check(moe)
-        refuse_batch_invariance()
+        check_layer(moe)
         self.experts_cls = FlashMoEExperts
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        for name in (f"w13_{self.weight_scale_name}", f"w2_{self.weight_scale_name}"):
+        for matrix in ("w13", "w2"):
+            name = f"{matrix}_{self.weight_scale_name}"
             scale = getattr(layer, name)
             if scale.ndim < 3:  # of tensors, unless a reload has come this way before
-                replace_parameter(layer, name, _of_rows(scale, layer.w13_weight if "13" in name else layer.w2_weight))
+                replace_parameter(layer, name, _of_rows(scale, getattr(layer, f"{matrix}_weight")))
         self._init_moe_kernel(layer)
 
     def _init_moe_kernel(self, layer: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 import vllm.envs as envs
 from vllm.distributed import get_ep_group, get_tp_group
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -13,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapMan
 from ...contexts.context import Context
 from ...contexts.growing import GrowingContext, Result, Shape
 from ...errors import GroupError
+from ...pytorch.replicated import Replicas
 
 
 class GroupContext(GrowingContext):
@@ -49,29 +51,12 @@ class GroupContext(GrowingContext):
         return call(self.with_room_for(tokens))
 
 
-class Share(NamedTuple):
-    """One rank's share of a batch that several ranks hold alike."""
-
-    rank: int
-    ranks: int
-
-    def rows(self, tokens: int) -> slice:
-        """Which of T tokens this rank brings. The last ranks may bring fewer tokens than others, or none."""
-        rows = self.most(tokens)
-        return slice(self.rank * rows, (self.rank + 1) * rows)
-
-    def most(self, tokens: int) -> int:
-        """The most tokens that a rank brings, of T."""
-        return -(-tokens // self.ranks)
-
-
-def share_of(moe: FusedMoEConfig) -> Share:
-    """This rank's share of the tokens that it holds. Ranks of one tensor-parallel group hold the same tokens, unless
-    the model spreads tokens over them (vLLM's sequence parallelism)."""
-    if not moe.use_ep or moe.is_sequence_parallel:
-        return Share(0, 1)
-    group = get_tp_group()
-    return Share(group.rank_in_group, group.world_size)
+def replicas_of(moe: FusedMoEConfig) -> Replicas | None:
+    """The ranks that hold the same tokens as this rank, and bring a share of them each: those of its tensor-parallel
+    group, unless the model spreads tokens over them (vLLM's sequence parallelism). None: this rank brings all that it
+    holds."""
+    group = get_tp_group() if moe.use_ep and not moe.is_sequence_parallel else None
+    return None if group is None or group.world_size == 1 else Replicas(group.cpu_group)
 
 
 _known: dict[tuple[Shape, int, tuple[int, ...]], GroupContext] = {}
@@ -85,8 +70,9 @@ def group_context(shape: Shape, moe: FusedMoEConfig, experts: ExpertMapManager) 
         determine_expert_map(moe.ep_size, rank, moe.num_experts, experts.placement_strategy)[1]
         for rank in range(moe.ep_size)
     ]
-    owners = [[each is not None and int(each[e]) >= 0 for each in spread].index(True) for e in range(moe.num_experts)]
-    key = shape, share_of(moe).most(moe.max_num_tokens), tuple(owners)
+    owners = tuple((torch.stack(spread) >= 0).int().argmax(dim=0).tolist())
+    replicas = replicas_of(moe)
+    key = shape, moe.max_num_tokens if replicas is None else replicas.most(moe.max_num_tokens), owners
     if key not in _known:
         _known[key] = GroupContext(get_ep_group().cpu_group, *key)
     return _known[key]

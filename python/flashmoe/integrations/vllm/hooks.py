@@ -20,7 +20,7 @@ from ...errors import InvalidArgument
 from . import recognise
 from .experts import FlashMoEExperts
 from .fp8 import FlashMoECompressedConfig, FlashMoECompressedFp8Method, FlashMoEFp8Config, FlashMoEFp8Method
-from .kernel import refuse_batch_invariance, take_kernel
+from .kernel import check_layer, take_kernel
 
 
 class FlashMoEMethod(UnquantizedFusedMoEMethod):
@@ -31,8 +31,7 @@ class FlashMoEMethod(UnquantizedFusedMoEMethod):
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         super(UnquantizedFusedMoEMethod, self).__init__(moe)  # its own __init__ looks for a fitting kernel of vLLM's
-        recognise.check(moe)
-        refuse_batch_invariance()
+        check_layer(moe)
         self.unquantized_backend = UnquantizedMoeBackend.OOT  # weights stay as they are loaded
         self.experts_cls = FlashMoEExperts
         self.supports_pre_processed_weights = True

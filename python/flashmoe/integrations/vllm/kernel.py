@@ -1,4 +1,4 @@
-"""What all methods of the plugin do: refuse vLLM's batch invariance, and take a kernel for a layer's parameters."""
+"""What all methods of the plugin do: check a layer, and take a kernel for its parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import vllm.envs as envs
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 
 from ... import __version__
@@ -13,12 +14,14 @@ from ...contexts.growing import growing_context
 from ..operands import shape_of
 from . import recognise
 from .experts import FlashMoEExperts, InOneCall
-from .group import group_context, share_of
+from .group import group_context, replicas_of
 
 logger = init_logger(f"vllm.{__name__}")  # one of vLLM's own loggers, so that its messages are shown
 
 
-def refuse_batch_invariance() -> None:
+def check_layer(moe: FusedMoEConfig) -> None:
+    """Raises `InvalidArgument` for a layer that the operator does not compute, however its weights are stored."""
+    recognise.check(moe)
     if envs.VLLM_BATCH_INVARIANT:
         raise recognise.refusal("VLLM_BATCH_INVARIANT", "0", "1")
 
@@ -33,7 +36,7 @@ def take_kernel(method: Any, layer: Any, what: str) -> None:
         context = group_context(shape, moe, layer.expert_map_manager)
     else:
         context = growing_context(shape)
-    experts = FlashMoEExperts(moe, method.moe_quant_config, context, share_of(moe))
+    experts = FlashMoEExperts(moe, method.moe_quant_config, context, replicas_of(moe))
     method.moe_kernel = FusedMoEKernel(InOneCall(), experts)
     of = f", of which this rank has {weights.shape[0]}" if moe.use_ep else ""
     logger.info_once("FlashMoE %s computes the %s: %s%s", __version__, what, shape, of)
