@@ -29,6 +29,11 @@ struct Placement {
   const uint32_t *owner, *by_owner, *owner_base;
 };
 
+// The tensor maps of experts' matrices in the kernel's arguments.
+struct WeightMaps {
+  gpu::TensorMap gate_up, down, shared_gate_up, shared_down;
+};
+
 struct Plan {
   // Encodes the layer's tensor maps. trace: null unless it is traced.
   Plan(const Common& common, const Layer& layer, const Placement& where, const LoadedKernels& kernels, uint8_t* trace);
@@ -67,6 +72,8 @@ struct Plan {
  private:
   void set_kept(const Common& common, const TokenSpec& t);
   PassLayout set_rows(const GradientSpec& g);
+
+  WeightMaps general_maps_{}, few_maps_{};  // those of each kernel, of which set_tokens() chooses
 };
 
 }  // namespace flashmoe::cuda

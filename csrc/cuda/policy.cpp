@@ -100,7 +100,9 @@ KernelsOfLayer kernels_of(const Limits& limits, const LayerSpec& spec, Pass pass
 uint32_t few_parts(const Arch& arch, const CallShape& s, uint32_t weight_bits) {
   // One token should give tasks to all multiprocessors, and each task should be long enough to be worth its start.
   // Without parts, a single token of Mixtral has 64 tasks of 224 stages. A stage of 4-bit weights takes as long as four
-  // stages of 16 bits, since it has four times as much to multiply.
+  // stages of 16 bits, since it has four times as much to multiply. With weights in 16 bits the kernel halves
+  // tasks by columns instead (decode/tasks.cuh), so that a sum goes along all of K in one order.
+  if (weight_bits == 16) return 1;
   const uint32_t least_stages = weight_bits == 4 ? 4 : 16;
   if (s.ranks != 1 || s.tokens > gpu::kFewExactTokens) return 1;
   const uint32_t stages = ceil_div(s.intermediate * weight_bits / 8, arch.stage_bytes);

@@ -78,12 +78,12 @@ TensorMapShape quantised_tiles_shape(const Arch& arch, uint64_t tile_bytes, uint
           {arch.stage_bytes, arch.box_rows, 1}};
 }
 
-gpu::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what) {
+gpu::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what, int promotion) {
   constexpr uint32_t kEveryElement[5] = {1, 1, 1, 1, 1};
   gpu::TensorMap map;
   const CudaResult result = driver().cuTensorMapEncodeTiled(
       &map, map_type(dtype), shape.rank, reinterpret_cast<void*>(data), shape.dims, shape.strides, shape.box,
-      kEveryElement, kMapInterleaveNone, kMapSwizzle128B, kMapPromotion256B, kMapFillZero);
+      kEveryElement, kMapInterleaveNone, kMapSwizzle128B, promotion, kMapFillZero);
   // Most calls of a layer encode a map, so the message is only put together if encoding fails.
   if (result != kCudaSuccess) check(result, host::concat("cannot describe ", what, " to the copy engine").c_str());
   return map;

@@ -279,13 +279,15 @@ void check_few_and_joined() {
   CHECK(cuda::is_few(few(227, 256, 8, 1), 2, false) && !cuda::is_few(few(228, 256, 8, 1), 2, false));  // 2048 choices
   CHECK(cuda::is_few(few(8, 64, 4, 4), 2, false) && !cuda::is_few(few(9, 64, 4, 4), 2, false));        // slices
   CHECK(cuda::is_few(few(8, 128, 8), 4, false) && !cuda::is_few(few(9, 128, 8), 4, false));
-  // GEMM1 is cut into as many parts as give one token 256 tasks, but a task must have at least 16 stages.
-  auto parts = [&](CallShape shape, uint32_t hidden, uint32_t intermediate, uint32_t weight_bits = 16) {
+  // GEMM1 is cut into as many parts as give one token 256 tasks, but a task must have at least 16 stages. With weights in
+  // 16 bits it is not.
+  auto parts = [&](CallShape shape, uint32_t hidden, uint32_t intermediate, uint32_t weight_bits = 32) {
     shape.hidden = hidden;
     shape.intermediate = intermediate;
     return cuda::few_parts(kHopper, shape, weight_bits);
   };
   CHECK_EQ(parts(few(1, 128, 8), 2048, 768), 1u);
+  CHECK_EQ(parts(few(1, 8, 2), 4096, 14336, 16), 1u);
   CHECK_EQ(parts(few(1, 8, 2), 4096, 14336), 4u);
   CHECK_EQ(parts(few(8, 8, 2), 4096, 14336), 4u);
   CHECK_EQ(parts(few(9, 8, 2), 4096, 14336), 1u);

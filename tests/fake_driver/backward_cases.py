@@ -120,8 +120,9 @@ def test_a_backward_pass_with_weights_on_the_input(ctx, device):
     ids=["plain", "float32", "interleaved", "transposed"],
 )
 def test_a_backward_pass_of_a_shared_expert(device, options, dtype, of_up, up_strides, of_down, down_stride):
-    """The kernel treats each of three slices as an expert; for dX, a slice's gates and ups are two parts. The tiles of
-    the second and third slice lie behind all others. The parameters give strides in elements."""
+    """The kernel treats each of three slices as an expert. For dX, a slice's gates and ups are two parts, unless they
+    are interleaved. The rows of dZ of the second and third slice lie behind those of all tiles. The parameters give
+    strides in elements."""
     tokens, shared, step, size = 300, 3, -1 if "transposed" in options else 1, dtype.itemsize
     tensors = Tensors(
         x=on_gpu(tokens, H, dtype=dtype),

@@ -13,7 +13,7 @@ from typing import Any
 import flashmoe
 import torch
 from layers import Problem, call, capture, check, gpu_operations, poisoned_outputs, random_problem
-from ranks import device_of, joined, processors, share_of, told_of_a_stall, with_experts
+from ranks import alone_on, device_of, joined, processors, share_of, told_of_a_stall, with_experts
 
 MANY = 2048
 """`max_tokens` of a context whose calls all use the general kernel, because it has too many for the other kernel."""
@@ -46,6 +46,12 @@ def by_general_kernel(
         return y
 
 
+def alone(rank: int, own: Problem) -> list[torch.Tensor]:
+    """Rows as a lone rank with all experts computes them: of one token, of eight, and of all tokens."""
+    with alone_on(rank, own) as context:
+        return [call(context, first_tokens(own, tokens))[0] for tokens in (1, 8, len(own.x))]
+
+
 def compare(
     rank: int,
     ranks: int,
@@ -57,10 +63,11 @@ def compare(
     late: bool = False,
 ) -> int:
     """Makes `calls`, which give the number of each rank's tokens, in a context for few tokens; the host does not wait
-    between them. Outputs begin as NaN. Returns how many calls differ in any bit from the general kernel's rows. late:
-    in about one call of 16, a rank's GPU is delayed first."""
+    between them. Outputs begin as NaN. Returns how many calls differ in any bit from the general kernel's rows; calls
+    of a lone rank are among them. late: in about one call of 16, a rank's GPU is delayed first."""
     own = own_problem(rank, ranks, spec, most, 61)
     expected = by_general_kernel(rank, ranks, name, own, spec, placement=placement)
+    by_one = alone(rank, own)
     draw = random.Random(f"rank {rank}")
     limits = sizes_of(spec, most, placement=placement)
     with joined(rank, ranks, f"{name}-few", **limits) as context, poisoned_outputs():
@@ -72,7 +79,7 @@ def compare(
             results.append(flashmoe.moe(context, **first_tokens(local, tokens[rank]).arguments()))
         context.synchronize()
         assert context.last_call.tokens == calls[-1][rank]
-    return sum(not torch.equal(y, expected[: len(y)]) for y in results)
+    return sum(not torch.equal(y, expected[: len(y)]) for y in [*results, *by_one])
 
 
 def operations(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int) -> list[str]:

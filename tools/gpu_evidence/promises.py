@@ -32,6 +32,7 @@ ARCHITECTURE = "docs/architecture.md"
 EXTENDING = "docs/extending.md"
 FP8 = "docs/fp8.md"
 GPUS = "docs/gpus.md"
+INVARIANCE = "docs/invariance.md"
 INSTALLATION = "docs/installation.md"
 MACHINES = "docs/several_machines.md"
 MEGATRON = "docs/megatron.md"
@@ -111,12 +112,14 @@ RESULTS = Topic(
             ),
         ),
         Promise(
-            "On one GPU a token's bits do not depend on the other tokens of its call, but for whether they are few.",
-            GPUS,
-            "has the same bits in every call of 9 tokens or more, and the same bits in every call of 8 or fewer.",
+            "In 16 bits a token's bits do not depend on the other tokens of its call, and not on the kernel.",
+            INVARIANCE,
+            "a token's result has the same bits in every call",
             (
+                "tests/gpu/test_invariance.py::test_every_prefix",
+                "tests/gpu/test_invariance.py::test_random_layers",
                 "tests/gpu/test_few.py::test_a_tokens_bits_do_not_depend_on_the_others",
-                "tests/gpu/test_few.py::test_more_than_eight_tokens_have_the_bits_of_larger_calls",
+                "tests/gpu/test_few_group.py::test_bits_are_the_general_kernels",
             ),
         ),
         Promise(

@@ -37,7 +37,8 @@ inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr int kCaptureNone = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
 
 enum TensorMapType : int { kMapUInt8 = 0, kMapFloat16 = 6, kMapFloat32 = 7, kMapBFloat16 = 9 };
-inline constexpr int kMapInterleaveNone = 0, kMapSwizzle128B = 3, kMapPromotion256B = 3, kMapFillZero = 0;
+inline constexpr int kMapInterleaveNone = 0, kMapSwizzle128B = 3, kMapPromotionNone = 0, kMapPromotion256B = 3,
+                     kMapFillZero = 0;
 
 struct LaunchAttribute {  // CUlaunchAttribute
   int id;

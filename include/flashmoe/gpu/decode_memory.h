@@ -17,8 +17,8 @@ inline constexpr uint32_t kFewOffsets = 16384;
 // The most tokens in fp32, whose products are made without the tensor cores: with more tokens, products would take
 // longer than the weights take to arrive.
 inline constexpr uint32_t kFewExactTokens = 8;
-// In calls of at most kFewExactTokens tokens, a row may be the sum of up to kMostFewParts parts. All parts of all
-// rows of a token have at most kFewPartColumns columns.
+// In calls of at most kFewExactTokens tokens, with weights that do not have 16 bits, a row may be the sum of up to
+// kMostFewParts parts. All parts of all rows of a token have at most kFewPartColumns columns.
 inline constexpr uint32_t kMostFewParts = 8, kFewPartColumns = 32768;
 
 // Whether a thread block of each rank of a group has room for everything that can come to the rank in a call. Then

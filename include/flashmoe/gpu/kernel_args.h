@@ -273,9 +273,16 @@ struct KernelArgs {
   uint32_t scales_by_row;  // 1: each row of weights has a scale
   const float* x_scale;    // [T, ceil(H / 128)], of x in e4m3; else null, and x is quantised
 
-  KeptOutputs kept;       // written by passes that keep
-  BackwardArgs backward;  // of backward passes (kBackward)
-  GroupArgs group;        // of passes that keep and of backward passes, among several ranks
+  KeptOutputs kept;  // written by passes that keep
+  union {
+    BackwardArgs backward;  // of backward passes (kBackward)
+    // For sm90/decode/alone.cuh: these maps once more, with boxes of half the rows. (They are here because kernels'
+    // arguments have at most 4096 bytes.)
+    struct {
+      TensorMap gate_up, down, shared_gate_up, shared_down;
+    } halved;
+  };
+  GroupArgs group;  // of passes that keep and of backward passes, among several ranks
   BackwardOptions options;
   uint32_t strict;      // 1: a row for which no choice can be made is an error
   const char* reasons;  // [R][kReasonBytes] in the own heap (protocol/refusal.h); null: no rank can refuse a call

@@ -26,10 +26,11 @@
 //   10      (12 if weights have scales) counts each task of GEMM0 that is stored, where all blocks look (one thread)
 //   When all blocks have stored their rows, all warps sum the rows of each token. There is no return and no Combine.
 //
-// Bits: in calls of up to kFewExactTokens tokens, a token's row has the same bits in every call, whatever the other
-// tokens are. There, products are summed in several sums side by side, and GEMM1 may cut the intermediate columns into
-// parts, with a task for each part. In calls of more tokens, products are summed along K in steps of 16 as in the
-// general kernel, so they have the general kernel's bits. (For quantised weights see docs/fp8.md and docs/mxfp4.md.)
+// Bits: with weights in 16 bits, a token's row has the general kernel's bits in every call, whatever the other tokens
+// are: products are summed along K in steps of 16, and logits in segments of H, as there (docs/invariance.md). With
+// other weights, calls of up to kFewExactTokens tokens have bits of their own: GEMM1 may cut the intermediate columns
+// into parts, with a task for each part, and in mxfp4 products have several sums side by side. (See docs/fp8.md and
+// docs/mxfp4.md.)
 //
 // Waits: blocks wait for logits, for choices, for a unit's rows, and at the meeting. All waits are bounded
 // (wait_until). This kernel does not use the protocol's queues and signals.
@@ -65,24 +66,28 @@ __device__ __forceinline__ bool meet(const Block& b, bool waits) {
 }
 
 // The block's warps, each in its role, until there are no more tasks.
-template <class Dtype, Activation kActivation, class Trace>
+template <class Dtype, Activation kActivation, bool kHalved, class Trace>
 __device__ __forceinline__ void run_tasks(const Block& b, const Trace& trace) {
   constexpr bool kGated = is_gated(kActivation);
   if (b.warp() < kFewConsumers) {
     Format<Dtype>::prepare(b);
-    consume_tasks<Dtype, kActivation>(b, trace);
+    consume_tasks<Dtype, kActivation, kHalved>(b, trace);
   } else if (b.warp() == kFewConsumers) {
-    if (P::lane() == 0) load_weights<Dtype, kGated>(b);
+    if (P::lane() == 0) load_weights<Dtype, kGated, kHalved>(b);
   } else if (b.warp() == kFewTeller) {
     if (P::lane() == 0) tell_of_stored(b);
   } else {
-    Format<Dtype>::template load<kGated>(b);
+    Format<Dtype>::template load<kGated, kHalved>(b);
   }
 }
 
 template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ void run_gemms(const Block& b, const Trace& trace) {
-  run_tasks<Dtype, kActivation>(b, trace);
+  if (!halves_tasks(b)) {
+    run_tasks<Dtype, kActivation, false>(b, trace);
+  } else if constexpr (kMayHalve) {
+    run_tasks<Dtype, kActivation, true>(b, trace);
+  }
   trace.begin(1);
   const bool ok = meet(b, is_among_last<Dtype>(b));
   if (!ok) return;
@@ -110,6 +115,10 @@ struct Alone {
       s.trace_events = 0;
       prefetch_map(&args.gate_up);
       prefetch_map(&args.down);
+      if constexpr (kMayHalve) {
+        prefetch_map(&args.halved.gate_up);
+        prefetch_map(&args.halved.down);
+      }
     }
     __syncthreads();
     trace.begin();

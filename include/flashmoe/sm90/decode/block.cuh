@@ -141,6 +141,12 @@ inline constexpr uint32_t kFewWeightStageBytes =
 // In mxfp4, a table of the pair of numbers that each byte of two codes stands for, with a copy for each lane
 // (decode/products_mxfp4.cuh). It has kPairBytes rows of kPairWords words, of which each second half is unused.
 inline constexpr uint32_t kPairBytes = 256, kPairWords = 64;
+// With weights in 16 bits, tasks may be halved on a rank alone (halves_tasks). A stage then has two k-blocks: first their
+// weights, then their rows, each with room for half as many as otherwise. (In a group, a block does not know how many
+// rows other ranks bring.)
+inline constexpr bool kMayHalve =
+    !kBuild.group && !kBuild.quantised && !kBuild.mxfp4 && element_bytes(kBuild.dtype) == 2;
+inline constexpr uint32_t kHalvedRows = kFewStageRows / 2;
 struct FewPipeline {
   uint64_t weights_full[kFewStages], rows_full[kFewStages], empty[kFewStages];
   uint64_t task_full[kFewTasks], task_empty[kFewTasks], stored[kFewTasks];
@@ -182,6 +188,9 @@ namespace few {
 using P = Platform;
 
 inline constexpr uint16_t kDropped = 0xffff;
+// A number that a function's argument tells the compiler.
+template <uint32_t kNumber>
+using Count = std::integral_constant<uint32_t, kNumber>;
 
 // A warp has 16 of a task's 128 rows of weights, two blocks of eight.
 inline constexpr uint32_t kBlocks = 2;
@@ -222,10 +231,9 @@ struct Block {
   uint64_t epoch;
 
   __device__ __forceinline__ FewMemory memory() const { return {args.few_layout, c}; }
-  // Whether products are summed in parts: on a rank alone, in calls of up to kFewExactTokens tokens. In a group they
-  // are not, so that (with 16-bit weights) they have the general kernel's bits: other ranks of the group may run that
-  // kernel.
-  __device__ __forceinline__ bool in_parts() const { return !kBuild.group && c.shape.tokens <= kFewExactTokens; }
+  // Whether the rank is alone, and the call has at most kFewExactTokens tokens. Then all warps of a block share its
+  // logits' products, and with weights in fp32, e4m3 and mxfp4 GEMM1 may be cut along K (Tasks::parts).
+  __device__ __forceinline__ bool is_very_few() const { return !kBuild.group && c.shape.tokens <= kFewExactTokens; }
   __device__ __forceinline__ uint32_t choices() const { return c.shape.tokens * args.few_choices; }
   // The slices of the shared expert are the last experts.
   __device__ __forceinline__ uint32_t experts() const {

@@ -13,9 +13,6 @@
 
 namespace flashmoe::sm90::few {
 
-template <uint32_t kNumber>
-using Count = std::integral_constant<uint32_t, kNumber>;
-
 // For weights that have no scale for each row: a lane's finished sums of a task are stored as they are.
 struct NoRowScales {
   __device__ __forceinline__ NoRowScales(const Block&, const Task&, uint32_t) {}
@@ -37,12 +34,12 @@ struct Format {
   template <class AllStages>
   static __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, const AllStages& all_stages,
                                                   Sums<Dtype>& sums) {
-    all_stages(Count<2>{}, [&](const auto& w, uint32_t from) { w.multiply(from, rows, b.in_parts(), sums); });
+    all_stages(Count<2>{}, [&](const auto& w, uint32_t from) { w.multiply(from, rows, sums); });
   }
   // The warps that load rows or scales. Here one warp loads rows.
-  template <bool kGated>
+  template <bool kGated, bool kHalved>
   static __device__ __forceinline__ void load(const Block& b) {
-    if (b.warp() == kFewConsumers + 1) load_rows<Dtype, kGated>(b);
+    if (b.warp() == kFewConsumers + 1) load_rows<Dtype, kGated, kHalved>(b);
   }
   // All threads: sends the rows of token block n to the other ranks.
   static __device__ __forceinline__ void send_rows(const Block& b, uint32_t n) { copy_rows(b, n); }

@@ -27,7 +27,7 @@ struct Format<Quantised<D>> {
       all_stages(AtOnce{}, [&](const auto& w, uint32_t from) { w.multiply(from, arrangement, sums); });
     });
   }
-  template <bool kGated>
+  template <bool kGated, bool kHalved>
   static __device__ __forceinline__ void load(const Block& b) {
     load_quantised_rows<Dtype, kGated>(b, b.warp() - kFewConsumers - 1);
   }

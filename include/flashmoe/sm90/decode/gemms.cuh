@@ -27,23 +27,37 @@ struct alignas(2 * Dtype::kBytes) Pair {
 };
 
 // Multiplies kStages stages at once: while the operands of one stage are on their way from shared memory, another stage
-// is multiplied. add(weights, rows) multiplies a stage's weights by its rows, which lie at shared address `rows`.
-template <class Dtype, uint32_t kStages, class Add>
+// is multiplied. add(weights, rows) multiplies a k-block's weights by its rows, which lie at shared address `rows`.
+// kHalved: a stage has two k-blocks of half the columns. Then half of the warps multiply, and the others only release
+// stages.
+template <class Dtype, uint32_t kStages, bool kHalved, class Add>
 __device__ __forceinline__ void multiply_stages(const Block& b, StageSlot& at, Add&& add) {
+  constexpr uint32_t kKBlocks = kHalved ? 2 : 1;
   FewPipeline& p = b.s.pipeline;
   const uint32_t feature = b.warp() * kBlocks * kProductRows;
-  StageWeights<Dtype> weights[kStages];
+  const bool multiplies = !kHalved || feature < kBoxFeatures / 2;
+  StageWeights<Dtype> weights[kStages][kKBlocks];
   uint32_t from[kStages];
   StageSlot next = at;
 #pragma unroll
   for (uint32_t s = 0; s < kStages; ++s, next.advance()) {
     wait(barrier_of(p.weights_full, next), next.parity);
-    weights[s].load(shared_address(b.s.weights[next.at]), feature);
+    if (multiplies) {
+#pragma unroll
+      for (uint32_t k = 0; k < kKBlocks; ++k) {
+        weights[s][k].load(shared_address(b.s.weights[next.at]) + k * (kBoxFeatures / kKBlocks * kRowBytes), feature);
+      }
+    }
     wait(barrier_of(p.rows_full, next), next.parity);
     from[s] = shared_address(b.s.rows[next.at]);
   }
+  if (multiplies) {
 #pragma unroll
-  for (uint32_t s = 0; s < kStages; ++s) add(weights[s], from[s]);
+    for (uint32_t s = 0; s < kStages; ++s) {
+#pragma unroll
+      for (uint32_t k = 0; k < kKBlocks; ++k) add(weights[s][k], from[s] + k * kHalvedRows * kFewRowPitch);
+    }
+  }
   P::sync();
 #pragma unroll
   for (uint32_t s = 0; s < kStages; ++s, at.advance()) {
@@ -51,19 +65,17 @@ __device__ __forceinline__ void multiply_stages(const Block& b, StageSlot& at, A
   }
 }
 
-// Multiplies all stages of a task, as many at a time as the Format asks for.
-template <class Dtype>
+// Multiplies all stages of a task, as many k-blocks at a time as the Format asks for.
+template <class Dtype, bool kHalved>
 __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, StageSlot& at,
                                          Sums<Dtype>& sums) {
-  auto all_stages = [&]<uint32_t kAtOnce>(Count<kAtOnce>, auto&& add) {
+  auto all_stages = [&]<uint32_t kKBlocks>(Count<kKBlocks>, auto&& add) {
+    constexpr uint32_t kAtOnce = kHalved ? kKBlocks / 2 : kKBlocks;
 #pragma unroll 1
-    for (; stages >= kAtOnce; stages -= kAtOnce) multiply_stages<Dtype, kAtOnce>(b, at, add);
-    if (kAtOnce > 1 && stages != 0) multiply_stages<Dtype, 1>(b, at, add);
+    for (; stages >= kAtOnce; stages -= kAtOnce) multiply_stages<Dtype, kAtOnce, kHalved>(b, at, add);
+    if (kAtOnce > 1 && stages != 0) multiply_stages<Dtype, 1, kHalved>(b, at, add);
   };
   Format<Dtype>::multiply(b, rows, all_stages, sums);
-  if constexpr (Dtype::kBytes == 2 && !kQuantised<Dtype>) {
-    if (b.in_parts()) sums.join();
-  }
 }
 
 // The biases of a lane's sums of a task: of two neighbouring columns in each of the warp's two blocks of eight rows of
@@ -168,11 +180,12 @@ __device__ __forceinline__ void store_part(const Block& b, uint32_t part, uint32
 }
 
 // The consumer warps: each computes its own features of every task.
-template <class Dtype, Activation kActivation, class Trace>
+template <class Dtype, Activation kActivation, bool kHalved, class Trace>
 __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace) {
   constexpr bool kGated = is_gated(kActivation);
-  using TheTasks = Tasks<Dtype, kGated>;
+  using TheTasks = Tasks<Dtype, kGated, kHalved>;
   using TaskRowScales = typename Format<Dtype>::template RowScales<kGated>;
+  constexpr uint32_t kMultiplying = kFewConsumers / TheTasks::kStageBlocks;  // warps
   const TheTasks tasks{b};
   HandedSlot handed;
   StageSlot at;
@@ -186,16 +199,16 @@ __device__ __forceinline__ void consume_tasks(const Block& b, const Trace& trace
     const uint32_t expert = b.routing.unit_expert[task.unit], first = b.routing.unit_first[task.unit];
     const uint32_t rows = b.routing.unit_rows[task.unit];
     Sums<Dtype> sums;
-    const uint32_t features = task.product == 0 ? TheTasks::kFeatures : kBoxFeatures;
-    const uint32_t column = task.tile * features + b.warp() * (features / kFewConsumers) + sums.first_row();
+    const uint32_t features = task.product == 0 ? TheTasks::kFeatures : TheTasks::kRows;
+    const uint32_t column = task.tile * features + b.warp() * (features / kMultiplying) + sums.first_row();
     const TaskRowScales scales{b, task, column};
     // Biases come from device memory, as weights do. So they are loaded while the stages are multiplied. (In FP8 there
     // are no registers for this, and they are loaded afterwards.)
     TaskBiases<Dtype, kGated> biases;
     if constexpr (!kQuantised<Dtype>) biases.load(b, task, expert, column);
-    multiply<Dtype>(b, rows, next.stages().count, at, sums);
+    multiply<Dtype, kHalved>(b, rows, next.stages().count, at, sums);
     if constexpr (kQuantised<Dtype>) biases.load(b, task, expert, column);
-    sums.finish(rows, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
+    sums.finish(b.warp() < kMultiplying ? rows : 0, [&](uint32_t t, const float (&sum)[kBlocks][2]) {
       scales.scale(sum, [&](const auto& scaled) {
         if (task.product == 0) {
           store_intermediate<Dtype, kActivation>(b, biases, column, first + t, scaled);

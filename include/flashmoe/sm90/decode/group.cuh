@@ -110,7 +110,7 @@ __device__ __forceinline__ void leave_well(const Block& b) {
 // block has left the call (leave_well()).
 template <class Dtype, Activation kActivation, class Trace>
 __device__ __forceinline__ bool compute(const Block& b, const Trace& trace) {
-  run_tasks<Dtype, kActivation>(b, trace);
+  run_tasks<Dtype, kActivation, false>(b, trace);
   trace.begin(1);
   if (!all_well(b)) return false;
   const bool sums = blockIdx.x * P::kLanes < b.c.shape.hidden * Dtype::kBytes / 16 * b.c.shape.tokens;

@@ -20,15 +20,17 @@ struct Format<MxFp4<D>> {
   static __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, const AllStages& all_stages,
                                                   Sums<Dtype>& sums) {
     const PairTable pairs{b};
-    with_arrangement<Dtype>(rows, b.in_parts(), [&](auto arrangement) {
+    const bool apart = b.is_very_few();
+    with_arrangement<Dtype>(rows, apart, [&](auto arrangement) {
       // A stage has four times as much K as with 16-bit weights, and to multiply two at once takes 1 to 4 % longer.
       all_stages(Count<1>{}, [&](const auto& w, uint32_t from) { w.multiply(from, pairs, arrangement, sums); });
     });
+    if (apart) sums.join();
   }
-  template <bool kGated>
+  template <bool kGated, bool kHalved>
   static __device__ __forceinline__ void load(const Block& b) {
     if (b.warp() == kFewConsumers + 1) {
-      load_rows<Dtype, kGated>(b);
+      load_rows<Dtype, kGated, kHalved>(b);
     } else {
       load_scales<Dtype, kGated>(b, b.warp() - kFewConsumers - 2);
     }

@@ -57,31 +57,24 @@ struct StageWeights {
       }
     }
   }
-  // Adds the products with the stage's rows. If `apart`, there are at most eight rows, and each step has a sum of its
-  // own, because with one sum each step would wait for the step before.
-  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, bool apart, TensorSums<Dtype>& sums) const {
-    if (apart) {
-      multiply_eights<1>(stage, 0, [&](uint32_t step, uint32_t) { return step; }, sums);
-      return;
-    }
+  // Adds the products with the stage's rows, step after step along K as the general kernel does.
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, TensorSums<Dtype>& sums) const {
 #pragma unroll
     for (uint32_t n = 0; n < kUnitRows<Dtype> / 8; n += 2) {
       if (8 * n >= rows) break;
-      auto sum_of = [&](uint32_t, uint32_t eight) { return n + eight; };
       if (8 * n + 8 < rows) {
-        multiply_eights<2>(stage, n, sum_of, sums);
+        multiply_eights<2>(stage, n, sums);
       } else {
-        multiply_eights<1>(stage, n, sum_of, sums);
+        multiply_eights<1>(stage, n, sums);
       }
     }
   }
 
  private:
   // Multiplies by kEights groups of eight rows side by side.
-  template <uint32_t kEights, class SumOf>
-  __device__ __forceinline__ void multiply_eights(uint32_t stage, uint32_t first, SumOf&& sum_of,
-                                                  TensorSums<Dtype>& sums) const {
-    static_assert(kBlocks == 2 && kSteps == TensorSums<Dtype>::kSums);
+  template <uint32_t kEights>
+  __device__ __forceinline__ void multiply_eights(uint32_t stage, uint32_t first, TensorSums<Dtype>& sums) const {
+    static_assert(kBlocks == 2);
     const uint32_t matrix = P::lane() / 8, row = P::lane() % 8;
 #pragma unroll
     for (uint32_t h = 0; h < kSteps / 2; ++h) {
@@ -95,7 +88,7 @@ struct StageWeights {
       for (uint32_t i = 0; i < 4; i += 2) {
 #pragma unroll
         for (uint32_t n = 0; n < kEights; ++n) {
-          sums.add(sum_of(2 * h + i / 2, n), low[i], high[i], low[i + 1], high[i + 1], rows[n][i], rows[n][i + 1]);
+          sums.add(first + n, low[i], high[i], low[i + 1], high[i + 1], rows[n][i], rows[n][i + 1]);
         }
       }
     }
@@ -120,7 +113,7 @@ struct StageWeights<Dtype> {
       }
     }
   }
-  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, bool, ExactSums<Dtype, kBlocks>& sums) const {
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t rows, ExactSums<Dtype, kBlocks>& sums) const {
     sums.add(chunks, rows, [&](uint32_t t, uint32_t j) { return load_chunk(stage, t, j); });
   }
 };

@@ -29,18 +29,30 @@ __device__ __forceinline__ void store_logit(const Block& b, uint32_t token, uint
   P::store_relaxed(b.memory().logit(token, expert), b.epoch << 32 | __float_as_uint(logit));
 }
 
+// Two chunks of 16 bytes of a row are a step of mma. Of each 4 chunks, lane q = lane % 4 has loaded chunk q. It gives away
+// half of this chunk and gets half of another one, so that all 4 lanes have a quarter of both steps. (Within a step, the
+// order of the elements is free.)
+__device__ __forceinline__ void spread_steps(uint4 chunk, uint2 (&steps)[2]) {
+  const bool upper = P::lane() % 4 >= 2;  // the lane's chunk is of the second step
+  const uint32_t x = __shfl_xor_sync(kFullWarp, upper ? chunk.x : chunk.z, 2);
+  const uint32_t y = __shfl_xor_sync(kFullWarp, upper ? chunk.y : chunk.w, 2);
+  steps[0] = upper ? uint2{x, y} : uint2{chunk.x, chunk.y};
+  steps[1] = upper ? uint2{chunk.z, chunk.w} : uint2{x, y};
+}
+
 // A warp's sums of the products of eight experts' rows with at most eight tokens' rows, over chunks [begin, end) of H.
-// `row`: the lane's expert's row.
+// `row`: the lane's expert's row. In 16 bits, steps have the same elements and the same order as in other kernels.
 template <class Dtype>
   requires(Dtype::kBytes == 2)
 __device__ __forceinline__ BlockSums<Dtype> sum_chunks(const Block& b, const uint8_t* row, uint32_t begin,
                                                        uint32_t end) {
-  constexpr uint32_t kChunks = 7;  // of a lane at a time: if H is at most 2688, all of its chunks take one round trip
+  constexpr uint32_t kChunks = 12;  // of a lane at a time: if H is at most 3072, all of its chunks take one round trip
   const uint8_t* const x = b.args.x + uint64_t{b.token_at(min_of(P::lane() / 4, b.c.shape.tokens - 1))} * 16;
   BlockSums<Dtype> sums;
 #pragma unroll 1
-  for (uint32_t first = begin + P::lane() % 4; P::ballot(first < end) != 0; first += kChunks * 4) {
-    const uint8_t *weights = row + first * 16, *tokens = x + first * 16;
+  for (uint32_t first = begin; first < end; first += kChunks * 4) {
+    const uint32_t own = first + P::lane() % 4;
+    const uint8_t *weights = row + own * 16, *tokens = x + own * 16;
     // The asm hides both addresses from the compiler. Otherwise it computes them anew for each chunk, from values that
     // it loads from memory, and each chunk's load waits for that.
     asm("" : "+l"(weights), "+l"(tokens));
@@ -48,12 +60,18 @@ __device__ __forceinline__ BlockSums<Dtype> sum_chunks(const Block& b, const uin
 #pragma unroll
     for (uint32_t j = 0; j < kChunks; ++j) {
       w[j] = v[j] = uint4{};
-      if (first + 4 * j < end) w[j] = load_weights16(weights + j * 64), v[j] = load_row16(tokens + j * 64);
+      if (own + 4 * j < end) w[j] = load_weights16(weights + j * 64), v[j] = load_row16(tokens + j * 64);
     }
 #pragma unroll
     for (uint32_t j = 0; j < kChunks; ++j) {
-      sums.add({v[j].x, 0, v[j].y, 0}, w[j].x, w[j].y);
-      sums.add({v[j].z, 0, v[j].w, 0}, w[j].z, w[j].w);
+      if (first + 4 * j >= end) break;
+      uint2 of_weights[2], of_tokens[2];
+      spread_steps(w[j], of_weights);
+      spread_steps(v[j], of_tokens);
+#pragma unroll
+      for (uint32_t s = 0; s < 2; ++s) {
+        sums.add({of_tokens[s].x, 0, of_tokens[s].y, 0}, of_weights[s].x, of_weights[s].y);
+      }
     }
   }
   return sums;
@@ -72,16 +90,19 @@ __device__ __forceinline__ ExactSums<Dtype, 1> sum_chunks(const Block& b, const 
   return sums;
 }
 
-// For calls whose products are summed in parts (in_parts()): with so few tokens, the gate takes about as long as a
-// round trip to memory. So each warp of a block has a part of H of eight experts' rows, and the warps' sums are added
-// in a fixed order.
+// For calls of up to kFewExactTokens tokens on a rank alone: the gate then takes about as long as a round trip to memory.
+// So each warp of a block has a part of H of eight experts' rows, and the warps' sums are added in the order of parts.
+// In 16 bits the parts are the logit's segments (kLogitSegments).
 template <class Dtype>
 __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expert) {
+  constexpr uint32_t kParts = Dtype::kBytes == 2 ? kLogitSegments : kFewRouters;
+  constexpr uint32_t kApart = Dtype::kBytes == 2 ? kRowBytes / 16 : 4;  // parts begin at multiples of so many chunks
+  static_assert(kParts <= kFewRouters);
   const uint32_t experts = b.c.shape.routed_experts(), tokens = b.c.shape.tokens;
-  const uint32_t chunks = b.c.shape.hidden * Dtype::kBytes / 16, fours = ceil_div(chunks, 4u);
-  if (b.warp() < kFewRouters) {
-    const uint32_t begin = begin_of_part(fours, b.warp(), kFewRouters) * 4;
-    const uint32_t end = min_of(begin_of_part(fours, b.warp() + 1, kFewRouters) * 4, chunks);
+  const uint32_t chunks = b.c.shape.hidden * Dtype::kBytes / 16, all = ceil_div(chunks, kApart);
+  if (b.warp() < kParts) {
+    const uint32_t begin = begin_of_part(all, b.warp(), kParts) * kApart;
+    const uint32_t end = min_of(begin_of_part(all, b.warp() + 1, kParts) * kApart, chunks);
     const auto sums =
         sum_chunks<Dtype>(b, b.args.router_rows.row(0, min_of(expert + P::lane() / 4, experts - 1)), begin, end);
     float* const partial = b.s.scratch.partial[b.warp()];
@@ -94,99 +115,119 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
   __syncthreads();
   const uint32_t i = threadIdx.x, e = expert + i % kProductRows;
   if (i < tokens * kProductRows && e < experts) {
-    float logit = bias_at<Dtype>(b.args.router_bias, e, true);
-    for (uint32_t w = 0; w < kFewRouters; ++w) logit += b.s.scratch.partial[w][i];
-    store_logit(b, i / kProductRows, e, logit);
+    float logit = 0.0f;
+    for (uint32_t w = 0; w < kParts; ++w) logit += b.s.scratch.partial[w][i];
+    store_logit(b, i / kProductRows, e, logit + bias_at<Dtype>(b.args.router_bias, e, true));
   }
   __syncthreads();
 }
 
 inline constexpr uint32_t kLogitTokens = 16;  // tokens of a warp
-// The sums of a logit: each is of every kLogitSums-th step. One sum has the general kernel's bits, but makes each step
-// wait for the step before, some 33 clocks: 8 us with H = 7168. In a group with FP8, the experts' products do not have
-// the general kernel's bits anyway. There a logit has four sums, whatever the number of tokens, and rows are loaded in
-// larger parts.
-inline constexpr bool kOwnLogits = kBuild.group && kBuild.quantised;
-inline constexpr uint32_t kLogitSums = kOwnLogits ? 4 : 1;
 // For calls of more tokens: a block computes the logits of eight experts for some tokens at a time, with a warp for
 // each 16 tokens. The rows of experts and tokens come to shared memory in parts along H, swizzled like those of a
 // stage. While one part is multiplied, others are on their way.
+// A logit has several sums (kLogitSegments), and each step of a sum waits for the step before, some 33 clocks. So
+// kAbreast segments go side by side: a part of a row has as many k-blocks of each of them. When these segments are done,
+// the next ones begin. A segment that is shorter than others ends with k-blocks of zeros.
+template <uint32_t kAbreast>
 struct LogitJob {
-  static constexpr uint32_t kParts = 4, kMostPartBytes = kOwnLogits ? 2048 : 1024;  // at a time; of a row in a part
+  static constexpr uint32_t kParts = 4, kMostPartBytes = 1024;  // at a time; of a row in a part
+  static constexpr uint32_t kRounds = kLogitSegments / kAbreast;
+  static constexpr uint32_t kLeastPartBytes = kAbreast * kRowBytes;
 
+  uint32_t k_blocks;  // of H
   uint32_t expert, token, tokens;
 
-  __device__ __forceinline__ uint32_t rows() const { return kProductRows + tokens; }
+  static __device__ __forceinline__ uint32_t rows_of(uint32_t tokens) { return kProductRows + tokens; }
+  // Whether shared memory has room for parts of so many rows.
+  static __device__ __forceinline__ bool fits(uint32_t tokens) {
+    return rows_of(tokens) * kParts * kLeastPartBytes <= sizeof(FewShared::logit_rows);
+  }
+  __device__ __forceinline__ uint32_t rows() const { return rows_of(tokens); }
   // How many warps multiply: the first ones. The other warps load; if there are no others, all warps load.
   __device__ __forceinline__ uint32_t multiplying() const { return ceil_div(tokens, kLogitTokens); }
   __device__ __forceinline__ uint32_t part_bytes() const {
-    return min_of(kMostPartBytes, uint32_t{sizeof(FewShared::logit_rows)} / kParts / rows() / kRowBytes * kRowBytes);
+    const uint32_t room = uint32_t{sizeof(FewShared::logit_rows)} / kParts / rows();
+    return min_of(kMostPartBytes, room / kLeastPartBytes * kLeastPartBytes);
+  }
+  // Parts of each round, and of all.
+  __device__ __forceinline__ uint32_t parts_of_round() const {
+    return ceil_div(ceil_div(k_blocks, kLogitSegments), part_bytes() / kLeastPartBytes);
+  }
+  __device__ __forceinline__ uint32_t parts() const { return kRounds * parts_of_round(); }
+  // The k-block that lies at place `block` of part `part`; k_blocks if none does.
+  __device__ __forceinline__ uint32_t k_block(uint32_t part, uint32_t block) const {
+    const uint32_t each = parts_of_round(), segment = part / each * kAbreast + block % kAbreast;
+    const uint32_t at =
+        segment_begin(k_blocks, segment) + part % each * (part_bytes() / kLeastPartBytes) + block / kAbreast;
+    return at < segment_begin(k_blocks, segment + 1) ? at : k_blocks;
   }
 };
-static_assert(sizeof(FewShared::logit_rows) / LogitJob::kParts / (kProductRows + kFewRouters * kLogitTokens) >=
+static_assert(sizeof(FewShared::logit_rows) / LogitJob<1>::kParts / (kProductRows + kFewRouters * kLogitTokens) >=
               kRowBytes);
 
 // All threads: load part `part` of the experts' rows and then of the tokens' rows, as one group of copies. Warps that
 // multiply have no time to copy, and their groups are empty.
-template <class Dtype>
-__device__ __forceinline__ void load_logit_rows(const Block& b, const LogitJob& job, uint32_t part) {
+template <class Dtype, class Job>
+__device__ __forceinline__ void load_logit_rows(const Block& b, const Job& job, uint32_t part) {
   const uint32_t pitch = job.part_bytes(), chunks = pitch / 16, all = b.c.shape.hidden * Dtype::kBytes;
-  const uint32_t first = part * pitch,
-                 to = shared_address(b.s.logit_rows) + part % LogitJob::kParts * job.rows() * pitch;
-  const uint32_t busy = job.multiplying() % kFewWarps * P::kLanes, end = first < all ? job.rows() * chunks : 0;
+  const uint32_t to = shared_address(b.s.logit_rows) + part % Job::kParts * job.rows() * pitch;
+  const uint32_t busy = job.multiplying() % kFewWarps * P::kLanes, end = part < job.parts() ? job.rows() * chunks : 0;
   for (uint32_t i = threadIdx.x - busy; threadIdx.x >= busy && i < end; i += kFewThreads - busy) {
     const uint32_t r = i / chunks, chunk = i % chunks;
     const uint8_t* const row = r < kProductRows
                                    ? b.args.router_rows.row(0, min_of(job.expert + r, b.c.shape.routed_experts() - 1))
                                    : b.args.x + uint64_t{b.token_at(job.token + r - kProductRows)} * 16;
-    const bool exists = first + chunk * 16 < all;
-    cp_async16_or_zero(to + r * pitch + (chunk ^ r % 8) * 16, row + (exists ? first + chunk * 16 : 0), exists ? 16 : 0);
+    const uint32_t from = job.k_block(part, chunk / 8) * kRowBytes + chunk % 8 * 16;
+    const bool exists = from < all;
+    cp_async16_or_zero(to + r * pitch + (chunk ^ r % 8) * 16, row + (exists ? from : 0), exists ? 16 : 0);
   }
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// All threads: compute a job's logits. Each sum takes its steps of 16 elements of H in ascending order.
-template <class Dtype>
-__device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob& job) {
-  const uint32_t pitch = job.part_bytes(), parts = ceil_div(b.c.shape.hidden * Dtype::kBytes, pitch);
+// All threads: compute a job's logits.
+template <class Dtype, uint32_t kAbreast>
+__device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob<kAbreast>& job) {
+  using Job = LogitJob<kAbreast>;
+  const uint32_t pitch = job.part_bytes(), parts = job.parts(), of_round = job.parts_of_round();
   const uint32_t matrix = P::lane() / 8, row = P::lane() % 8, first_token = b.warp() * kLogitTokens;
   // In place of a token that does not exist, the job's last row is multiplied. It is only in that token's own sums,
   // which nobody stores.
   const uint32_t x_row = min_of(kProductRows + first_token + matrix % 2 * 8 + row, job.rows() - 1);
-  BlockSums<Dtype> sums[kLogitSums];
-  for (uint32_t part = 0; part + 1 < LogitJob::kParts; ++part) load_logit_rows<Dtype>(b, job, part);
+  BlockSums<Dtype> sums[kAbreast], logits;
+  for (uint32_t part = 0; part + 1 < Job::kParts; ++part) load_logit_rows<Dtype>(b, job, part);
 #pragma unroll 1
-  for (uint32_t part = 0; part < parts; ++part) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LogitJob::kParts - 2) : "memory");
+  for (uint32_t part = 0, left = of_round; part < parts; ++part) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Job::kParts - 2) : "memory");
     __syncthreads();  // all threads' copies of this part are here, and all have read the part before
-    load_logit_rows<Dtype>(b, job, part + LogitJob::kParts - 1);
+    load_logit_rows<Dtype>(b, job, part + Job::kParts - 1);
     if (first_token >= job.tokens) continue;
-    const uint32_t from = shared_address(b.s.logit_rows) + part % LogitJob::kParts * job.rows() * pitch;
-#pragma unroll 2
-    for (uint32_t block = 0; block < pitch / kRowBytes; ++block) {  // all loads first: products wait for one another
-      uint32_t w[2][4], a[4][4];
+    const uint32_t from = shared_address(b.s.logit_rows) + part % Job::kParts * job.rows() * pitch;
+#pragma unroll 1
+    for (uint32_t block = 0; block < pitch / kRowBytes; block += kAbreast) {
 #pragma unroll
-      for (uint32_t h = 0; h < 2; ++h) {
-        load_matrices(w[h], from + row * pitch + block * kRowBytes + ((4 * h + matrix) ^ row) * 16);
-      }
+      for (uint32_t j = 0; j < kAbreast; ++j) {
+        uint32_t w[2][4], a[4][4];  // all loads first: products wait for one another
 #pragma unroll
-      for (uint32_t s = 0; s < 4; ++s) {
-        load_matrices(a[s], from + x_row * pitch + block * kRowBytes + ((2 * s + matrix / 2) ^ x_row % 8) * 16);
-      }
+        for (uint32_t h = 0; h < 2; ++h) {
+          load_matrices(w[h], from + row * pitch + (block + j) * kRowBytes + ((4 * h + matrix) ^ row) * 16);
+        }
 #pragma unroll
-      for (uint32_t s = 0; s < 4; ++s) {
-        sums[s % kLogitSums].add(a[s], w[s / 2][s % 2 * 2], w[s / 2][s % 2 * 2 + 1]);
+        for (uint32_t s = 0; s < 4; ++s) {
+          load_matrices(a[s], from + x_row * pitch + (block + j) * kRowBytes + ((2 * s + matrix / 2) ^ x_row % 8) * 16);
+        }
+#pragma unroll
+        for (uint32_t s = 0; s < 4; ++s) sums[j].add(a[s], w[s / 2][s % 2 * 2], w[s / 2][s % 2 * 2 + 1]);
       }
     }
+    if (--left != 0) continue;
+    left = of_round;
+#pragma unroll
+    for (uint32_t j = 0; j < kAbreast; ++j) logits.add(sums[j]), sums[j] = {};
   }
   __syncthreads();  // from here on, another job's rows may be loaded
   if (first_token >= job.tokens) return;
-#pragma unroll
-  for (uint32_t apart = kLogitSums / 2; apart != 0; apart /= 2) {
-#pragma unroll
-    for (uint32_t s = 0; s < apart; ++s) sums[s].add(sums[s + apart]);
-  }
-  sums[0].finish(min_of(kLogitTokens, job.tokens - first_token), [&](uint32_t t, const float (&sum)[1][2]) {
+  logits.finish(min_of(kLogitTokens, job.tokens - first_token), [&](uint32_t t, const float (&sum)[1][2]) {
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
       const uint32_t e = job.expert + BlockSums<Dtype>::first_row() + i;
@@ -200,7 +241,7 @@ __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob
 template <class Dtype>
 __device__ __forceinline__ void compute_logits(const Block& b) {
   const uint32_t all = b.c.shape.tokens, eights = ceil_div(b.c.shape.routed_experts(), kProductRows);
-  if (b.in_parts()) {
+  if (b.is_very_few()) {
     for (uint32_t i = blockIdx.x; i < eights; i += gridDim.x) compute_few_logits<Dtype>(b, i * kProductRows);
     return;
   }
@@ -210,9 +251,19 @@ __device__ __forceinline__ void compute_logits(const Block& b) {
     const uint32_t busy = kBuild.group ? min_of(b.c.blocks(), gridDim.x - 1) : 0;
     const uint32_t each =
         kLogitTokens * min_of(kFewRouters, ceil_div(eights * ceil_div(all, kLogitTokens), gridDim.x - busy));
-    for (uint32_t i = blockIdx.x; i < eights * ceil_div(all, each); i += gridDim.x) {
-      const uint32_t token = i / eights * each;
-      compute_logits_of<Dtype>(b, {i % eights * kProductRows, token, min_of(each, all - token)});
+    const uint32_t k_blocks = ceil_div(b.c.shape.hidden * Dtype::kBytes, kRowBytes);
+    auto compute = [&]<uint32_t kAbreast>(Count<kAbreast>) {
+      for (uint32_t i = blockIdx.x; i < eights * ceil_div(all, each); i += gridDim.x) {
+        const uint32_t token = i / eights * each;
+        compute_logits_of<Dtype>(
+            b, LogitJob<kAbreast>{k_blocks, i % eights * kProductRows, token, min_of(each, all - token)});
+      }
+    };
+    constexpr uint32_t kMostAbreast = 4;
+    if (LogitJob<kMostAbreast>::fits(each)) {
+      compute(Count<kMostAbreast>{});
+    } else {
+      compute(Count<1>{});
     }
   }
 }

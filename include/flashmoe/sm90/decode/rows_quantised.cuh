@@ -269,7 +269,7 @@ class StageRowLoader {
 // One of the warps that load rows: number `own` of them.
 template <class Dtype, bool kGated>
 __device__ __forceinline__ void load_quantised_rows(const Block& b, uint32_t own) {
-  const Tasks<Dtype, kGated> tasks{b};
+  const Tasks<Dtype, kGated, false> tasks{b};
   HandedSlot handed;
   StageSlot slot;
   for (uint32_t i = 0; i < own; ++i) slot.advance();

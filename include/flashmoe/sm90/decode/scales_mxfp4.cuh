@@ -25,7 +25,7 @@ class StageScaleLoader {
     const ExpertScales<uint8_t> expert{b, task};
     const bool halves = kGated && task.product == 0;
     const uint32_t columns = task.product == 0 ? b.c.shape.intermediate : b.c.shape.hidden;
-    const uint32_t first = task.tile * (task.product == 0 ? Tasks<Dtype, kGated>::kFeatures : kBoxFeatures);
+    const uint32_t first = task.tile * (task.product == 0 ? Tasks<Dtype, kGated, false>::kFeatures : kBoxFeatures);
     const GatedRows gated = b.is_shared(b.routing.unit_expert[task.unit]) ? b.args.shared_gated : b.args.gated;
     const auto begin = reinterpret_cast<uint64_t>(expert.first);
     words = reinterpret_cast<const uint8_t*>(begin / 4 * 4);

@@ -19,10 +19,12 @@
 namespace flashmoe::sm90::few {
 
 // A task multiplies 128 rows of an expert's weights by a unit's rows: in GEMM0, if there is a gate, 64 gate rows and
-// their up rows; in GEMM1, 128 columns of the output. It goes along all of K, or in GEMM1 perhaps along a part of it
-// (few_parts). GEMM0's tasks come first, so that those of a unit are done, or nearly, when GEMM1's tasks load its
-// intermediate rows. A block's first task is fixed, and it takes the next ones when it can load them, because memory
-// serves some multiprocessors up to a third faster than others.
+// their up rows; in GEMM1, 128 columns of the output. It goes along all of K. If a block has only a few of GEMM1's tasks,
+// and these are long, blocks would end at very different times. Then, with weights in 16 bits, all tasks are halved: they
+// have half as many rows of weights, and a stage has two k-blocks of these (halves_tasks). With weights in other formats,
+// GEMM1's tasks go along a part of K each (few_parts). GEMM0's tasks come first, so that those of a unit are done, or
+// nearly, when GEMM1's tasks load its intermediate rows. A block's first task is fixed, and it takes the next ones when it
+// can load them, because memory serves some multiprocessors up to a third faster than others.
 struct Task {
   uint32_t product, unit, tile;
   uint32_t part;  // of K
@@ -35,8 +37,8 @@ struct Task {
 inline constexpr uint32_t kNoTask = ~0u;
 static_assert(kFewUnits < 0x7ff && kMostFewParts <= 0xf);  // tile: at most 2^20 columns, 64 or more each
 
-// A task's stages, each of which has a k-block: the number of the first one in its row, and how many there are. (A row
-// of 2^20 columns of 16 bits has 2^14, so that both numbers fit in 16 bits.)
+// A task's stages, each of which has a k-block, or two if tasks are halved: the number of the first one in its row, and
+// how many there are. (A row of 2^20 columns of 16 bits has 2^14, so that both numbers fit in 16 bits.)
 struct Stages {
   uint32_t first, count;
 };
@@ -56,17 +58,28 @@ struct Handed {
   __device__ __forceinline__ Stages stages() const { return {range >> 16, range & 0xffffu}; }
 };
 
-template <class Dtype, bool kGated>
+// Whether tasks are halved. All blocks decide alike, since all know the same units.
+__device__ __forceinline__ bool halves_tasks(const Block& b) {
+  // GEMM1's tasks: fewer than kTasksOfBlock for a block, and kLeastBlocks k-blocks or more.
+  constexpr uint32_t kTasksOfBlock = 3, kLeastBlocks = 32;
+  return kMayHalve && b.c.shape.tokens <= kHalvedRows &&
+         b.routing.units * ceil_div(b.c.shape.hidden, kBoxFeatures) < kTasksOfBlock * gridDim.x &&
+         b.c.shape.intermediate * element_bytes(kBuild.dtype) >= kLeastBlocks * kRowBytes;
+}
+
+template <class Dtype, bool kGated, bool kHalved>
 struct Tasks {
-  static constexpr uint32_t kFeatures = kBoxFeatures / (kGated ? 2 : 1);    // intermediate columns of a task
+  static constexpr uint32_t kStageBlocks = kHalved ? 2 : 1;                 // k-blocks of a stage
+  static constexpr uint32_t kRows = kBoxFeatures / kStageBlocks;            // rows of weights of a task
+  static constexpr uint32_t kFeatures = kRows / (kGated ? 2 : 1);           // intermediate columns of a task of GEMM0
   static constexpr uint32_t kElementBytes = Factors<Dtype>::Type::kBytes;   // of what is multiplied
   static constexpr uint32_t kMapBytes = kMxFp4<Dtype> ? 1 : kElementBytes;  // of weights, as their tensor map has them
-  static constexpr uint32_t kStageChunks = (kMxFp4<Dtype> ? 4 : 1) * kRowBytes / 16;  // of a row in a stage
+  static constexpr uint32_t kBlockChunks = (kMxFp4<Dtype> ? 4 : 1) * kRowBytes / 16;  // of a row in a k-block
 
   const Block& b;
 
   __device__ __forceinline__ uint32_t tiles(uint32_t product) const {
-    return product == 0 ? ceil_div(b.c.shape.intermediate, kFeatures) : ceil_div(b.c.shape.hidden, kBoxFeatures);
+    return product == 0 ? ceil_div(b.c.shape.intermediate, kFeatures) : ceil_div(b.c.shape.hidden, kRows);
   }
   __device__ __forceinline__ uint32_t parts(uint32_t product) const {
     return product == 0 || kBuild.group ? 1 : b.args.few_parts;
@@ -82,7 +95,7 @@ struct Tasks {
     return (product == 0 ? b.c.shape.hidden : b.c.shape.intermediate) * kElementBytes / 16;
   }
   __device__ __forceinline__ Stages stages(const Task& task) const {
-    const uint32_t all = ceil_div(chunks(task.product), kStageChunks), n = parts(task.product);
+    const uint32_t all = ceil_div(chunks(task.product), kStageBlocks * kBlockChunks), n = parts(task.product);
     if (n == 1) return {0, all};
     const uint32_t first = begin_of_part(all, task.part, n);
     return {first, begin_of_part(all, task.part + 1, n) - first};
@@ -149,33 +162,47 @@ __device__ __forceinline__ Handed next_task(const Block& b, HandedSlot& slot) {
 
 // ---- weights --------------------------------------------------------------------------------------------------------
 
+// The map that has the weights of a product, of the routed experts or of the shared one.
+template <bool kHalved>
+__device__ __forceinline__ const TensorMap* map_of(const KernelArgs& a, uint32_t product, bool shared) {
+  if constexpr (kHalved) {
+    if (product == 0) return shared ? &a.halved.shared_gate_up : &a.halved.gate_up;
+    return shared ? &a.halved.shared_down : &a.halved.down;
+  } else {
+    if (product == 0) return shared ? &a.shared_gate_up : &a.gate_up;
+    return shared ? &a.shared_down : &a.down;
+  }
+}
+
 // Loads the weights of the task's stages [begin, end).
-template <class TheTasks>
+template <bool kHalved, class TheTasks>
 __device__ __forceinline__ void load_task_weights(const Block& b, const Task& task, const Stages& stages,
                                                   uint32_t begin, uint32_t end, StageSlot& stage) {
+  constexpr uint32_t kColumns = kRowBytes / TheTasks::kMapBytes;  // of a k-block, as the map has them
   FewPipeline& p = b.s.pipeline;
   const uint32_t expert = b.routing.unit_expert[task.unit];
   const bool shared = b.is_shared(expert);
-  const KernelArgs& a = b.args;
-  const TensorMap* const map =
-      task.product == 0 ? (shared ? &a.shared_gate_up : &a.gate_up) : (shared ? &a.shared_down : &a.down);
+  const TensorMap* const map = map_of<kHalved>(b.args, task.product, shared);
   const uint32_t matrix = shared ? expert - b.c.shape.routed_experts() : expert;
-  const uint32_t group = task.tile * (task.product == 0 ? TheTasks::kFeatures : kBoxFeatures) / kProductRows;
+  const uint32_t group = task.tile * (task.product == 0 ? TheTasks::kFeatures : TheTasks::kRows) / kProductRows;
   for (uint32_t i = begin; i < end; ++i, stage.advance()) {
     const uint32_t full = barrier_of(p.weights_full, stage);
     wait(barrier_of(p.empty, stage), stage.parity ^ 1);
     arrive_expect_tx(full, kBoxFeatures * kRowBytes);
-    tma_load(shared_address(b.s.weights[stage.at]), map, full, (stages.first + i) * kRowBytes / TheTasks::kMapBytes, 0,
-             0, group, matrix, kEvictFirst);
+#pragma unroll
+    for (uint32_t k = 0; k < TheTasks::kStageBlocks; ++k) {
+      tma_load(shared_address(b.s.weights[stage.at]) + k * TheTasks::kRows * kRowBytes, map, full,
+               ((stages.first + i) * TheTasks::kStageBlocks + k) * kColumns, 0, 0, group, matrix, kEvictFirst);
+    }
   }
 }
 
 // One thread: takes tasks, hands them on and loads their weights, as far ahead as there are stages. It asks for the
 // next task before it loads the last kLast stages, because the answer takes as long as to load these. It does not ask
 // earlier, because a block that has not loaded its task should leave the next one to another block.
-template <class Dtype, bool kGated>
+template <class Dtype, bool kGated, bool kHalved>
 __device__ __forceinline__ void load_weights(const Block& b) {
-  using TheTasks = Tasks<Dtype, kGated>;
+  using TheTasks = Tasks<Dtype, kGated, kHalved>;
   constexpr uint32_t kLast = 4;  // stages
   const TheTasks tasks{b};
   FewPipeline& p = b.s.pipeline;
@@ -190,9 +217,9 @@ __device__ __forceinline__ void load_weights(const Block& b) {
     arrive(barrier_of(p.task_full, handed));
     if (!exists) return;
     const uint32_t before = stages.count - min_of(stages.count, kLast);
-    load_task_weights<TheTasks>(b, task, stages, 0, before, stage);
+    load_task_weights<kHalved, TheTasks>(b, task, stages, 0, before, stage);
     i = gridDim.x + static_cast<uint32_t>(P::fetch_add(&b.c.control()->few_tickets.value, uint64_t{1}));
-    load_task_weights<TheTasks>(b, task, stages, before, stages.count, stage);
+    load_task_weights<kHalved, TheTasks>(b, task, stages, before, stages.count, stage);
   }
 }
 
@@ -208,10 +235,11 @@ __device__ __forceinline__ void wait_for_unit(const Block& b, uint32_t unit, uin
 }
 
 // One warp: loads the rows of every task, as soon as they are there. A lane has every eighth chunk of every fourth row.
-template <class Dtype, bool kGated>
+template <class Dtype, bool kGated, bool kHalved>
 __device__ __forceinline__ void load_rows(const Block& b) {
-  using TheTasks = Tasks<Dtype, kGated>;
-  constexpr uint32_t kRowsApart = 4, kMost = kUnitRows<Dtype> / kRowsApart, kEights = TheTasks::kStageChunks / 8;
+  using TheTasks = Tasks<Dtype, kGated, kHalved>;
+  constexpr uint32_t kMostRows = kHalved ? kHalvedRows : kUnitRows<Dtype>, kRowsApart = 4;
+  constexpr uint32_t kMost = kMostRows / kRowsApart, kEights = TheTasks::kBlockChunks / 8;
   const TheTasks tasks{b};
   FewPipeline& p = b.s.pipeline;
   const uint32_t first = P::lane() / 8, chunk = P::lane() % 8;
@@ -232,19 +260,22 @@ __device__ __forceinline__ void load_rows(const Block& b) {
     }
     const Stages stages = next.stages();
     for (uint32_t s = 0; s < stages.count; ++s, stage.advance()) {
-      const uint32_t at = (stages.first + s) * TheTasks::kStageChunks + chunk;
-      uint32_t valid[kEights];
+      const uint32_t at = (stages.first + s) * (TheTasks::kStageBlocks * TheTasks::kBlockChunks) + chunk;
+      uint32_t valid[TheTasks::kStageBlocks * kEights];
 #pragma unroll
-      for (uint32_t c = 0; c < kEights; ++c) valid[c] = at + 8 * c < tasks.chunks(task.product) ? 16 : 0;
+      for (uint32_t c = 0; c < TheTasks::kStageBlocks * kEights; ++c) {
+        valid[c] = at + 8 * c < tasks.chunks(task.product) ? 16 : 0;
+      }
       const uint32_t to = shared_address(b.s.rows[stage.at]) + first * kFewRowPitch;
       wait(barrier_of(p.empty, stage), stage.parity ^ 1);
 #pragma unroll
-      for (uint32_t c = 0; c < kEights; ++c) {
+      for (uint32_t c = 0; c < TheTasks::kStageBlocks * kEights; ++c) {
+        const uint32_t k_block = c / kEights * kMostRows * kFewRowPitch;
 #pragma unroll
         for (uint32_t i = 0; i < kMost; ++i) {
           if (i * kRowsApart >= rows) break;
-          const uint32_t swizzled = 8 * c + (chunk ^ row_swizzle(first + i * kRowsApart));
-          cp_async16_or_zero(to + i * kRowsApart * kFewRowPitch + swizzled * 16,
+          const uint32_t swizzled = 8 * (c % kEights) + (chunk ^ row_swizzle(first + i * kRowsApart));
+          cp_async16_or_zero(to + k_block + i * kRowsApart * kFewRowPitch + swizzled * 16,
                              from[i] + (valid[c] != 0 ? (at + 8 * c) * 16 : 0), valid[c]);
         }
       }

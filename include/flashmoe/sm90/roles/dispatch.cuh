@@ -19,7 +19,7 @@
 #include "flashmoe/gpu/tracer.cuh"
 #include "flashmoe/sm90/epilogue/features.cuh"
 #include "flashmoe/sm90/machine/load.cuh"
-#include "flashmoe/sm90/machine/mainloop.cuh"
+#include "flashmoe/sm90/roles/gate_sums.cuh"
 #include "flashmoe/sm90/roles/ring.cuh"
 #include "flashmoe/sm90/roles/shared_gate.cuh"
 #include "flashmoe/sm90/roles/team.cuh"
@@ -109,7 +109,7 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
     FeatureBias bias[Shape::kMs];
     load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
     const uint32_t stages = Shape::Stage::stages(c.shape.hidden * Dtype::kBytes);
-    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, stages, false, acc);
+    multiply_segments<typename Scores<Dtype>::Type, Shape>(ring, group, stages, acc);
     if constexpr (!kInPasses<typename Shape::Stage>) gate_stages_read();
     const Lane at = Lane::of_thread(group);  // anew: otherwise addresses are computed before the products
     float* const to = scratch.logits(experts, first + skipped + at.token());
@@ -123,7 +123,7 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
 template <class Dtype, class Stage>
 __device__ __forceinline__ void compute_logits(const KernelArgs& args, const Call& c, const DispatchScratch& scratch,
                                                typename Stage::Ring& ring, uint32_t b) {
-  const uint32_t group = threadIdx.x / kWarpgroup, all = c.tokens_in_block(b);
+  const uint32_t group = thread_anew() / kWarpgroup, all = c.tokens_in_block(b);
   if constexpr (Stage::kFeatures <= kMiddleGate) {
     multiply_gate<Dtype, FeaturesByHalfTokens<Stage>>(args, c, scratch, ring, group, 0, all);
   } else {
@@ -179,13 +179,13 @@ __device__ __forceinline__ void route_alone(const KernelArgs& args, const Call& 
                                             const DispatchScratch& scratch, uint32_t b) {
   with_gate<Dtype>(c.shape.gate_experts, [&]<class Stage>() {
     // At a new barrier, a wait for parity 1 returns at once, so the loaders find all stages empty.
-    const bool loads = threadIdx.x >= kFirstLoader;
+    const bool loads = thread_anew() >= kFirstLoader;
     typename Stage::Ring ring{shared_address(scratch.stages), shared_address(s.gate_barriers), 0, loads ? 1u : 0u};
     ring.advance(b / gridDim.x * gate_stages<Dtype, Stage>(c));
     if (!loads) {
       compute_logits<Dtype, Stage>(args, c, scratch, ring, b);
     } else {
-      if (threadIdx.x < kFirstLoader + kLoaders) load_gate<Dtype, Stage>(args, c, ring, b);
+      if (thread_anew() < kFirstLoader + kLoaders) load_gate<Dtype, Stage>(args, c, ring, b);
       if constexpr (!kInPasses<Stage>) gate_stages_read();
     }
   });

@@ -200,8 +200,8 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   const uint32_t warpgroup = thread / kWarpgroup;
   const uint32_t ring_memory = shared_address(memory);
   if (warp < kTeamWarps) {
-    const uint32_t end = dispatch_end<Dtype>(args, c);
-    for (uint32_t b = blockIdx.x; b < end; b += gridDim.x) {
+    // The loop's end is computed anew each time: there is no register in which to keep it.
+    for (uint32_t b = blockIdx.x; b < dispatch_end<Dtype>(args, c); b += gridDim.x) {
       if (!dispatch_block<Dtype, Pass>(args, c, s, memory, b, trace)) break;
     }
   }
@@ -245,11 +245,9 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   }
   if constexpr (kTrainsInGroup && kIsBackward) Pass::collect_weights(args, c);
   each_warp.end(Phase::kReturn, blockIdx.x, 0, 1);
-  __syncwarp();                                                      // lanes may have left a wait one by one
-  if constexpr (kTransposed || kBuild.keeps || kQuantised<Dtype>) {  // few shapes: the compiler would keep `thread`
-    thread = thread_anew();
-    warp = thread / 32;
-  }
+  __syncwarp();            // lanes may have left a wait one by one
+  thread = thread_anew();  // otherwise the compiler keeps it meanwhile, in a register or on the stack
+  warp = thread / 32;
   if constexpr (!Platform::kPeersMapped) {
     // Called by the first sender's warp: every rank has one, and by now it has done everything that may fail.
     if (warp == kTeamWarps && blockIdx.x == 1 + formers_of(c)) tell_fault<Platform>(c);

@@ -12,7 +12,7 @@
 
 #include "flashmoe/sm90/epilogue/features.cuh"
 #include "flashmoe/sm90/machine/load.cuh"
-#include "flashmoe/sm90/machine/mainloop.cuh"
+#include "flashmoe/sm90/roles/gate_sums.cuh"
 #include "flashmoe/sm90/roles/ring.cuh"
 
 namespace flashmoe::sm90 {
@@ -79,14 +79,14 @@ template <class Dtype>
 __device__ __forceinline__ void compute_shared_gate(const KernelArgs& args, const Call& c, const GateShare& share,
                                                     float* own, GateOfMany::Ring& ring) {
   using Shape = FeaturesByTokens<GateOfMany, GateOfMany::kTokens>;
-  const uint32_t group = threadIdx.x / kWarpgroup, experts = c.shape.gate_experts;
+  const uint32_t group = thread_anew() / kWarpgroup, experts = c.shape.gate_experts;
   Accumulators<Shape> acc;
   for (uint32_t e = share.first_expert + group * Shape::kNextA; e < share.end_expert + group * Shape::kNextA;
        e += GateOfMany::kFeatures) {
     FeatureBias bias[Shape::kMs];
     load_bias<Dtype>(bias, args.router_bias, Lane::of_thread(group), e, experts);
-    multiply<typename Scores<Dtype>::Type, Shape>(ring, group, GateOfMany::stages(c.shape.hidden * Dtype::kBytes),
-                                                  false, acc);
+    multiply_segments<typename Scores<Dtype>::Type, Shape>(ring, group,
+                                                           GateOfMany::stages(c.shape.hidden * Dtype::kBytes), acc);
     const Lane at = Lane::of_thread(group);
     const uint32_t first_of_second = c.block_tokens() / 8;  // the second block's first group of 8 tokens
     const auto place = [&](uint32_t eighth) {
@@ -106,13 +106,13 @@ __device__ __forceinline__ void route_together(const KernelArgs& args, const Cal
                                                float* logits, uint32_t b, uint32_t turn) {
   const GateShare share(c, b);
   // At a new barrier, a wait for parity 1 returns at once, so the loaders find all stages empty.
-  const bool loads = threadIdx.x >= kFirstLoader;
+  const bool loads = thread_anew() >= kFirstLoader;
   GateOfMany::Ring ring{shared_address(stages), shared_address(s.gate_barriers), 0, loads ? 1u : 0u};
   ring.advance(turn * share.template stages<Dtype>(c));
   if (!loads) {
     if (turn != 0) wait_for_cluster(s.dispatched, turn - 1);
     compute_shared_gate<Dtype>(args, c, share, logits, ring);
-  } else if (threadIdx.x < kFirstLoader + kLoaders) {
+  } else if (thread_anew() < kFirstLoader + kLoaders) {
     load_shared_gate<Dtype>(args, c, share, ring);
   }
 }

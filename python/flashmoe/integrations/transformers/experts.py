@@ -34,8 +34,8 @@ of a group."""
 _CONTEXT_WITH_SHARED = "_flashmoe_context_with_shared"
 """The same attribute for calls that include the block's shared expert."""
 _LOCAL = "_flashmoe_local_experts"
-"""The attribute of an experts module that says how many experts its tensors have, where other experts are on other
-ranks."""
+"""The attribute of an experts module that says how many experts its tensors have, where others are on other ranks. If
+experts are cut, it says how many slices."""
 _SLICES = "_flashmoe_slices"
 """The attribute of an experts module that says into how many slices its experts are cut."""
 
