@@ -108,7 +108,9 @@ def check(wheel: Path, python: str, folder: Path, gpu: bool) -> dict[str, Any]:
     if gpu:
         share_packages(python, programs / "python")
     pip = (sys.executable, "-m", "pip", "--python", programs / "python", "install", "--quiet", "--only-binary=:all:")
-    subprocess.run([*pip, wheel], check=True)  # without the extras
+    # PYTHONPATH may have the flashmoe that this script imports. pip would take that one for installed.
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, wheel], check=True, env=own)  # without the extras
     environment = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_OF)}
     environment |= {"PATH": str(programs), "FLASHMOE_NVCC": "/none", "FLASHMOE_CACHE": str(folder / "cache")}
     ran = []
@@ -125,7 +127,7 @@ def check(wheel: Path, python: str, folder: Path, gpu: bool) -> dict[str, Any]:
     run(programs / "python", "-c", FIND_KERNELS, said="kernels found")
     if not gpu:  # with --gpu, the packages of the command may be among the lent ones
         run(programs / "python", "-c", REFUSED, said="what the command needs")
-    subprocess.run([*pip, f"{wheel}[cli,plots]"], check=True)
+    subprocess.run([*pip, f"{wheel}[cli,plots]"], check=True, env=own)
     demo = (programs / "flashmoe", "run", "--out", folder / "out", "--engine")
     run(*demo, "cpu", "--ranks", "2", said="flashmoe run, CPU engine")
     found: dict[str, Any] = {"python": version, "glibc": libc, "ran": ran}

@@ -286,7 +286,7 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   general_maps_ = few_maps_ = maps_of(args);
   if (pass == Pass::kInference && !spec.transposed && encoding_of(spec.weight_type).bits == 16) {
     // With weights in 16 bits, the L2 loads no more for the kernel for a few tokens than the copy engine asks for. If it
-    // fetched 256 bytes for each 128, calls of 8 to 256 tokens would take 3 to 6 % longer.
+    // fetched 256 bytes for each 128, most calls of 8 to 256 tokens would take 1 to 3 % longer (docs/measured.md).
     gpu::KernelArgs few = args;
     set_weights(arch, few, layer, kMapPromotionNone);
     few_maps_ = maps_of(few);
