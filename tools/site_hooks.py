@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 """Files in the root of the repository, and the pages that they become."""
-EXAMPLES = ("train_parallel", "train_tiny_moe", "generate")
+EXAMPLES = ("train_parallel", "train_tiny_moe", "generate", "rollouts")
 
 
 def _as_page(text: str) -> str:
