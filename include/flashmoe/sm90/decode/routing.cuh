@@ -131,7 +131,8 @@ inline constexpr uint32_t kLogitTokens = 16;  // tokens of a warp
 // the next ones begin. A segment that is shorter than others ends with k-blocks of zeros.
 template <uint32_t kAbreast>
 struct LogitJob {
-  static constexpr uint32_t kParts = 4, kMostPartBytes = 1024;  // at a time; of a row in a part
+  // Parts at a time, and the most bytes of a row in a part. (Ranks with experts in FP8 have few tokens and long rows.)
+  static constexpr uint32_t kParts = 4, kMostPartBytes = kBuild.group && kBuild.quantised ? 2048 : 1024;
   static constexpr uint32_t kRounds = kLogitSegments / kAbreast;
   static constexpr uint32_t kLeastPartBytes = kAbreast * kRowBytes;
 
