@@ -113,8 +113,8 @@ def believed(name: str, tensor: Any) -> Any:
 
 
 def refuse_hollow(name: str, tensor: Any) -> None:
-    """Raises `InvalidArgument` for a tensor of PyTorch that is sparse or nested: its elements are not at one place in
-    memory."""
+    """Raises `InvalidArgument` for a tensor of PyTorch that is sparse or nested: no strides say where its elements
+    lie."""
     import torch
 
     if tensor.layout is not torch.strided:

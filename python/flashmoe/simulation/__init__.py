@@ -19,8 +19,8 @@ _NIC_GB_S = 50.0
 
 @dataclass(frozen=True)
 class Simulated:
-    """One simulated call. Where ranks differ, times are the slowest rank's, in microseconds; bytes are a rank's on
-    average."""
+    """One simulated call. Times are in microseconds. Where ranks differ, they are the slowest rank's; but `busy_us`,
+    bytes and messages are averages over ranks."""
 
     machines: int
     gpus: int
