@@ -52,6 +52,15 @@ def test_direct_return_does_not_depend_on_the_number_of_ranks(ranks, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tokens_bits_do_not_depend_on_the_others(ranks, dtype):
+    whole = random_problem(7, [208], dtype=dtype, **SIZES)
+    (expected,) = ranks.call(whole)
+    for tokens in (1, 2, 7, 8, 9, 16, 17, 64, 127, 128, 129):
+        (outcome,) = ranks.call(replace(whole, x=[whole.x[0][:tokens]]))
+        assert outcome.y.tobytes() == expected.y[:tokens].tobytes(), tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_direct_return_does_not_depend_on_the_placement(ranks, dtype):
     problem = random_problem(3, [50, 70, 90], dtype=dtype, return_mode="direct", **SIZES)
     placements = [None, [2] * 12, [2, 1, 0] * 4, [0, 2] * 6]
