@@ -418,7 +418,7 @@ __attribute__((no_sanitize("thread"))) uint64_t difference(const uint8_t* seen, 
 }
 
 // Notes which rank changed which byte in which call. A byte that is overwritten with its own value is not noticed.
-// But rows are hashes, and signals have the epoch, so over some calls every field is seen to change.
+// But rows are hashes, and signals have the epoch, so over some calls every field except `fault` is seen to change.
 class Observer {
  public:
   Observer(AbstractGroup<TurnPlatform>& group, const Limits& limits, const std::vector<Problem>& problems)

@@ -94,8 +94,10 @@ def test_layers(options: dict[str, Any], scales: str, tokens: int):
 @pytest.mark.parametrize("scales", ["block", "row", "tensor"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_slices_of_a_shared_expert(interleaved: bool, scales: str):
-    """The kernel for a few tokens computes each slice as a choice, and rounds its row. A slice's scales are rows of the
-    scales of shared_gate_up, and columns of the scales of shared_down."""
+    """The kernel for a few tokens computes each slice as a choice, and rounds each slice's result row before it adds
+    them. With scales of blocks, a slice's scales are rows of the scales of shared_gate_up, and columns of the scales of
+    shared_down. With scales of rows, all slices share the scales of shared_down. With scales of matrices, they share
+    both."""
     sizes = SIZES | {"intermediate": 128, "shared": 3, "shared_gate": True, "interleaved": interleaved}
     run_and_check(quantised(random_problem(54, [7], **sizes), scales), shared_in_slices=True)
 

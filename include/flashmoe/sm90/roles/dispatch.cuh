@@ -52,21 +52,26 @@ struct DispatchScratch {
 static_assert(kMaxChoices * 4 <= 8 * 1024 && kMaxExperts * 2 <= 2 * 1024 && kMaxRanks * 4 <= 1024);
 static_assert(kMaxExperts * 4 <= 8 * 1024 && kStageBytes + kTeamWarps * kMaxExperts * 2 <= kLogitsAt);
 
+// Whether a pass of the gate has at most 64 tokens if there are more than kMiddleGate experts. Products with 128 tokens
+// would take more registers than a thread has before the roles begin: without tensor cores, and in kernels that trace or
+// put, which have fewer to spare.
+template <class Dtype>
+inline constexpr bool kHalvesGate = !Scores<Dtype>::Type::kTensorCores || kBuild.trace || kBuild.rdma;
+
 // Calls f, a lambda `[&]<class Stage>() {..}`, with the gate's layout.
 template <class Dtype, class F>
 __device__ __forceinline__ void with_gate(uint32_t experts, F&& f) {
   if (experts <= kSmallGate) return f.template operator()<Gate<kSmallGate>>();
   if (experts <= kMiddleGate) return f.template operator()<Gate<kMiddleGate>>();
-  if constexpr (Scores<Dtype>::Type::kTensorCores) {
+  if constexpr (!kHalvesGate<Dtype>) {
     if (experts <= kBoxFeatures) return f.template operator()<Gate<kBoxFeatures>>();
   }
   f.template operator()<GateInPasses>();
 }
 
-// The most tokens of one pass of the gate. If the gate takes several passes, and no tensor cores, it is 64: products
-// with 128 tokens would take more registers than a thread has before the roles begin.
+// The most tokens of one pass of the gate.
 template <class Dtype, class Stage>
-inline constexpr uint32_t kGateTokens = Scores<Dtype>::Type::kTensorCores || !kInPasses<Stage> ? kMaxTokenBlock : 64;
+inline constexpr uint32_t kGateTokens = kHalvesGate<Dtype> && kInPasses<Stage> ? 64 : kMaxTokenBlock;
 
 // The number of stages that the gate of a whole token block takes.
 template <class Dtype, class Stage>
