@@ -30,11 +30,11 @@ struct CallSizes {
   uint32_t unit, most;
 };
 
-// Whether a row has the same bits at every place of every call of these sizes. `a` has at least most + 1 rows. For each number
-// of rows, one call computes rows 0, 1, ... of `a`, and another computes rows 1, 2, ...: each row but the first and the
-// last is then at two neighbouring places. If it has the same bits at both, for all rows, then all places of these
-// calls are alike. Row 0 is also compared with row 0 of the smallest call: if they agree, the number of rows makes no
-// difference either.
+// Whether a row has the same bits at every place of every call of these sizes. `a` has at least most + 1 rows. For each
+// number of rows, one call computes rows 0, 1, ... of `a`, and another computes rows 1, 2, ...: each row but the first
+// and the last is then at two neighbouring places. If it has the same bits at both, for all rows, then all places of
+// these calls are alike. Row 0 is also compared with row 0 of the smallest call: if they agree, the number of rows
+// makes no difference either.
 bool places_are_alike(CallSizes sizes, const std::vector<float>& a, const std::vector<float>& w, uint32_t n, uint32_t k,
                       Rows of) {
   const uint64_t stride = of == Rows::kResults ? k : n;

@@ -16,7 +16,8 @@ struct RouterBuffers {
 
 // Chooses the experts of one token from its logits [E], which are already rounded if the layer rounds them. Of the
 // experts of the best groups, these are the K with the largest logits, in falling order. If there are biases or several
-// groups, they are those with the largest scores plus biases. (Of equal ones, the lower expert.) `choice_bias`: [E]; null: none. An expert whose logit is -inf is chosen only if no other is left.
+// groups, they are those with the largest scores plus biases. (Of equal ones, the lower expert.) `choice_bias`: [E];
+// null: none. An expert whose logit is -inf is chosen only if no other is left.
 // Returns false if there is no choice: a logit, or a score with its bias, is NaN or +inf, or all logits are -inf.
 bool choose_experts(const LayerSpec& layer, const float* choice_bias, const float* logits, int32_t* ids, float* weights,
                     RouterBuffers& buffers);

@@ -116,11 +116,14 @@ void set_shared_backward(const Arch& arch, gpu::KernelArgs& a, const LayerSpec& 
   a.shared_down = encode(backward_down_map(arch, spec, down, spec.shared), down.data, spec.weight_type, "shared_down");
 }
 
-// Whether the kernel for a few tokens may halve tasks (decode/tasks.cuh).
+// Whether the kernel for a few tokens can read the layer's matrices, and these have 16 bits.
+bool few_in_16_bits(Pass pass, const LayerSpec& spec) {
+  return pass == Pass::kInference && !spec.transposed && encoding_of(spec.weight_type).bits == 16;
+}
+
+// Whether that kernel may halve tasks (decode/tasks.cuh).
 bool may_halve(const gpu::KernelArgs& a, const Layer& layer) {
-  const LayerSpec& spec = layer.spec;
-  return layer.pass == Pass::kInference && a.call.shape.ranks == 1 && !spec.transposed &&
-         encoding_of(spec.weight_type).bits == 16;
+  return few_in_16_bits(layer.pass, layer.spec) && a.call.shape.ranks == 1;
 }
 
 // The map of the same matrices for halved tasks.
@@ -284,9 +287,9 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
   args.rule = rule_of(layer);
   set_weights(arch, args, layer, kMapPromotion256B);
   general_maps_ = few_maps_ = maps_of(args);
-  if (pass == Pass::kInference && !spec.transposed && encoding_of(spec.weight_type).bits == 16) {
-    // With weights in 16 bits, the L2 loads no more for the kernel for a few tokens than the copy engine asks for. If it
-    // fetched 256 bytes for each 128, most calls of 8 to 256 tokens would take 1 to 3 % longer (docs/measured.md).
+  if (few_in_16_bits(pass, spec)) {
+    // With weights in 16 bits, the L2 loads no more for the kernel for a few tokens than the copy engine asks for. If
+    // it fetched 256 bytes for each 128, most calls of 8 to 256 tokens would take 1 to 3 % longer (docs/measured.md).
     gpu::KernelArgs few = args;
     set_weights(arch, few, layer, kMapPromotionNone);
     few_maps_ = maps_of(few);

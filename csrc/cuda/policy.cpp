@@ -25,8 +25,8 @@ constexpr double kHeldUpTo = 1.05, kSoonFrom = 1.85;
 // A lag of GEMM1 behind GEMM0 (OrderPolicy::gemm1_lag) that is larger than any call's number of tasks: GEMM1 waits for
 // all of GEMM0.
 constexpr uint32_t kAlwaysHeld = 0xffffffffu;
-// Tasks published ahead for each cluster. A rank alone: kMostAhead, or kMostShortAhead if tasks are short. Several ranks:
-// as many as together have kStagesAhead stages of the pipeline, at most kMostAhead and at least kLeastAhead.
+// Tasks published ahead for each cluster. A rank alone: kMostAhead, or kMostShortAhead if tasks are short. Several
+// ranks: as many as together have kStagesAhead stages of the pipeline, at most kMostAhead and at least kLeastAhead.
 constexpr uint32_t kMostAhead = 4, kMostShortAhead = 8, kLeastAhead = 1;
 constexpr uint32_t kStagesAhead = 32;  // which take about 20 us
 

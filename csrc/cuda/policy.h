@@ -44,7 +44,8 @@ uint32_t few_most(const CallShape& shape, uint32_t element_bytes, bool transpose
 // limits and the layer, on which all ranks agree, decide it.
 bool few_in_group(const Limits& limits, const LayerSpec& spec);
 // In how many parts GEMM1 sums the intermediate columns, in a call of few tokens. Calls of up to kFewExactTokens tokens
-// all have the same number of parts. Beyond that, and in a group, it is 1. weight_bits: bits of an element of weights.
+// all have the same number of parts. Beyond that, in a group, and with weights in 16 bits, it is 1. weight_bits: bits
+// of an element of weights.
 uint32_t few_parts(const Arch& arch, const CallShape& shape, uint32_t weight_bits);
 // Whether the kernel for a few tokens is the only kernel for weights of this type.
 constexpr bool only_few(const LayerSpec& spec) {

@@ -44,8 +44,8 @@ TensorMapShape rows_shape(const Arch& arch, uint64_t row_bytes, uint32_t element
 // For tiles of intermediate rows in e4m3.
 TensorMapShape quantised_tiles_shape(const Arch& arch, uint64_t tile_bytes, uint32_t columns, uint64_t tiles);
 
-// Host arithmetic only: touches neither the device nor a stream. `what` names the tensor in an error. promotion: how much
-// the L2 loads if the copy engine asks for less.
+// Host arithmetic only: touches neither the device nor a stream. `what` names the tensor in an error. promotion: how
+// much the L2 loads if the copy engine asks for less.
 gpu::TensorMap encode(const TensorMapShape& shape, uint64_t data, DType dtype, const char* what,
                       int promotion = kMapPromotion256B);
 

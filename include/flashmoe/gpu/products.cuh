@@ -36,8 +36,8 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
 }  // namespace detail
 
 // The sums of one block of weights with at most 16 tokens, by the tensor cores, in fp32. A step is 16 elements of K, in
-// the order in which memory has them. The general kernel has the same steps, so a sum of the same steps has the same bits
-// in both kernels.
+// the order in which memory has them. The general kernel has the same steps, so a sum of the same steps has the same
+// bits in both kernels.
 template <class Dtype>
 class BlockSums {
  public:

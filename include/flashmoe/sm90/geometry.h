@@ -85,9 +85,9 @@ inline constexpr uint32_t kSmallGate = 32, kMiddleGate = 64;
 FLASHMOE_HD constexpr uint32_t gate_features(uint32_t experts) {
   return experts <= kSmallGate ? kSmallGate : experts <= kMiddleGate ? kMiddleGate : kBoxFeatures;
 }
-// A logit from 16-bit rows is the sum of kLogitSegments sums, in their order, and then its bias. Each is of a part of the
-// k-blocks of H, in their order. All kernels sum so, and a token's logits have the same bits in all of them. One sum over
-// all of H would make the kernel for a few tokens wait some 33 clocks for each 16 columns: 8 us with H = 7168.
+// A logit from 16-bit rows is the sum of kLogitSegments sums, in their order, and then its bias. Each is of a part of
+// the k-blocks of H, in their order. All kernels sum so, and a token's logits have the same bits in all of them. One
+// sum over all of H would make the kernel for a few tokens wait some 33 clocks for each 16 columns: 8 us with H = 7168.
 inline constexpr uint32_t kLogitSegments = 8;
 // The first of `k_blocks` k-blocks that segment number `segment` has.
 FLASHMOE_HD constexpr uint32_t segment_begin(uint32_t k_blocks, uint32_t segment) {

@@ -141,9 +141,9 @@ inline constexpr uint32_t kFewWeightStageBytes =
 // In mxfp4, a table of the pair of numbers that each byte of two codes stands for, with a copy for each lane
 // (decode/products_mxfp4.cuh). It has kPairBytes rows of kPairWords words, of which each second half is unused.
 inline constexpr uint32_t kPairBytes = 256, kPairWords = 64;
-// With weights in 16 bits, tasks may be halved on a rank alone (halves_tasks). A stage then has two k-blocks: first their
-// weights, then their rows, each with room for half as many as otherwise. (In a group, a block does not know how many
-// rows other ranks bring.)
+// With weights in 16 bits, tasks may be halved on a rank alone (halves_tasks). A stage then has two k-blocks: first
+// their weights, then their rows, each with room for half as many as otherwise. (In a group, a block does not know how
+// many rows other ranks bring.)
 inline constexpr bool kMayHalve =
     !kBuild.group && !kBuild.quantised && !kBuild.mxfp4 && element_bytes(kBuild.dtype) == 2;
 inline constexpr uint32_t kHalvedRows = kFewStageRows / 2;

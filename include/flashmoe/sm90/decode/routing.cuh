@@ -29,9 +29,9 @@ __device__ __forceinline__ void store_logit(const Block& b, uint32_t token, uint
   P::store_relaxed(b.memory().logit(token, expert), b.epoch << 32 | __float_as_uint(logit));
 }
 
-// Two chunks of 16 bytes of a row are a step of mma. Of each 4 chunks, lane q = lane % 4 has loaded chunk q. It gives away
-// half of this chunk and gets half of another one, so that all 4 lanes have a quarter of both steps. (Within a step, the
-// order of the elements is free.)
+// Two chunks of 16 bytes of a row are a step of mma. Of each 4 chunks, lane q = lane % 4 has loaded chunk q. It gives
+// away half of this chunk and gets half of another one, so that all 4 lanes have a quarter of both steps. (Within a
+// step, the order of the elements is free.)
 __device__ __forceinline__ void spread_steps(uint4 chunk, uint2 (&steps)[2]) {
   const bool upper = P::lane() % 4 >= 2;  // the lane's chunk is of the second step
   const uint32_t x = __shfl_xor_sync(kFullWarp, upper ? chunk.x : chunk.z, 2);
@@ -90,9 +90,9 @@ __device__ __forceinline__ ExactSums<Dtype, 1> sum_chunks(const Block& b, const 
   return sums;
 }
 
-// For calls of up to kFewExactTokens tokens on a rank alone: the gate then takes about as long as a round trip to memory.
-// So each warp of a block has a part of H of eight experts' rows, and the warps' sums are added in the order of parts.
-// In 16 bits the parts are the logit's segments (kLogitSegments).
+// For calls of up to kFewExactTokens tokens on a rank alone: the gate then takes about as long as a round trip to
+// memory. So each warp of a block has a part of H of eight experts' rows, and the warps' sums are added in the order of
+// parts. In 16 bits the parts are the logit's segments (kLogitSegments).
 template <class Dtype>
 __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expert) {
   constexpr uint32_t kParts = Dtype::kBytes == 2 ? kLogitSegments : kFewRouters;
@@ -125,10 +125,10 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
 inline constexpr uint32_t kLogitTokens = 16;  // tokens of a warp
 // For calls of more tokens: a block computes the logits of eight experts for some tokens at a time, with a warp for
 // each 16 tokens. The rows of experts and tokens come to shared memory in parts along H, swizzled like those of a
-// stage. While one part is multiplied, others are on their way.
-// A logit has several sums (kLogitSegments), and each step of a sum waits for the step before, some 33 clocks. So
-// kAbreast segments go side by side: a part of a row has as many k-blocks of each of them. When these segments are done,
-// the next ones begin. A segment that is shorter than others ends with k-blocks of zeros.
+// stage. While one part is multiplied, others are on their way. A logit has several sums (kLogitSegments), and each
+// step of a sum waits for the step before, some 33 clocks. So kAbreast segments go side by side: a part of a row has as
+// many k-blocks of each of them. When these segments are done, the next ones begin. A segment that is shorter than
+// others ends with k-blocks of zeros.
 template <uint32_t kAbreast>
 struct LogitJob {
   // Parts at a time, and the most bytes of a row in a part. (Ranks with experts in FP8 have few tokens and long rows.)

@@ -19,12 +19,12 @@
 namespace flashmoe::sm90::few {
 
 // A task multiplies 128 rows of an expert's weights by a unit's rows: in GEMM0, if there is a gate, 64 gate rows and
-// their up rows; in GEMM1, 128 columns of the output. It goes along all of K. If a block has only a few of GEMM1's tasks,
-// and these are long, blocks would end at very different times. Then, with weights in 16 bits, all tasks are halved: they
-// have half as many rows of weights, and a stage has two k-blocks of these (halves_tasks). With weights in other formats,
-// GEMM1's tasks go along a part of K each (few_parts). GEMM0's tasks come first, so that those of a unit are done, or
-// nearly, when GEMM1's tasks load its intermediate rows. A block's first task is fixed, and it takes the next ones when it
-// can load them, because memory serves some multiprocessors up to a third faster than others.
+// their up rows; in GEMM1, 128 columns of the output. It goes along all of K. If a block has only a few of GEMM1's
+// tasks, and these are long, blocks would end at very different times. Then, with weights in 16 bits, all tasks are
+// halved: they have half as many rows of weights, and a stage has two k-blocks of these (halves_tasks). With weights in
+// other formats, GEMM1's tasks go along a part of K each (few_parts). GEMM0's tasks come first, so that those of a unit
+// are done, or nearly, when GEMM1's tasks load its intermediate rows. A block's first task is fixed, and it takes the
+// next ones when it can load them, because memory serves some multiprocessors up to a third faster than others.
 struct Task {
   uint32_t product, unit, tile;
   uint32_t part;  // of K

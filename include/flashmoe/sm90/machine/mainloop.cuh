@@ -74,6 +74,15 @@ inline constexpr bool kHalvesColumns<TokensByHalfFeatures<Stage>> = true;
 template <class Shape>
 using Accumulators = float[Shape::kMs][Shape::kN / 2];
 
+template <class Shape>
+__device__ __forceinline__ void clear(Accumulators<Shape>& acc) {
+#pragma unroll
+  for (uint32_t m = 0; m < Shape::kMs; ++m) {
+#pragma unroll
+    for (uint32_t i = 0; i < Shape::kN / 2; ++i) acc[m][i] = 0.0f;
+  }
+}
+
 // Calls f, a lambda `[&]<class Shape>() {..}`, with the smallest shape that covers `cover` tokens. A wgmma's time
 // grows with N. But each N is one more copy of the code, so there are shapes for some N only. half: the expert has no
 // features for the second half of the task (is_half). kGated: in e4m3, there are two shapes with a gate, and one
@@ -198,11 +207,7 @@ __device__ __forceinline__ void multiply_stage_exactly(const typename Shape::Sta
 template <class Dtype, class Shape>
 __device__ __forceinline__ void multiply_exactly(typename Shape::Stage::Ring& ring, uint32_t group, uint32_t stages,
                                                  Accumulators<Shape>& acc) {
-#pragma unroll
-  for (uint32_t m = 0; m < Shape::kMs; ++m) {
-#pragma unroll
-    for (uint32_t i = 0; i < Shape::kN / 2; ++i) acc[m][i] = 0.0f;
-  }
+  clear<Shape>(acc);
 #pragma unroll 1
   for (uint32_t s = 0; s < stages; ++s) {
     wait(ring.full(), ring.parity);

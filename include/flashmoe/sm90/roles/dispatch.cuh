@@ -53,8 +53,8 @@ static_assert(kMaxChoices * 4 <= 8 * 1024 && kMaxExperts * 2 <= 2 * 1024 && kMax
 static_assert(kMaxExperts * 4 <= 8 * 1024 && kStageBytes + kTeamWarps * kMaxExperts * 2 <= kLogitsAt);
 
 // Whether a pass of the gate has at most 64 tokens if there are more than kMiddleGate experts. Products with 128 tokens
-// would take more registers than a thread has before the roles begin: without tensor cores, and in kernels that trace or
-// put, which have fewer to spare.
+// would take more registers than a thread has before the roles begin: without tensor cores, and in kernels that trace
+// or put, which have fewer to spare.
 template <class Dtype>
 inline constexpr bool kHalvesGate = !Scores<Dtype>::Type::kTensorCores || kBuild.trace || kBuild.rdma;
 

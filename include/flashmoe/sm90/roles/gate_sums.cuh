@@ -15,11 +15,7 @@ __device__ __forceinline__ void multiply_segments(typename Shape::Stage::Ring& r
   if constexpr (!Dtype::kTensorCores) {
     multiply<Dtype, Shape>(ring, group, stages, false, acc);
   } else {
-#pragma unroll
-    for (uint32_t m = 0; m < Shape::kMs; ++m) {
-#pragma unroll
-      for (uint32_t i = 0; i < Shape::kN / 2; ++i) acc[m][i] = 0.0f;
-    }
+    clear<Shape>(acc);
 #pragma unroll 1
     for (uint32_t segment = 0; segment < kLogitSegments; ++segment) {
       const uint32_t of_segment = segment_begin(stages, segment + 1) - segment_begin(stages, segment);
