@@ -231,7 +231,7 @@ gpu::RouterRule rule_of(const Layer& layer) {
   const LayerSpec& spec = layer.spec;
   return {.sigmoid = spec.routing == Routing::kSigmoid ? 1u : 0u,
           .renormalize = spec.renormalize ? 1u : 0u,
-          .rounded_to = spec.round_logits ? spec.y_type : DType::kFloat32,
+          .rounds_logits = spec.round_logits ? 1u : 0u,
           .groups = spec.groups,
           .top_groups = spec.top_groups,
           .routed_scale = spec.routed_scale,

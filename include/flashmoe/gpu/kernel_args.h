@@ -63,7 +63,7 @@ struct WeightRows {
 struct RouterRule {
   uint32_t sigmoid;  // 1: scores are sigmoids; 0: a softmax over all E
   uint32_t renormalize;
-  DType rounded_to;  // the type to which logits are rounded first; float32: they are not rounded
+  uint32_t rounds_logits;  // logits are rounded to the type of x before anything is computed from them
   uint32_t groups, top_groups;
   float routed_scale;
   const float* choice_bias;  // [E]; may be null
@@ -72,9 +72,7 @@ struct RouterRule {
   // and of which float32 tells more apart.
   FLASHMOE_HD bool by_scores() const { return choice_bias != nullptr || groups > 1; }
   // Whether the rule is only a softmax and its K largest values, as in most models.
-  FLASHMOE_HD bool plain() const {
-    return sigmoid == 0 && rounded_to == DType::kFloat32 && !by_scores() && routed_scale == 1.0f;
-  }
+  FLASHMOE_HD bool plain() const { return sigmoid == 0 && !by_scores(); }
 };
 
 // The numbers of the clamped SwiGLU: min(g, limit) sigmoid(alpha min(g, limit)) (clamp(u, -limit, limit) + up_offset)

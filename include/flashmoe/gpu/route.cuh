@@ -53,19 +53,18 @@ struct TokenChoice {
   float* weights;  // [K]
 };
 
-// The logit, rounded as the rule says, from which scores are computed.
+// A logit as it is stored, from which scores are computed.
+template <class Dtype>
 __device__ __forceinline__ float rounded_logit(const RouterRule& rule, float v) {
-  if (rule.rounded_to == DType::kBFloat16) return Bf16::widen(Bf16::narrow(v));
-  if (rule.rounded_to == DType::kFloat16) return Fp16::widen(Fp16::narrow(v));
-  return v;
+  return rule.rounds_logits != 0 ? Dtype::widen(Dtype::narrow(v)) : v;
 }
 
 // Copies logits to the caller's memory: logit `first`, and every step-th logit after it. This must be done before
 // experts are chosen, because some rules put scores in the place of logits.
-__device__ __forceinline__ void write_logits(const RouterRule& rule, float* to, const float* logits, uint32_t count,
-                                             uint32_t first, uint32_t step) {
+__device__ __forceinline__ void write_logits(float* to, const float* logits, uint32_t count, uint32_t first,
+                                             uint32_t step) {
 #pragma unroll 1
-  for (uint32_t i = first; i < count; i += step) to[i] = rounded_logit(rule, logits[i]);
+  for (uint32_t i = first; i < count; i += step) to[i] = logits[i];
 }
 
 // ---- by any rule: one token of a warp after the other --------------------------------------------------------------
@@ -80,14 +79,14 @@ __device__ __forceinline__ bool can_be_chosen_by(float v) {
   return v < INFINITY;  // false of NaN
 }
 
-// Rounds a token's logits as the rule says, in place. If scores decide, puts the scores in their place, except that a
-// logit of -inf stays. False if no choice can be made.
+// If scores decide, puts a token's scores in the place of its logits, except that a logit of -inf stays. False if no
+// choice can be made.
 __device__ __forceinline__ bool prepare_token(const RouterRule& rule, float* logits, uint32_t experts) {
   using P = Platform;
   float largest = -INFINITY, sum = 0.0f;
   bool good = true;
   for (uint32_t e = P::lane(); e < experts; e += P::kLanes) {
-    const float v = rounded_logit(rule, logits[e]);
+    const float v = logits[e];
     good &= can_be_chosen_by(v);
     largest = max_of(largest, v);
     logits[e] = rule.by_scores() && rule.sigmoid != 0 && v != -INFINITY ? sigmoid(v) : v;
@@ -209,8 +208,8 @@ __device__ __forceinline__ bool choose_by_rule(const RouterRule& rule, const Tok
 // kPerLane of them. Returns a word whose bit t is set if no choice can be made for the t-th token; the token's ids
 // say so, too.
 template <uint32_t kPerLane, uint32_t kTokens>
-__device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTokens], uint32_t experts, uint32_t top_k,
-                                                 bool renormalize) {
+__device__ __forceinline__ uint32_t choose_among(const RouterRule& rule, const TokenChoice (&token)[kTokens],
+                                                 uint32_t experts, uint32_t top_k) {
   using P = Platform;
   const uint32_t lane = P::lane();
   uint32_t key[kTokens][kPerLane];  // 0: chosen already, or no expert
@@ -266,7 +265,7 @@ __device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTok
     if (largest[t] == -INFINITY) bad |= 1u << t;
     mine[t] = lane < top_k ? expf(mine[t] - largest[t]) : 0.0f;
     sum[t] = mine[t];
-    if (!renormalize) {
+    if (rule.renormalize == 0) {
       sum[t] = 0.0f;
       for (uint32_t e = lane; e < experts; e += 32) sum[t] += expf(token[t].logits[e] - largest[t]);
     }
@@ -281,18 +280,18 @@ __device__ __forceinline__ uint32_t choose_among(const TokenChoice (&token)[kTok
     if (lane >= top_k) continue;
     const bool good = (bad >> t & 1u) == 0;
     token[t].ids[lane] = good ? static_cast<int32_t>(chosen[t]) : ExpertId::kBad;
-    token[t].weights[lane] = good ? mine[t] / sum[t] : 0.0f;
+    token[t].weights[lane] = good ? mine[t] / sum[t] * rule.routed_scale : 0.0f;
   }
   return bad;
 }
 
 template <uint32_t kTokens>
-__device__ __forceinline__ uint32_t choose_experts(const TokenChoice (&token)[kTokens], uint32_t experts,
-                                                   uint32_t top_k, bool renormalize) {
-  if (experts <= 64) return choose_among<2>(token, experts, top_k, renormalize);
-  if (experts <= 128) return choose_among<4>(token, experts, top_k, renormalize);
-  if (experts <= 512) return choose_among<16>(token, experts, top_k, renormalize);
-  return choose_among<32>(token, experts, top_k, renormalize);
+__device__ __forceinline__ uint32_t choose_experts(const RouterRule& rule, const TokenChoice (&token)[kTokens],
+                                                   uint32_t experts, uint32_t top_k) {
+  if (experts <= 64) return choose_among<2>(rule, token, experts, top_k);
+  if (experts <= 128) return choose_among<4>(rule, token, experts, top_k);
+  if (experts <= 512) return choose_among<16>(rule, token, experts, top_k);
+  return choose_among<32>(rule, token, experts, top_k);
 }
 
 // The same if there are at most kTokenLanes experts: kTokenLanes lanes have a token, so a warp chooses for four
@@ -300,8 +299,8 @@ __device__ __forceinline__ uint32_t choose_experts(const TokenChoice (&token)[kT
 // logits are null if there is no such token.
 inline constexpr uint32_t kTokenLanes = 8;
 
-__device__ __forceinline__ uint32_t choose_four(const TokenChoice& token, uint32_t experts, uint32_t top_k,
-                                                bool renormalize) {
+__device__ __forceinline__ uint32_t choose_four(const RouterRule& rule, const TokenChoice& token, uint32_t experts,
+                                                uint32_t top_k) {
   using P = Platform;
   const uint32_t own = P::lane() % kTokenLanes, first = P::lane() - own;
   const bool exists = token.logits != nullptr && own < experts;
@@ -326,14 +325,14 @@ __device__ __forceinline__ uint32_t choose_four(const TokenChoice& token, uint32
   bad |= P::ballot(largest == -INFINITY);
   mine = own < top_k ? expf(mine - largest) : 0.0f;
   float sum = mine;
-  if (!renormalize) sum = exists ? expf(logit - largest) : 0.0f;
+  if (rule.renormalize == 0) sum = exists ? expf(logit - largest) : 0.0f;
 #pragma unroll
   for (uint32_t d = kTokenLanes / 2; d != 0; d /= 2) sum += __shfl_xor_sync(kFullWarp, sum, d);
   constexpr uint32_t kOfToken = (1u << kTokenLanes) - 1;
   if (exists && own < top_k) {
     const bool good = (bad >> first & kOfToken) == 0;
     token.ids[own] = good ? static_cast<int32_t>(chosen) : ExpertId::kBad;
-    token.weights[own] = good ? mine / sum : 0.0f;
+    token.weights[own] = good ? mine / sum * rule.routed_scale : 0.0f;
   }
   uint32_t tokens = 0;
 #pragma unroll

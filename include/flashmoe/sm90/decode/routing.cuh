@@ -24,8 +24,11 @@ inline constexpr uint32_t kMostChosenByAll = 2 * kFewRouters;
 
 // ---- gate -----------------------------------------------------------------------------------------------------------
 
-// A logit and its call's epoch are one word, so that the word is its own signal.
-__device__ __forceinline__ void store_logit(const Block& b, uint32_t token, uint32_t expert, float logit) {
+// Stores the logit that is `sum` and the expert's bias. A logit and its call's epoch are one word, so that the word is
+// its own signal.
+template <class Dtype>
+__device__ __forceinline__ void store_logit(const Block& b, uint32_t token, uint32_t expert, float sum) {
+  const float logit = rounded_logit<Dtype>(b.args.rule, sum + bias_at<Dtype>(b.args.router_bias, expert, true));
   P::store_relaxed(b.memory().logit(token, expert), b.epoch << 32 | __float_as_uint(logit));
 }
 
@@ -117,7 +120,7 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
   if (i < tokens * kProductRows && e < experts) {
     float logit = 0.0f;
     for (uint32_t w = 0; w < kParts; ++w) logit += b.s.scratch.partial[w][i];
-    store_logit(b, i / kProductRows, e, logit + bias_at<Dtype>(b.args.router_bias, e, true));
+    store_logit<Dtype>(b, i / kProductRows, e, logit);
   }
   __syncthreads();
 }
@@ -233,7 +236,7 @@ __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob
     for (uint32_t i = 0; i < 2; ++i) {
       const uint32_t e = job.expert + BlockSums<Dtype>::first_row() + i;
       if (e >= b.c.shape.routed_experts()) continue;
-      store_logit(b, job.token + first_token + t, e, sum[0][i] + bias_at<Dtype>(b.args.router_bias, e, true));
+      store_logit<Dtype>(b, job.token + first_token + t, e, sum[0][i]);
     }
   });
 }
@@ -325,12 +328,12 @@ __device__ __forceinline__ void choose(const Block& b, const Tokens& tokens) {
     const uint32_t t = tokens[i];
     collect_logits(b, t, logits);
     if (b.args.router_logits != nullptr && (kBuild.group || t % gridDim.x == blockIdx.x)) {
-      write_logits(rule, b.args.router_logits + uint64_t{t} * experts, logits, experts, P::lane(), P::kLanes);
+      write_logits(b.args.router_logits + uint64_t{t} * experts, logits, experts, P::lane(), P::kLanes);
       P::sync();
     }
     const TokenChoice choice[1] = {
         {logits, b.routing.ids + t * b.args.few_choices, b.routing.weights + t * b.args.few_choices}};
-    const bool good = rule.plain() ? choose_experts(choice, experts, top_k, rule.renormalize != 0) == 0
+    const bool good = rule.plain() ? choose_experts(rule, choice, experts, top_k) == 0
                                    : choose_by_rule(rule, choice[0], experts, top_k);
     if (!good && P::lane() == 0) note_row<P>(b.c, RowFault::kLogits, t);
   }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "flashmoe/gpu/activate.cuh"
+#include "flashmoe/gpu/route.cuh"
 #include "flashmoe/gpu/types.cuh"
 #include "flashmoe/sm90/machine/lane.cuh"
 #include "flashmoe/sm90/machine/mainloop.cuh"
@@ -244,13 +245,13 @@ __device__ __forceinline__ void store_returned(uint32_t staging, const Lane& at,
       [&](uint32_t token) { return reinterpret_cast<uint8_t*>(rows_to[token] + offset); });
 }
 
-// Gate: stores logits in fp32, of experts before end_expert. A thread has two neighbouring tokens of each eight. The
+// Gate: stores logits in fp32, rounded as the rule says, of experts before end_expert. A thread has two neighbouring tokens of each eight. The
 // logits of the first token of eight number i go to place(i)[expert], and those of the second `experts` elements
 // further on. The code has few instructions, since it runs once, and with few experts in one warp alone.
-template <uint32_t N, class Place>
+template <class Dtype, uint32_t N, class Place>
 __device__ __forceinline__ void store_gate(const Lane& at, const float (&acc)[N / 2], const FeatureBias& bias,
-                                           uint32_t rows, uint32_t first_expert, uint32_t end_expert, uint32_t experts,
-                                           Place&& place) {
+                                           const gpu::RouterRule& rule, uint32_t rows, uint32_t first_expert,
+                                           uint32_t end_expert, uint32_t experts, Place&& place) {
   const uint32_t expert = first_expert + at.warp * 16 + at.row();
   if (expert >= end_expert) return;
   const bool both = expert + 8 < end_expert;
@@ -259,11 +260,12 @@ __device__ __forceinline__ void store_gate(const Lane& at, const float (&acc)[N 
     const uint32_t token = j * 8 + at.token();
     if (token >= rows) break;
     float *const even = place(j) + expert, *const odd = even + experts;
-    even[0] = acc[4 * j] + bias.low;
-    if (both) even[8] = acc[4 * j + 2] + bias.high;
+    const auto store = [&](float* to, float logit) { *to = gpu::rounded_logit<Dtype>(rule, logit); };
+    store(even, acc[4 * j] + bias.low);
+    if (both) store(even + 8, acc[4 * j + 2] + bias.high);
     if (token + 1 < rows) {
-      odd[0] = acc[4 * j + 1] + bias.low;
-      if (both) odd[8] = acc[4 * j + 3] + bias.high;
+      store(odd, acc[4 * j + 1] + bias.low);
+      if (both) store(odd + 8, acc[4 * j + 3] + bias.high);
     }
   }
 }

@@ -119,7 +119,7 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
     const Lane at = Lane::of_thread(group);  // anew: otherwise addresses are computed before the products
     float* const to = scratch.logits(experts, first + skipped + at.token());
     static_assert(Shape::kMs == 1);
-    store_gate<Shape::kN>(at, acc[0], bias[0], tokens - skipped, e, experts, experts,
+    store_gate<Dtype, Shape::kN>(at, acc[0], bias[0], args.rule, tokens - skipped, e, experts, experts,
                           [&](uint32_t eighth) { return to + eighth * 8 * experts; });
   }
 }
@@ -161,16 +161,16 @@ __device__ __forceinline__ void choose_block(const KernelArgs& args, const Call&
     }
     return;
   }
-  const bool four = experts <= kTokenLanes, renormalize = args.rule.renormalize != 0;
+  const bool four = experts <= kTokenLanes;
   const uint32_t at_once = four ? Platform::kLanes / kTokenLanes : 2;  // tokens for which a warp chooses together
   for (uint32_t first = Team::worker(); first < tokens; first += at_once * kTeamWarps) {
     uint32_t bad;
     if (four) {
       const uint32_t t = first + Platform::lane() / kTokenLanes * kTeamWarps;
-      bad = choose_four(t < tokens ? choice(t) : TokenChoice{}, experts, top_k, renormalize);
+      bad = choose_four(args.rule, t < tokens ? choice(t) : TokenChoice{}, experts, top_k);
     } else {  // if there is no second token, the first one once more
       const uint32_t second = first + kTeamWarps < tokens ? first + kTeamWarps : first;
-      bad = choose_experts({choice(first), choice(second)}, experts, top_k, renormalize);
+      bad = choose_experts(args.rule, {choice(first), choice(second)}, experts, top_k);
     }
     if (bad == 0 || Platform::lane() != 0) continue;
     // Only the bad row with the lowest token is noted, which is that of the first bit.
@@ -220,7 +220,7 @@ __device__ __forceinline__ void route_block(const KernelArgs& args, const Call& 
   }
   if (args.router_logits != nullptr) {
     const uint32_t experts = c.shape.gate_experts;
-    write_logits(args.rule, args.router_logits + (uint64_t{b} << c.policy.log2_block) * experts,
+    write_logits(args.router_logits + (uint64_t{b} << c.policy.log2_block) * experts,
                  scratch.logits(experts, 0), c.tokens_in_block(b) * experts, threadIdx.x, kTeamWarps * 32);
     Team::team_sync();
   }

@@ -24,42 +24,61 @@ class RingSums {
 
   // In each item, the slots that hold a row must come first, as in Reduce. memory: the warp's part of the stages.
   __device__ __forceinline__ RingSums(const SumPiece& piece, uint32_t memory)
-      : piece_(piece), memory_(memory + P::lane() * 16), first_(P::exclusive_scan(P::popcount(piece.used), rows_)) {}
+      : piece_(piece),
+        rows_at_(piece.rows),
+        sums_at_(piece.out),
+        memory_(memory + P::lane() * 16),
+        first_(P::exclusive_scan(P::popcount(piece.used), rows_)) {
+    // Opaque, so that an address is one multiplication and addition. The compiler would add the lane's part and the
+    // array's beginning one after the other, for each row.
+    asm volatile("" : "+l"(rows_at_), "+l"(sums_at_));
+  }
 
+  // The loop has one batch, although a loop of kBatches would need no advance(): its instructions fit into the cache.
   __device__ __forceinline__ void run() const {
     float sum[kElements] = {};
-    Window last{}, now{};
+    Loads loads{};
+    Sums sums{}, next{};
     // A batch is summed when kBatches - 1 later ones are on their way.
     FLASHMOE_NO_UNROLL
-    for (uint32_t row = 0; row < rows_ + kRows; row += kRows) {
-      now = describe(row);
-#pragma unroll
-      for (uint32_t i = 0; i < kBatches; ++i) {
-        load(now, i);
-        cp_async_wait<kBatches - 1>();
-        if (i + 1 < kBatches) {
-          add(last, i + 1, sum);
-        } else {
-          add(now, 0, sum);
-        }
-      }
-      last = now;
+    for (uint32_t first = 0; first < align_up(rows_, kRows) + kRows; first += kBatch) {
+      const uint32_t place = first % kRows;
+      if (place == 0) describe(first, loads, next);
+      load(loads, place);
+      loads.advance();
+      cp_async_wait<kBatches - 1>();
+      if (place == kRows - kBatch) sums = next;
+      add(sums, (place + kBatch) % kRows, sum);
+      sums.advance();
     }
     cp_async_wait<0>();
   }
 
  private:
-  // kRows rows of the piece, item after item. Lane i has `from` and `to` of the i-th row. Bit i of the other words is
-  // of the i-th row.
-  struct Window {
-    uint32_t from, to;  // where the row is, and where its item's sum goes, as in SumPiece
+  // kRows rows of the piece, item after item, from the next batch on. Bit i of a mask is of the i-th row.
+  struct Loads {
+    uint32_t from;  // in lane i: where the i-th row is, as in SumPiece
+    uint32_t mine;  // this lane has a chunk of the row
+
+    __device__ __forceinline__ void advance() {
+      from = __shfl_down_sync(kFullWarp, from, kBatch);
+      mine >>= kBatch;
+    }
+  };
+  struct Sums {
+    uint32_t to;  // in lane i: where the sum of the i-th row's item goes, as in SumPiece
     uint32_t exist;
     uint32_t ends;    // the row is its item's last
-    uint32_t narrow;  // as in SumPiece
+    uint32_t stored;  // and this lane has a chunk of it
+
+    __device__ __forceinline__ void advance() {
+      to = __shfl_down_sync(kFullWarp, to, kBatch);
+      exist >>= kBatch, ends >>= kBatch, stored >>= kBatch;
+    }
   };
 
   // Describes rows row, row + 1, ...
-  __device__ __forceinline__ Window describe(uint32_t row) const {
+  __device__ __forceinline__ void describe(uint32_t row, Loads& loads, Sums& sums) const {
     const uint32_t own = row + P::lane();
     // A row's item is that of the last lane whose first row is not after the row. (An item without rows has the same
     // first row as the next item.)
@@ -70,52 +89,68 @@ class RingSums {
       if (first <= own) item += step;
     }
     const uint32_t slot = own - __shfl_sync(kFullWarp, first_, static_cast<int>(item));
-    const uint32_t from = __shfl_sync(kFullWarp, piece_.from, static_cast<int>(item)) + slot * (piece_.slot_bytes / 16);
-    const uint32_t to = __shfl_sync(kFullWarp, piece_.to, static_cast<int>(item));
+    const uint32_t from = __shfl_sync(kFullWarp, piece_.from, static_cast<int>(item));
     const uint32_t used = __shfl_sync(kFullWarp, piece_.used, static_cast<int>(item));
     const uint32_t narrow = __shfl_sync(kFullWarp, piece_.narrow, static_cast<int>(item));
     const bool exists = own < rows_;
-    return {.from = from,
-            .to = to,
-            .exist = P::ballot(exists),
-            .ends = P::ballot(exists && slot + 1 == P::popcount(used)),
-            .narrow = P::ballot(narrow != 0)};
-  }
-  __device__ __forceinline__ uint32_t place_of(uint32_t row) const { return memory_ + row * SumSpan::kStep; }
-  // Whether this lane has a chunk of the row.
-  __device__ __forceinline__ bool has(const Window& w, uint32_t row) const {
-    return (w.exist >> row & 1u) != 0 && ((w.narrow >> row & 1u) == 0 || piece_.inside);
+    sums.to = __shfl_sync(kFullWarp, piece_.to, static_cast<int>(item));
+    sums.exist = P::ballot(exists);
+    sums.ends = P::ballot(exists && slot + 1 == P::popcount(used));
+    const uint32_t wide = P::ballot(narrow == 0);
+    loads.from = from + slot * (piece_.slot_bytes / 16);
+    loads.mine = piece_.inside ? sums.exist : sums.exist & wide;
+    sums.stored = sums.ends & loads.mine;
   }
 
-  // Asks for the rows of a batch. After the last row, batches are empty.
-  __device__ __forceinline__ void load(const Window& w, uint32_t batch) const {
+  // Asks for the rows of a batch, for `place` and the places behind it. After the last row, batches are empty.
+  __device__ __forceinline__ void load(const Loads& loads, uint32_t place) const {
+    uint32_t to = memory_ + place * SumSpan::kStep;
+    asm volatile("" : "+r"(to));  // otherwise the compiler computes each row's place anew
 #pragma unroll
     for (uint32_t i = 0; i < kBatch; ++i) {
-      const uint32_t row = batch * kBatch + i, from = P::broadcast(w.from, row);
-      if (has(w, row)) cp_async16(place_of(row), piece_.rows + uint64_t{from} * 16);
+      const uint32_t from = P::broadcast(loads.from, i);
+      if ((loads.mine >> i & 1u) != 0) cp_async16(to + i * SumSpan::kStep, rows_at_ + uint64_t{from} * 16);
     }
     cp_async_commit();
   }
 
   // Adds the rows of a batch that has arrived, and stores the sums of items that end in it.
-  __device__ __forceinline__ void add(const Window& w, uint32_t batch, float (&sum)[kElements]) const {
-    if ((w.exist >> batch * kBatch & 1u) == 0) return;
+  __device__ __forceinline__ void add(const Sums& sums, uint32_t place, float (&sum)[kElements]) const {
+    if ((sums.exist & 1u) == 0) return;
+    const uint32_t from = memory_ + place * SumSpan::kStep;
     uint4 chunk[kBatch];
-#pragma unroll
-    for (uint32_t i = 0; i < kBatch; ++i) chunk[i] = load_shared16(place_of(batch * kBatch + i));
+    uint32_t to[kBatch];
 #pragma unroll
     for (uint32_t i = 0; i < kBatch; ++i) {
-      const uint32_t row = batch * kBatch + i;
-      Dtype::accumulate(sum, chunk[i]);
-      if ((w.ends >> row & 1u) == 0) continue;
-      const uint64_t to = P::broadcast(w.to, row);
-      if (has(w, row)) *reinterpret_cast<uint4*>(piece_.out + to * 16) = Dtype::round(sum);
+      chunk[i] = load_shared16(from + i * SumSpan::kStep);
+      to[i] = P::broadcast(sums.to, i);
+    }
 #pragma unroll
-      for (float& each : sum) each = 0.0f;
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      Dtype::accumulate(sum, chunk[i]);
+      if ((sums.ends >> i & 1u) == 0) continue;
+      store_if((sums.stored >> i & 1u) != 0, sums_at_ + uint64_t{to[i]} * 16, Dtype::round(sum));
+      // In place. After an assignment, the compiler would copy all sums of each row that is not its item's last.
+#pragma unroll
+      for (float& each : sum) asm volatile("mov.b32 %0, 0;" : "+f"(each));
     }
   }
 
+  // One predicated instruction. (For an if statement, the compiler makes a branch, and a meeting of the lanes behind it.)
+  __device__ __forceinline__ static void store_if(bool stores, uint8_t* to, const uint4& v) {
+    asm volatile(
+        "{\n"
+        ".reg .pred stores;\n"
+        "setp.ne.u32 stores, %0, 0;\n"
+        "@stores st.global.v4.u32 [%1], {%2, %3, %4, %5};\n"
+        "}" ::"r"(stores ? 1u : 0u),
+        "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+        : "memory");
+  }
+
   const SumPiece& piece_;
+  const uint8_t* rows_at_;  // as in SumPiece
+  uint8_t* sums_at_;
   const uint32_t memory_;
   uint32_t rows_;   // of all items
   uint32_t first_;  // number of the first row of this lane's item
