@@ -39,6 +39,14 @@ __device__ __forceinline__ uint4 load_weights16(const uint8_t* from) {
   return v;
 }
 
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_shared16(uint32_t to, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared16(uint32_t from) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

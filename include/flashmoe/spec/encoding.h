@@ -1,5 +1,5 @@
 // For every element type: how its elements are stored, and which elements of a matrix share a scale. Python has the
-// same in flashmoe.spec.ENCODINGS.
+// quantised types of this table in flashmoe.spec.ENCODINGS, and the bytes of other types' elements in ELEMENT_BYTES.
 #pragma once
 
 #include <cstdint>

@@ -32,57 +32,67 @@ __device__ __forceinline__ void store_logit(const Block& b, uint32_t token, uint
   P::store_relaxed(b.memory().logit(token, expert), b.epoch << 32 | __float_as_uint(logit));
 }
 
-// Two chunks of 16 bytes of a row are a step of mma. Of each 4 chunks, lane q = lane % 4 has loaded chunk q. It gives
-// away half of this chunk and gets half of another one, so that all 4 lanes have a quarter of both steps. (Within a
-// step, the order of the elements is free.)
-__device__ __forceinline__ void spread_steps(uint4 chunk, uint2 (&steps)[2]) {
-  const bool upper = P::lane() % 4 >= 2;  // the lane's chunk is of the second step
-  const uint32_t x = __shfl_xor_sync(kFullWarp, upper ? chunk.x : chunk.z, 2);
-  const uint32_t y = __shfl_xor_sync(kFullWarp, upper ? chunk.y : chunk.w, 2);
-  steps[0] = upper ? uint2{x, y} : uint2{chunk.x, chunk.y};
-  steps[1] = upper ? uint2{chunk.z, chunk.w} : uint2{x, y};
-}
-
-// A warp's sums of the products of eight experts' rows with at most eight tokens' rows, over chunks [begin, end) of H.
-// `row`: the lane's expert's row. In 16 bits, steps have the same elements and the same order as in other kernels.
+// A warp's sums of the products of eight experts' rows, from `expert` on, with all tokens' rows, of which there are at
+// most eight, over chunks [begin, end) of H. In 16 bits, steps have the same elements and the same order as in other
+// kernels. The rows pass through the warp's part of shared memory, swizzled like those of a stage. The code has loops
+// where it could be unrolled, because it runs once: the time of its instructions would be that of fetching them.
 template <class Dtype>
   requires(Dtype::kBytes == 2)
-__device__ __forceinline__ BlockSums<Dtype> sum_chunks(const Block& b, const uint8_t* row, uint32_t begin,
-                                                       uint32_t end) {
-  constexpr uint32_t kChunks = 12;  // of a lane at a time: if H is at most 3072, all of its chunks take one round trip
-  const uint8_t* const x = b.args.x + uint64_t{b.token_at(min_of(P::lane() / 4, b.c.shape.tokens - 1))} * 16;
+__device__ __forceinline__ BlockSums<Dtype> sum_chunks(const Block& b, uint32_t expert, uint32_t begin, uint32_t end) {
+  constexpr uint32_t kPitch = 1024, kChunks = kPitch / 16, kBlockChunks = kRowBytes / 16;  // of a row at a time
+  static_assert(kLogitSegments * 2 * kProductRows * kPitch <= sizeof(FewShared::logit_rows));
+  const uint32_t memory = shared_address(b.s.logit_rows) + b.warp() * (2 * kProductRows * kPitch);
+  const uint32_t matrix = P::lane() / 8, row = P::lane() % 8, last = b.c.shape.routed_experts() - 1;
   BlockSums<Dtype> sums;
 #pragma unroll 1
-  for (uint32_t first = begin; first < end; first += kChunks * 4) {
-    const uint32_t own = first + P::lane() % 4;
-    const uint8_t *weights = row + own * 16, *tokens = x + own * 16;
-    // The asm hides both addresses from the compiler. Otherwise it computes them anew for each chunk, from values that
-    // it loads from memory, and each chunk's load waits for that.
-    asm("" : "+l"(weights), "+l"(tokens));
-    uint4 w[kChunks], v[kChunks];
-#pragma unroll
-    for (uint32_t j = 0; j < kChunks; ++j) {
-      w[j] = v[j] = uint4{};
-      if (own + 4 * j < end) w[j] = load_weights16(weights + j * 64), v[j] = load_row16(tokens + j * 64);
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < kChunks; ++j) {
-      if (first + 4 * j >= end) break;
-      uint2 of_weights[2], of_tokens[2];
-      spread_steps(w[j], of_weights);
-      spread_steps(v[j], of_tokens);
-#pragma unroll
-      for (uint32_t s = 0; s < 2; ++s) {
-        sums.add({of_tokens[s].x, 0, of_tokens[s].y, 0}, of_weights[s].x, of_weights[s].y);
+  for (uint32_t first = begin; first < end; first += kChunks) {
+    const uint32_t chunks = min_of(kChunks, end - first);
+#pragma unroll 1
+    for (uint32_t r = 0; r < kProductRows + b.c.shape.tokens; ++r) {
+      const uint8_t* const from = (r < kProductRows ? b.args.router_rows.row(0, min_of(expert + r, last))
+                                                    : b.args.x + uint64_t{b.token_at(r - kProductRows)} * 16) +
+                                  first * 16;
+#pragma unroll 1
+      for (uint32_t c = P::lane(); c < align_up(chunks, kBlockChunks); c += P::kLanes) {
+        const bool exists = c < chunks;
+        cp_async16_or_zero(memory + r * kPitch + (c ^ r % 8) * 16, from + (exists ? c : 0) * 16, exists ? 16 : 0);
       }
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    P::sync();
+    // The operands of a k-block are loaded while the one before is multiplied: each step waits for the step before.
+    uint32_t w[2][2][4], x[2][2][4];  // [k-block % 2][half of it], two steps each
+    const auto load = [&](uint32_t c, uint32_t (&w)[2][4], uint32_t (&x)[2][4]) {
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) {
+        load_matrices(w[h], memory + row * kPitch + (c + ((4 * h + matrix) ^ row)) * 16);
+        load_matrices(x[h], memory + (kProductRows + row) * kPitch + (c + ((4 * h + matrix) ^ row)) * 16);
+      }
+    };
+    load(0, w[0], x[0]);
+#pragma unroll 1
+    for (uint32_t c = 0; c < chunks; c += 2 * kBlockChunks) {
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        // Behind the last k-block, what is loaded is not multiplied.
+        load(min_of(c + (i + 1) * kBlockChunks, kChunks - kBlockChunks), w[1 - i], x[1 - i]);
+        if (i == 1 && c + kBlockChunks >= chunks) break;
+#pragma unroll
+        for (uint32_t s = 0; s < 4; ++s) {
+          const uint32_t (&tokens)[4] = x[i][s / 2], (&weights)[4] = w[i][s / 2];
+          sums.add({tokens[s % 2 * 2], 0, tokens[s % 2 * 2 + 1], 0}, weights[s % 2 * 2], weights[s % 2 * 2 + 1]);
+        }
+      }
+    }
+    P::sync();
   }
   return sums;
 }
 template <class Dtype>
   requires(Dtype::kBytes == 4)
-__device__ __forceinline__ ExactSums<Dtype, 1> sum_chunks(const Block& b, const uint8_t* row, uint32_t begin,
+__device__ __forceinline__ ExactSums<Dtype, 1> sum_chunks(const Block& b, uint32_t expert, uint32_t begin,
                                                           uint32_t end) {
+  const uint8_t* const row = b.args.router_rows.row(0, min_of(expert + P::lane() / 4, b.c.shape.routed_experts() - 1));
   ExactSums<Dtype, 1> sums;
 #pragma unroll 2
   for (uint32_t chunk = begin + P::lane() % 4; chunk < end; chunk += 4) {
@@ -106,8 +116,7 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
   if (b.warp() < kParts) {
     const uint32_t begin = begin_of_part(all, b.warp(), kParts) * kApart;
     const uint32_t end = min_of(begin_of_part(all, b.warp() + 1, kParts) * kApart, chunks);
-    const auto sums =
-        sum_chunks<Dtype>(b, b.args.router_rows.row(0, min_of(expert + P::lane() / 4, experts - 1)), begin, end);
+    const auto sums = sum_chunks<Dtype>(b, expert, begin, end);
     float* const partial = b.s.scratch.partial[b.warp()];
     sums.finish(tokens, [&](uint32_t t, const float (&sum)[1][2]) {
       const uint32_t at = t * kProductRows + sums.first_row();

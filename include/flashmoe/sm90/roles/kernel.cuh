@@ -229,7 +229,7 @@ __device__ __forceinline__ void run_roles(const KernelArgs& args, Shared& s, uin
   }
   if (c.policy.joined == 0) {
     // (In a backward pass, tasks after the stop still use the stages.)
-    const auto stages = stages_of_ended<!kIsBackward>(s);
+    const auto stages = stages_of_ended<kTrace>(s);
     using Sums =
         SumEngine<Dtype, Tracer<kTrace, 32>, SpansMachines<Platform>, Platform, std::remove_const_t<decltype(stages)>>;
     Sums sums(c, args.out, each_warp, stages);

@@ -187,10 +187,11 @@ struct IdleStages {
   }
 };
 
-// IdleStages in a pass whose tasks end with the stop word (kEnds), otherwise NoStages.
-template <bool kEnds>
+// IdleStages, or NoStages where nothing is summed through the stages: in backward passes, whose blocks still compute
+// gradients of weights there; and in kernels that keep, trace or multiply in e4m3, in which ptxas would spill.
+template <bool kTrace>
 __device__ __forceinline__ auto stages_of_ended(const Shared& s) {
-  if constexpr (kEnds) {
+  if constexpr (!kIsBackward && !kTrace && !kBuild.keeps && !kBuild.quantised) {
     return IdleStages{s};
   } else {
     return NoStages{};
