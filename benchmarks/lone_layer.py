@@ -36,7 +36,8 @@ class LoneLayer:
             return_mode="direct",
             profile={},
         )
-        how = {"top_k": self.top_k, "activation": self.activation, "exact": exact}
+        # Models' routers are linear layers of the hidden states' type, and round their results to it.
+        how = {"top_k": self.top_k, "activation": self.activation, "exact": exact, "round_logits": True}
         self.moe = functools.partial(flashmoe.moe, self.context, router=self.router, **how)
 
     def __call__(self, i: int) -> torch.Tensor:

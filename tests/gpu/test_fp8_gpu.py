@@ -1,6 +1,6 @@
 """Experts in FP8 on the CUDA engine, against the float64 reference: scales, options, edges, groups, random layers.
 
-Calls of few tokens have a kernel of their own, and test_few_fp8.py tests it. FLASHMOE_EXAMPLES sets the number of
+Calls of few tokens have a kernel of their own, and test_few_quantised.py tests it. FLASHMOE_EXAMPLES sets the number of
 random layers, FLASHMOE_SEED makes a run repeat another.
 """
 

@@ -1062,7 +1062,7 @@ QUANTISED = Topic(
             (
                 "tests/test_fp8.py::test_x_may_come_quantised_which_changes_no_bit",
                 "tests/gpu/test_fp8_gpu.py::test_x_may_come_quantised_which_changes_no_bit",
-                "tests/gpu/test_few_fp8.py::test_x_may_come_quantised_which_changes_no_bit",
+                "tests/gpu/test_few_quantised.py::test_x_may_come_quantised_which_changes_no_bit",
             ),
         ),
         Promise(
@@ -1101,8 +1101,8 @@ QUANTISED = Topic(
             (
                 "tests/test_quantised.py::test_layers",
                 "tests/test_quantised.py::test_any_layer_agrees_with_the_reference",
-                "tests/gpu/test_few_mxfp4.py::test_layers",
-                "tests/gpu/test_few_mxfp4.py::test_any_layer_agrees_with_the_reference",
+                "tests/gpu/test_few_quantised.py::test_layers",
+                "tests/gpu/test_few_quantised.py::test_any_layer_agrees_with_the_reference",
             ),
         ),
         Promise(
@@ -1118,7 +1118,7 @@ QUANTISED = Topic(
             (
                 "tests/test_mxfp4.py::test_what_a_gpu_has_no_kernel_of_is_refused_by_name",
                 "tests/fake_driver/mxfp4_cases.py::test_what_there_is_no_kernel_of_beside_mxfp4_is_refused",
-                "tests/gpu/test_few_mxfp4.py::test_every_number_of_tokens",
+                "tests/gpu/test_few_quantised.py::test_every_number_of_tokens_in_mxfp4",
             ),
         ),
         Promise(
@@ -1187,9 +1187,9 @@ FEW = Topic(
             FP8,
             "Here the result is as near to the reference as in the general kernel, or nearer",
             (
-                "tests/gpu/test_few_fp8.py::test_every_number_of_tokens",
-                "tests/gpu/test_few_fp8.py::test_layers",
-                "tests/gpu/test_few_fp8.py::test_a_tokens_bits_do_not_depend_on_the_others",
+                "tests/gpu/test_few_quantised.py::test_every_number_of_tokens_in_fp8",
+                "tests/gpu/test_few_quantised.py::test_layers",
+                "tests/gpu/test_few_quantised.py::test_a_tokens_bits_do_not_depend_on_the_others",
             ),
         ),
         Promise(

@@ -93,7 +93,7 @@ class Layers:
         return made
 
     def call(self, tokens: int, layer: int) -> torch.Tensor:
-        router = {"router": self.routers[layer], "top_k": self.top_k}
+        router = {"router": self.routers[layer], "top_k": self.top_k, "round_logits": True}  # as models' routers do
         return flashmoe.moe(self.context, self.x[:tokens], **self.weights[layer], **router, **self.options)
 
     def touched_bytes(self, tokens: int) -> float:
