@@ -15,7 +15,9 @@ class LoneLayer:
     """A layer of random weights on one GPU, with a context that has the built-in order of tasks. Calling the object
     with a number i makes a call with batch i % 4. `sizes`: an entry of `flashmoe.bench.shapes.SHAPES`."""
 
-    def __init__(self, sizes: Sequence[Any], tokens: int, dtype: str = "bfloat16", exact: bool = False) -> None:
+    def __init__(
+        self, sizes: Sequence[Any], tokens: int, dtype: str = "bfloat16", exact: bool = False, round_logits: bool = True
+    ) -> None:
         hidden, inner, self.experts, self.top_k, self.activation, _ = sizes
         torch.manual_seed(tokens)
         make = {"device": "cuda", "dtype": getattr(torch, dtype)}
@@ -37,7 +39,7 @@ class LoneLayer:
             profile={},
         )
         # Models' routers are linear layers of the hidden states' type, and round their results to it.
-        how = {"top_k": self.top_k, "activation": self.activation, "exact": exact, "round_logits": True}
+        how = {"top_k": self.top_k, "activation": self.activation, "exact": exact, "round_logits": round_logits}
         self.moe = functools.partial(flashmoe.moe, self.context, router=self.router, **how)
 
     def __call__(self, i: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Compares the speed of two versions of the package on one GPU, in turn in one run.
 
     python benchmarks/old_new.py --trees OLD NEW [--commits OLD NEW] [--layers SHAPE:TOKENS ...] [--backward]
-                                 [--rounds N] [--out FILE.json]
+                                 [--plain-logits] [--rounds N] [--out FILE.json]
 
 A tree is a folder that holds an importable `flashmoe`, see same_bits.py. The layers are those of the table of one GPU
 in docs/measured.md, and Qwen3 with 8 tokens; with --backward, the backward passes of backward.py's layers. There are
@@ -124,9 +124,12 @@ def clocks_of(player: Player) -> str:
     return said
 
 
-def measured(players: list[Player], shape: str, tokens: int, backward: bool, rounds: int) -> dict[str, Any]:
+def measured(
+    players: list[Player], shape: str, tokens: int, backward: bool, round_logits: bool, rounds: int
+) -> dict[str, Any]:
     old, new, again = players
-    hashes = [told["hash"] for told in everyone(players, "make", sizes=SHAPES[shape], tokens=tokens, backward=backward)]
+    layer = {"sizes": SHAPES[shape], "tokens": tokens, "backward": backward, "round_logits": round_logits}
+    hashes = [told["hash"] for told in everyone(players, "make", **layer)]
     clocks = clocks_of(old)
     for player in players:
         player.rounds.clear()
@@ -174,6 +177,7 @@ def main() -> int:
     parser.add_argument("--commits", nargs=2, default=("", ""), metavar=("OLD", "NEW"), help="of the trees")
     parser.add_argument("--layers", nargs="+", metavar="SHAPE:TOKENS", help="others than those above")
     parser.add_argument("--backward", action="store_true", help="the backward pass in place of the forward")
+    parser.add_argument("--plain-logits", action="store_true", help="routers do not round their logits")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
@@ -191,6 +195,7 @@ def main() -> int:
         "driver": nvidia_smi("driver_version"),
         "command": as_typed("python", sys.argv),
         "trees": {"old": old.described(), "new": new.described()},
+        "round_logits": not args.plain_logits,
         "rounds": args.rounds,
         "shapes": [],
     }
@@ -198,7 +203,7 @@ def main() -> int:
     print(f"{result['device']}, {result['torch']}, driver {result['driver']}")
     print(f"{'':>17} | busy: {columns}| plain: {columns}")
     for shape, tokens in layers:
-        row = measured(players, shape, tokens, args.backward, args.rounds)
+        row = measured(players, shape, tokens, args.backward, not args.plain_logits, args.rounds)
         result["shapes"].append(row)
         print(shown(row), flush=True)
     for player in players:

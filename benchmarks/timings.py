@@ -72,7 +72,7 @@ def main() -> None:
     for line in sys.stdin:
         told = json.loads(line)
         if told["do"] == "make":
-            made = LoneLayer(told["sizes"], told["tokens"])
+            made = LoneLayer(told["sizes"], told["tokens"], round_logits=told["round_logits"])
             call, cycles = called(measure, made, told["backward"])
             results = call(0)
             made.context.synchronize()
