@@ -144,6 +144,17 @@ def test_copies_of_experts(ranks: Ranks, fused: bool):
     verify(problem, ranks.call(problem))
 
 
+@pytest.mark.parametrize("mode", ["direct", "reduced"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_ranks_without_experts(ranks: Ranks, fused: bool, mode: str):
+    """In a call after one in which these ranks had all experts, so that their memory has results of their own."""
+    before = drawn(17, 4, fused=fused, placement=[1, 2, 3, 1, 2, 3, 1, 2])
+    problem, _ = spoiled(drawn(17, 4, fused=fused, placement=[0] * 8), 18)
+    first, found = ranks.calls([before, problem], problem.limits() | {"return_mode": mode})
+    verify(before, first)
+    verify(problem, found)
+
+
 @pytest.mark.parametrize("slices", [2, 4])
 @pytest.mark.parametrize("fused", [True, False])
 def test_sliced_experts(ranks: Ranks, fused: bool, slices: int):

@@ -256,12 +256,20 @@ def pool(request) -> Iterator[RankPool]:
 def test_a_rank_s_rows_are_its_own_matter(pool, tokens, mode, how, strict, message):
     import re
 
-    results = everywhere(pool, on_rank.after_special_rows, SPEC, tokens, mode, how, strict)
+    results = everywhere(pool, on_rank.after_special_rows, SPEC, tokens, mode, how, strict, None)
     for rank, (told, nan, zeros, off) in enumerate(results):
         assert off == [], (rank, off)
         assert re.fullmatch(message if rank == 1 else "", told), told
         bad = len(on_rank.ROWS) if rank == 1 else 0
         assert (nan, zeros) == ((0, bad) if how == "none" else (bad, 0))
+
+
+@pytest.mark.parametrize("mode", ["direct", "reduced"])
+def test_rows_of_a_rank_without_experts(pool, mode):
+    owners = [0] * SPEC["experts"]
+    results = everywhere(pool, on_rank.after_special_rows, SPEC, MANY, mode, "logits", False, owners)
+    expected = [("", len(on_rank.ROWS) if rank == 1 else 0, 0, []) for rank in range(len(results))]
+    assert results == expected
 
 
 @pytest.mark.parametrize("redispatch", [False, True])

@@ -20,7 +20,7 @@ struct Notice {
   uint32_t world_rank, world_ranks;
   uint32_t maps_all;  // set with kLooked: whether this rank has mapped every other's memory
   uint32_t free_blocks;
-  uint64_t free[kMostFree];  // numbers of blocks that this rank has given back
+  uint64_t free[kMostFree];  // numbers of the allocations of symmetric memory (world.h) that this rank has given back
   char device[16];           // UUID of the rank's GPU
   NvshmemUniqueId id;        // set by rank 0 if NVSHMEM is not initialised yet
   char failure[512];         // why this rank does not join
@@ -48,7 +48,7 @@ class Notices {
   // Looks at the other ranks once, while this rank waits for something that all ranks do together (`what`). Throws
   // Error if a rank is gone or at the deadline. Also throws what the interrupt hook throws.
   void watch_others(const char* what) const;
-  // Whether every rank says that it has given the block back.
+  // Whether every rank says that it has given back the symmetric memory (world.h) with this number.
   bool given_back_by_all(uint64_t block) const;
 
  private:

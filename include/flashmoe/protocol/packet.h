@@ -398,7 +398,10 @@ FLASHMOE_FN void fill_missing(const Call& c, uint32_t b, const PacketScratch& s,
     const int32_t* const routing = c.routing(token);
     const bool bad = routing[0] == Choice::recorded(Choice::kBad);
     if (c.reduced()) {
-      if (bad) fill(c.staged_row(c.rank, token, 0), true);
+      if (!bad) continue;
+      fill(c.staged_row(c.rank, token, 0), true);
+      // A rank without experts has nothing to reduce, so nobody makes a return row of the staged row.
+      if (c.shape.local_experts == 0) fill(c.return_row(c.rank, token, c.rank), true);
       continue;
     }
     uint32_t missing = 0;
