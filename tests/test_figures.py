@@ -182,7 +182,7 @@ def texts() -> Iterator[str]:
 
 
 def test_files_that_are_cited_are_there_and_all_others_too():
-    pattern = r"\b([a-z0-9_]+/[a-z0-9-]+x\d+(?:-[0-9a-f]{7})?\.json)"
+    pattern = r"\b([a-z0-9_]+/[a-z0-9-]+x\d+(?:-[0-9a-f]{7}(?:-\d+)?)?\.json)"
     cited = {name for text in texts() for name in re.findall(pattern, text)}
     # No page takes figures from records of test runs, compilations and wheels. Other tests check these
     # (test_evidence.py, test_instance_records.py, test_release.py).

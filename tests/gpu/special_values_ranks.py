@@ -39,12 +39,14 @@ def spoiled(problem: Problem, how: str, experts: int) -> Problem:
 def after_special_rows(
     rank: int, ranks: int, name: str, spec: dict[str, Any], tokens: int, mode: str, how: str, strict: bool, owners: Any
 ) -> tuple[str, int, int, list[str]]:
-    """Makes a call, then one in which rank 1 has spoiled rows, then the first once more. owners: the placement, or None
-    for the usual one. Returns the error of the second call ("": none), how many rows of its result are NaN, how many are zeros, and what was not as it must be."""
+    """Makes a call, then one in which rank 1 has spoiled rows, then the first once more. owners: the placement, or
+    None for the usual one. Returns the error of the second call ("": none), how many rows of its result are NaN, how
+    many are zeros, and what was not as it must be."""
     own = own_problem(rank, ranks, spec | ({} if how == "logits" else {"ids": "int32"}), tokens, 71)
     own = replace(own, options=own.options | ({"strict": True} if strict else {}))
     off = []
-    with joined(rank, ranks, f"{name}-{mode}-{how}", **sizes_of(spec, tokens, return_mode=mode, placement=owners)) as context:
+    limits = sizes_of(spec, tokens, return_mode=mode, placement=owners)
+    with joined(rank, ranks, f"{name}-{mode}-{how}", **limits) as context:
         local = with_experts(own, context.local_experts())
         before, _ = call(context, local)
         bad = spoiled(local, how, spec["experts"]) if rank == 1 else local

@@ -120,7 +120,7 @@ __device__ __forceinline__ void multiply_gate(const KernelArgs& args, const Call
     float* const to = scratch.logits(experts, first + skipped + at.token());
     static_assert(Shape::kMs == 1);
     store_gate<Dtype, Shape::kN>(at, acc[0], bias[0], args.rule, tokens - skipped, e, experts, experts,
-                          [&](uint32_t eighth) { return to + eighth * 8 * experts; });
+                                 [&](uint32_t eighth) { return to + eighth * 8 * experts; });
   }
 }
 
@@ -220,8 +220,8 @@ __device__ __forceinline__ void route_block(const KernelArgs& args, const Call& 
   }
   if (args.router_logits != nullptr) {
     const uint32_t experts = c.shape.gate_experts;
-    write_logits(args.router_logits + (uint64_t{b} << c.policy.log2_block) * experts,
-                 scratch.logits(experts, 0), c.tokens_in_block(b) * experts, threadIdx.x, kTeamWarps * 32);
+    write_logits(args.router_logits + (uint64_t{b} << c.policy.log2_block) * experts, scratch.logits(experts, 0),
+                 c.tokens_in_block(b) * experts, threadIdx.x, kTeamWarps * 32);
     Team::team_sync();
   }
   choose_block(args, c, scratch, b);

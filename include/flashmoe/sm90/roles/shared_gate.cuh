@@ -95,7 +95,8 @@ __device__ __forceinline__ void compute_shared_gate(const KernelArgs& args, cons
     };
 #pragma unroll
     for (uint32_t m = 0; m < Shape::kMs; ++m)
-      store_gate<Dtype, Shape::kN>(at, acc[m], bias[m], args.rule, share.tokens, e + m * 64, share.end_expert, experts, place);
+      store_gate<Dtype, Shape::kN>(at, acc[m], bias[m], args.rule, share.tokens, e + m * 64, share.end_expert, experts,
+                                   place);
   }
 }
 
