@@ -188,10 +188,11 @@ struct IdleStages {
 };
 
 // IdleStages, or NoStages where nothing is summed through the stages: in backward passes, whose blocks still compute
-// gradients of weights there; and in kernels that keep, trace or multiply in e4m3, in which ptxas would spill.
+// gradients of weights there; and in kernels that keep, trace, multiply in e4m3 or have transposed weights, in some of
+// which ptxas would spill.
 template <bool kTrace>
 __device__ __forceinline__ auto stages_of_ended(const Shared& s) {
-  if constexpr (!kIsBackward && !kTrace && !kBuild.keeps && !kBuild.quantised) {
+  if constexpr (!kIsBackward && !kTrace && !kBuild.keeps && !kBuild.quantised && !kBuild.transposed) {
     return IdleStages{s};
   } else {
     return NoStages{};
