@@ -3,7 +3,8 @@
 //
 // Rows lie as in the staging area of a call: memory for [T, K] rows of one source's tokens. A token has one row for
 // each of its choices that fall on this rank. Blocks have as many warps as those of the fused kernel. Warps take pieces
-// by tickets of one counter, return group by return group, and sum them with the kernel's own code
+// by tickets of one counter, return group by return group (each of whole tasks' columns), and sum them with the
+// kernel's own code
 // (sm90/roles/ring_sums.cuh). Sums are stored on the same GPU, so the time that a link between GPUs adds is not
 // measured. "registers_gb_s": the same with ItemSums, which holds the rows in registers and uses no shared memory.
 // Before each run the L2 is filled with other data.
@@ -17,6 +18,7 @@
 #include <random>
 #include <vector>
 
+#include "flashmoe/sm90/geometry.h"
 #include "flashmoe/sm90/roles/ring_sums.cuh"
 
 namespace flashmoe {
@@ -36,12 +38,22 @@ struct Rows {
   const uint32_t* used;   // [T] bit k: the token has a row k
   uint32_t tokens, top_k, row_bytes;
   uint32_t* tickets;  // the counter; zero before a run
-  // Group g has the columns from eighths[g] / 8 to eighths[g + 1] / 8 of a row (cuda::return_groups, reduced).
-  uint32_t eighths[kGroups + 1] = {0, 2, 4, 6, 7, 8};
+  // In a row, group g has the bytes from first[g] to first[g + 1].
+  uint32_t first[kGroups + 1];
 };
 
+// The return groups of a call with the reduced return (cuda::return_groups): they end after 2, 4, 6, 7 and 8 eighths of
+// GEMM1's columns of tasks.
+void set_groups(Rows& r) {
+  constexpr uint32_t kTaskBytes = sm90::kTaskFeatures * gpu::Bf16::kBytes, kEighths[] = {0, 2, 4, 6, 7, 8};
+  const uint32_t columns = ceil_div(r.row_bytes, kTaskBytes);
+  for (uint32_t g = 0; g <= kGroups; ++g) {
+    r.first[g] = std::min(ceil_div(columns * kEighths[g], 8u) * kTaskBytes, r.row_bytes);
+  }
+}
+
 __device__ SumSpan span_of(const Rows& r, uint32_t group) {
-  const uint32_t first = r.row_bytes / 8 * r.eighths[group], end = r.row_bytes / 8 * r.eighths[group + 1];
+  const uint32_t first = r.first[group], end = r.first[group + 1];
   return {.rows = r.staged + first + P::lane() * 16,
           .token_bytes = r.top_k * r.row_bytes,
           .slot_bytes = r.row_bytes,
@@ -181,7 +193,8 @@ int main() {
     fill<<<1024, 256>>>(reinterpret_cast<uint16_t*>(staged), size_t{kTokens} * l.top_k * l.hidden);
     check(cudaMemset(sums, 0, size_t{kTokens} * row_bytes));
     check(cudaMemcpy(bits, used.data(), kTokens * sizeof(uint32_t), cudaMemcpyHostToDevice));
-    const Rows r{staged, sums, bits, kTokens, l.top_k, row_bytes, tickets};
+    Rows r{staged, sums, bits, kTokens, l.top_k, row_bytes, tickets, {}};
+    set_groups(r);
     std::printf("%s\n {\"layer\": \"%s\", \"ranks\": %u, \"rows_of_a_token\": %.3f", &l == layers ? "" : ",", l.name,
                 l.ranks, static_cast<double>(rows) / kTokens);
     std::vector<uint8_t> ours[2];

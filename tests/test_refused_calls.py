@@ -59,6 +59,7 @@ REFUSED: dict[str, Callable[[Arguments], Arguments]] = {
     ),
     "limit": _wrong(x=lambda a: np.zeros((33, H), np.float32)),
     "capacity": _wrong(capacity_factor=lambda a: -1.0),
+    "promise": _wrong(most_tokens=lambda a: len(a["x"]) - 1),
 }
 
 SPECIAL: dict[str, Callable[[Arguments], Arguments]] = {

@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAD = """# Options and tensors of a call
 
 What `flashmoe.moe` takes besides x, gate_up_proj and down_proj, always by keyword. `flashmoe.nn.MoE` takes the same
-options. Shapes: T tokens of this rank, H hidden and I intermediate size, E experts, El this rank's, K experts per token
-([glossary](glossary.md)). [models.md](models.md) says which options make which model's layer.
+options, except `most_tokens`, which its calls take. Shapes: T tokens of this rank, H hidden and I intermediate size, E
+experts, El this rank's, K experts per token ([glossary](glossary.md)). [models.md](models.md) says which options make
+which model's layer.
 
 `python tools/options_page.py` makes this page from `flashmoe.spec.options` and `flashmoe.spec.tensors`, where the
 options are declared.
@@ -45,7 +46,7 @@ def page() -> str:
             "## What a layer computes",
             options(LayerOptions.__annotations__),
             "## How a call is made",
-            options(("top_k", *CallOptions.__annotations__)),
+            options(("top_k", *CallOptions.__annotations__, "most_tokens")),
             "## Tensors",
             "\n".join(["| tensor | part | |", "|---|---|---|", *tensors]) + "\n",
         ]

@@ -73,14 +73,16 @@ bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
 }
 
 bool few_in_group(const Limits& limits, const LayerSpec& spec) {
-  if (!gpu::has_few_in_group(limits) || limits.machine_ranks != 0) return false;
+  Limits promised = limits;
+  if (spec.most_tokens != 0) promised.max_tokens = min_of(limits.max_tokens, uint32_t{spec.most_tokens});
+  if (!gpu::has_few_in_group(promised) || limits.machine_ranks != 0) return false;
   if (spec.transposed) return false;
   if (element_bytes(spec.y_type) != 2 || spec.weight_type == DType::kMxFp4) return false;
   // That kernel stores intermediate rows in fp32, in the memory that the general kernel has for tiles of rows in e4m3.
   const uint64_t room = limits.max_tiles() * limits.tile_rows;
-  if (spec.quantised() && gpu::few_rows(limits) * sizeof(float) > room) return false;
+  if (spec.quantised() && gpu::few_rows(promised) * sizeof(float) > room) return false;
   if (spec.shared != 0 || spec.slices != 1 || spec.capacity_factor != 0) return false;
-  const uint64_t rows = uint64_t{limits.ranks} * limits.max_tokens * spec.top_k;
+  const uint64_t rows = uint64_t{limits.ranks} * promised.max_tokens * spec.top_k;
   return spec.return_mode == ReturnMode::kDirect && rows <= uint64_t{kMostFewRows} * spec.experts;
 }
 

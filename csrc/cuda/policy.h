@@ -40,8 +40,8 @@ bool is_few(const CallShape& shape, uint32_t element_bytes, bool transposed);
 // The most tokens of a call that this kernel takes. Does not depend on shape.tokens.
 uint32_t few_most(const CallShape& shape, uint32_t element_bytes, bool transposed);
 // Whether all calls of a layer, in a context of these limits, go through the kernel for a few tokens for a rank of a
-// group (decode/group.cuh). A call's number of tokens cannot decide this, because each rank has its own number. The
-// limits and the layer, on which all ranks agree, decide it.
+// group (decode/group.cuh). A call's number of tokens cannot decide this, because each rank has its own number. What all
+// ranks agree on decides it: the limits, and the layer with its most_tokens.
 bool few_in_group(const Limits& limits, const LayerSpec& spec);
 // In how many parts GEMM1 sums the intermediate columns, in a call of few tokens. Calls of up to kFewExactTokens tokens
 // all have the same number of parts. Beyond that, in a group, and with weights in 16 bits, it is 1. weight_bits: bits

@@ -569,10 +569,16 @@ class MoE(torch.nn.Module):
         self._options = self._options._replace(placement=chosen)
 
     @overload
-    def forward(self, x: Tensor, return_router_logits: Literal[False] = False) -> Tensor: ...
+    def forward(
+        self, x: Tensor, return_router_logits: Literal[False] = False, *, most_tokens: int | None = None
+    ) -> Tensor: ...
     @overload
-    def forward(self, x: Tensor, return_router_logits: bool) -> Tensor | tuple[Tensor, Tensor]: ...
-    def forward(self, x: Tensor, return_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, return_router_logits: bool, *, most_tokens: int | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    def forward(
+        self, x: Tensor, return_router_logits: bool = False, *, most_tokens: int | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's output for this rank's tokens.
 
         Parameters
@@ -582,6 +588,8 @@ class MoE(torch.nn.Module):
             the device meta, where there is nothing to compute. Copied if the tokens do not lie one after the other.
         return_router_logits:
             Whether to return the router's logits too, as `flashmoe.moe` writes them.
+        most_tokens:
+            As for `flashmoe.moe`. It counts the tokens of x, also if several ranks hold the same tokens.
 
         Returns
         -------
@@ -594,6 +602,7 @@ class MoE(torch.nn.Module):
         """
         try:
             tensors, logits, options, main_grad = self._prepared(x, return_router_logits)
+            options = options._replace(most_tokens=self._most_of_rank(most_tokens))
         except Exception as error:
             tell(contexts.get(self._context_id), error, x)
             raise
@@ -630,6 +639,12 @@ class MoE(torch.nn.Module):
         if shared is not None:
             tensors |= {_SHARED[ours]: getattr(shared, name) for ours, name in shared.names.items()}
         return tensors, logits, options, main_grad
+
+    def _most_of_rank(self, most_tokens: int | None) -> int | None:
+        """What to promise for a rank if x has at most `most_tokens` tokens, of which each rank may bring a share."""
+        if self._replicas is None or most_tokens is None:
+            return most_tokens
+        return self._replicas.most(bounded("most_tokens", most_tokens, 1, MAX_TOKENS))
 
     def _routing(
         self, x: Tensor, with_logits: bool, main_grad: bool
@@ -678,7 +693,8 @@ def _option(name: str) -> property:
     return property(lambda layer: getattr(layer._options, name), doc=OPTIONS[name].text)
 
 
-for _name in OPTIONS.keys() - {"placement"}:  # `placement` is an attribute of each layer
+# `placement` is an attribute of each layer, and `most_tokens` belongs to each call.
+for _name in OPTIONS.keys() - {"placement", "most_tokens"}:
     setattr(MoE, _name, _option(_name))
 
 

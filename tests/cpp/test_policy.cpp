@@ -222,12 +222,18 @@ void check_few_in_group() {
   const gpu::FewLayout layout = gpu::make_few_layout(limits);
   CHECK_EQ(layout.offset[0], work_bytes(limits));  // behind the workspace
   CHECK(layout.offset[field + 1] - layout.offset[field] >= gpu::few_units(limits) * sizeof(uint32_t));
+  Limits larger = limits;  // with a promise, calls of this context may need as much
+  larger.max_tokens = 8192;
+  CHECK_EQ(gpu::few_units(larger), gpu::few_units(limits));
   auto refused = [](auto&& change) {
     auto [l, spec] = decoding(2048, 768, 128);
     change(l, spec);
     return !cuda::few_in_group(l, spec);
   };
   CHECK(refused([](Limits& l, LayerSpec&) { l.max_tokens = 65; }));  // 2080 rows may come to a rank
+  CHECK(!refused([](Limits& l, LayerSpec& s) { l.max_tokens = 8192, s.most_tokens = 64; }));  // a promise
+  CHECK(refused([](Limits& l, LayerSpec& s) { l.max_tokens = 8192, s.most_tokens = 65; }));
+  CHECK(refused([](Limits& l, LayerSpec& s) { l.max_tokens = 65, s.most_tokens = 100; }));
   CHECK(refused([](Limits& l, LayerSpec&) { l.ranks = 1; }) && refused([](Limits& l, LayerSpec&) { l.rdma = 1; }));
   CHECK(refused([](Limits& l, LayerSpec&) { l.machine_ranks = 2; }));
   CHECK(refused([](Limits& l, LayerSpec&) { l.max_local_experts = 512; }));  // 32 packets of 513 offsets are too many

@@ -26,6 +26,17 @@ def test_few_tokens_of_several_ranks(cubin, tokens):
         assert (seen.heap_bytes, seen.workspace_bytes) == (plan.heap_bytes, plan.workspace_bytes)
 
 
+@pytest.mark.parametrize("tokens", [0, 21])
+def test_a_promise_in_a_large_context(cubin, tokens):
+    """All ranks promise to have few tokens in this call, in a context for many."""
+    sizes = {"max_tokens": 4000, "return_mode": "direct"}
+    plan = plan_memory(engine="cuda", ranks=3, **{**SIZES, **sizes})
+    for seen in put_by(3, {**sizes, "tokens": tokens, "how": {"most_tokens": 21}}, cubin=cubin):
+        assert seen.variants == [jit.Variant("bfloat16", "swiglu", few=True, group=True)]
+        assert [seen.launch[name] for name in ("few", "threads", "tokens", "mapped")] == [1, 384, tokens, 3]
+        assert (seen.heap_bytes, seen.workspace_bytes) == (plan.heap_bytes, plan.workspace_bytes)
+
+
 def test_of_experts_in_fp8(cubin):
     """The gate reads x as it is, without a tensor map. Rows that are sent to other ranks are quantised."""
     for seen in put_by(3, {**FEW, "weight_dtype": "float8_e4m3fn"}, cubin=cubin):
@@ -45,6 +56,8 @@ def test_of_experts_in_fp8(cubin):
         {"transport": "rdma", "return_mode": "reduced"},
         {"machines": (0, 0, 1)},
         {"how": {"capacity_factor": 2.0}},
+        {"max_tokens": 4000, "how": {"most_tokens": 22}},
+        {"max_tokens": 4000, "transport": "rdma", "return_mode": "reduced", "how": {"most_tokens": 21}},
     ],
     ids=str,
 )

@@ -99,6 +99,32 @@ def operations(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int
         return gpu_operations(run)
 
 
+def promised(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, calls: int) -> tuple[int, list[str]]:
+    """Calls of one context for many tokens, in random order with a promise of at most `most` tokens and without one.
+    Returns how many differ from the general kernel's rows, and the kernels of one more call with a promise."""
+    own = own_problem(rank, ranks, spec, most, 65)
+    expected = by_general_kernel(rank, ranks, name, own, spec)
+    draw = random.Random(11)
+    with joined(rank, ranks, f"{name}-promised", **sizes_of(spec, MANY)) as context, poisoned_outputs():
+        local = with_experts(own, context.local_experts())
+        results = []
+        for _ in range(calls):
+            tokens = [draw.choice((0, 1, 3, 9, most)) for _ in range(ranks)]
+            promise = draw.choice((None, most, max(*tokens, 1)))
+            given = first_tokens(local, tokens[rank]).arguments()
+            results.append(flashmoe.moe(context, **given, most_tokens=promise))
+        context.synchronize()
+        off = sum(not torch.equal(y, expected[: len(y)]) for y in results)
+
+        def run() -> None:
+            flashmoe.moe(context, **local.arguments(), most_tokens=most)
+            context.synchronize()
+
+        run()
+        gpu_operations(run)
+        return off, gpu_operations(run)
+
+
 def mixed(rank: int, ranks: int, name: str, spec: dict[str, Any], most: int, calls: int, alike: bool) -> int:
     """Calls of a layer without and with a shared expert, in random order in one context for few tokens; returns how
     many differ from the general kernel's rows. The general kernel makes the calls with the shared expert. alike: in

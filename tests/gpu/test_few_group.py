@@ -83,6 +83,12 @@ def test_a_thousand_calls(pool):
     assert everywhere(pool, on_rank.compare, USUAL, MOST, calls, None, True) == [0] * pool.ranks
 
 
+def test_a_promise_in_a_context_for_many_tokens(pool):
+    for off, kernels in everywhere(pool, on_rank.promised, USUAL, MOST, 200):
+        assert off == 0
+        assert len(kernels) == 1 and "flashmoe_few" in kernels[0], kernels
+
+
 @pytest.mark.parametrize("alike", [True, False], ids=["on all ranks alike", "each by itself"])
 def test_among_calls_of_the_general_kernel(pool, alike):
     assert everywhere(pool, on_rank.mixed, USUAL, MOST, 200, alike) == [0] * pool.ranks

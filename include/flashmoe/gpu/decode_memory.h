@@ -30,11 +30,13 @@ constexpr bool has_few_in_group(const Limits& l) {
          l.ranks * uint64_t{l.max_tokens} * min_of(l.top_k, l.max_local_experts) <= kFewChoices &&
          packets * (l.max_local_experts + 1) <= kFewOffsets;
 }
-// The most rows of a call, and the most units. A unit has some rows of one expert, or of one slice of the shared
-// expert.
+// The most rows of a call that goes through the kernel, and the most units. A unit has some rows of one expert, or of
+// one slice of the shared expert. (In a group, such a call may be one for which all ranks promise fewer tokens than the
+// group has room for: AgreedLayer::most_tokens.)
 constexpr uint32_t few_rows(const Limits& l) {
-  if (l.ranks > 1) return has_few_in_group(l) ? l.ranks * l.max_tokens * min_of(l.top_k, l.max_local_experts) : 0;
-  return min_of(min_of(l.max_tokens, kFewTokens) * (l.top_k + l.shared), kFewChoices);
+  if (l.ranks == 1) return min_of(min_of(l.max_tokens, kFewTokens) * (l.top_k + l.shared), kFewChoices);
+  const uint64_t most = l.ranks * uint64_t{l.max_tokens} * min_of(l.top_k, l.max_local_experts);
+  return l.rdma == 0 ? static_cast<uint32_t>(min_of(most, uint64_t{kFewChoices})) : 0;
 }
 constexpr uint32_t few_units(const Limits& l) {
   return min_of(few_rows(l), l.experts + l.shared + few_rows(l) / 16);

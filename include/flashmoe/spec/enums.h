@@ -83,7 +83,7 @@ enum class DType : uint8_t { FLASHMOE_DTYPES(FLASHMOE_VALUE) };
 enum class Activation : uint8_t { FLASHMOE_ACTIVATIONS(FLASHMOE_VALUE) };
 enum class Routing : uint8_t { FLASHMOE_ROUTINGS(FLASHMOE_VALUE) };
 enum class WeightScales : uint8_t { FLASHMOE_WEIGHT_SCALES(FLASHMOE_VALUE) };
-enum class ReturnMode : uint32_t { FLASHMOE_RETURN_MODES(FLASHMOE_VALUE) };
+enum class ReturnMode : uint8_t { FLASHMOE_RETURN_MODES(FLASHMOE_VALUE) };
 enum class Phase : uint32_t { FLASHMOE_PHASES(FLASHMOE_VALUE) };
 
 // Names<E>::kAll[i] is the name of value i.

@@ -27,6 +27,7 @@ struct AgreedLayer {
   DType intermediate_type = DType::kBFloat16, return_type = DType::kBFloat16, y_type = DType::kBFloat16;
   Activation activation = Activation::kSwiGlu;
   bool weights_on_input = false;  // a token's weights scale its row before the experts, not their results
+  uint16_t most_tokens = 0;       // as all ranks promise, no rank has more tokens in the call; 0: nothing is promised
   // Parameters of kClampedSwiGlu, which makes of a gate g and an up u: min(g, limit) sigmoid(alpha min(g, limit))
   // (clamp(u, -limit, limit) + up_offset)
   float limit = std::numeric_limits<float>::infinity(), alpha = 1.0f, up_offset = 0.0f;
@@ -93,6 +94,7 @@ constexpr void for_each_agreed_field(Layer& l, F&& f) {
   f("y_type", l.y_type);
   f("return_mode", l.return_mode);
   f("capacity_factor", l.capacity_factor);
+  f("most_tokens", l.most_tokens);
 }
 template <class F>
 constexpr void for_each_field(LayerSpec& l, F&& f) {

@@ -37,6 +37,9 @@ from .tensors import Described
 AsOperand = Callable[[str, Any, str, tuple[str, ...]], Described]
 """(name, tensor, the expectation in words, the allowed element types) -> operand. Raises `InvalidArgument`."""
 
+_MOST_PROMISED = 2**16
+"""From this number on, `most_tokens` changes nothing for the engines. (They keep it in 16 bits.)"""
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -75,9 +78,23 @@ def resolved(room: Room, layer: LayerSpec, options: Options, placement: placemen
     """
     redispatches(room, options)
     mode = resolved_return_mode(room, options.return_mode, layer.top_k, layer.slices)
-    check_limits(room, layer, mode, placement, tokens)
+    check_tokens(room, options, tokens)
+    check_limits(room, layer, mode, placement)
     factor = checked_capacity(room, options.capacity_factor, layer, placement)
-    return replace(layer, return_mode=mode, capacity_factor=factor)
+    promised = options.most_tokens or 0
+    if room.ranks == 1 or not promised < min(room.limits["max_tokens"], _MOST_PROMISED):
+        promised = 0
+    return replace(layer, return_mode=mode, capacity_factor=factor, most_tokens=promised)
+
+
+def check_tokens(room: Room, options: Options, tokens: int) -> None:
+    """Raises `LimitExceeded` if a call of T = `tokens` is larger than the context was made for, and `InvalidArgument`
+    if it is larger than `most_tokens` promises."""
+    most = room.limits["max_tokens"]
+    if tokens > most:
+        raise beyond_limit("max_tokens", most, tokens)
+    if options.most_tokens is not None and tokens > options.most_tokens:
+        raise InvalidArgument(f"x: expected at most most_tokens={options.most_tokens} tokens, got {tokens}")
 
 
 def redispatches(room: Room, options: Options) -> bool:
@@ -134,12 +151,11 @@ def resolved_return_mode(room: Room, return_mode: str | None, top_k: int, slices
     return mode
 
 
-def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.Placement, tokens: int) -> None:
-    """Raises `LimitExceeded` if a call of `layer` with return mode `mode`, this placement and T = `tokens` is larger
-    than the context was made for."""
+def check_limits(room: Room, layer: LayerSpec, mode: str, placement: placements.Placement) -> None:
+    """Raises `LimitExceeded` if a call of `layer` with return mode `mode` and this placement is larger than the context
+    was made for."""
     limits = room.limits
     for name, size in (
-        ("max_tokens", tokens),
         ("hidden", layer.hidden),
         ("intermediate", layer.intermediate),
         ("experts", layer.parts),

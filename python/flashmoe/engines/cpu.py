@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _ffi
 from .. import placement as placements
-from ..calls.arguments import check, redispatches
+from ..calls.arguments import check, check_tokens, redispatches
 from ..calls.ending import Call
 from ..calls.tensors import as_view, believed, empty_like, host_view, operand, refuse_unwritable, signature
 from ..contexts.limits import ContextSpec, Room
@@ -189,7 +189,8 @@ class CpuEngine(Engine):
         """The call's layer, from an earlier call or after its arguments are checked."""
         key = _key(tensors, options)
         known = self._layers.get(key) if key is not None else None
-        if known is not None and self._has_room(tensors):
+        if known is not None and _are_alike(tensors):
+            check_tokens(self.room, options, tensors.x.shape[0])
             return known
         args = check(self.room, operand, tensors, options)
         # The most return groups; no group has less than a block of columns. With several groups, the first columns
@@ -218,13 +219,6 @@ class CpuEngine(Engine):
             "senders": 0,
             "link_clusters": 0,
         }
-
-    def _has_room(self, tensors: Tensors) -> bool:
-        """Whether T, which is not in `_key`, is at most `max_tokens` and the same in all tensors."""
-        tokens = tensors.x.shape[0]
-        return tokens <= self.room.limits["max_tokens"] and all(
-            each is None or each.shape[0] == tokens for each in _of_tokens(tensors)
-        )
 
     def _report_of(self, ended: Ended) -> CallReport:
         """The library's figures as a `CallReport`."""
@@ -277,6 +271,12 @@ def _events(flat: Sequence[int]) -> list[Event]:
     ]
 
 
+def _are_alike(tensors: Tensors) -> bool:
+    """Whether T, which is not in `_key`, is the same in all tensors."""
+    tokens = tensors.x.shape[0]
+    return all(each is None or each.shape[0] == tokens for each in _of_tokens(tensors))
+
+
 def _of_tokens(tensors: Tensors) -> tuple[Any, ...]:
     """The tensors besides x whose first dimension is T."""
     return tensors.x_scale, tensors.topk_ids, tensors.topk_weights, tensors.router_logits
@@ -292,6 +292,7 @@ def _key(tensors: Tensors, options: Options) -> Hashable:
             *[None if each is None else signature(each, 1) for each in _of_tokens(tensors)],
             options,
             type(options.top_k),  # True is equal to 1, and 2.0 to 2
+            type(options.most_tokens),
         )
         hash(key)
     except (AttributeError, TypeError, RuntimeError):  # `check` finds what is wrong, if anything is

@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import _ffi, jit, nvshmem
 from .. import placement as placements
-from ..calls.arguments import beyond_limit, check, redispatches
+from ..calls.arguments import check, check_tokens, redispatches
 from ..calls.refusals import made
 from ..calls.tensors import DeviceOperand, as_view, device_operand, refuse_unstored
 from ..contexts.limits import ContextSpec, Room
@@ -317,6 +317,7 @@ class CudaEngine(Engine):
             if key is not None:
                 self._remember(key, layer)
         if layer is not None:
+            check_tokens(self.room, options, tensors.x.shape[0])  # T is not in the key
             return tensors, layer
         import torch
 
@@ -331,9 +332,6 @@ class CudaEngine(Engine):
         handle = self.checked_handle()
         x = tensors.x
         tokens = x.shape[0]
-        most = self.room.limits["max_tokens"]
-        if tokens > most:
-            raise beyond_limit("max_tokens", most, tokens)
         address, row_bytes = self._rows(x, layer)
         experts, top_k = layer.layer.experts, layer.layer.top_k
         ids = _address("topk_ids", tensors.topk_ids, T=tokens, K=top_k)
@@ -630,7 +628,8 @@ def _key(tensors: Tensors, options: Options, trace: bool, pass_: int) -> Any:
             parts += (scale.shape[1:], scale.dtype, scale.device, scale.layout)
         for each in tensors.written:
             parts += (each.shape[1:], each.dtype, each.device, each.layout) if each is not None else (None,)
-        return (*parts, options, type(options.top_k), ids is None, weights is None, trace, pass_)  # True is equal to 1
+        kinds = type(options.top_k), type(options.most_tokens)  # True is equal to 1
+        return (*parts, options, *kinds, ids is None, weights is None, trace, pass_)
     except (AttributeError, TypeError, RuntimeError):
         return None
 

@@ -76,6 +76,8 @@ class LayerSpec(_OfOptions):
     which a context is made may also have ``auto``."""
     capacity_factor: float = 0.0
     """An expert takes at most ceil(capacity_factor * (T * K) / E) of each rank's (token, k) pairs; 0: all of them."""
+    most_tokens: int = 0
+    """As all ranks promise, no rank has more tokens in a call; 0: no rank promises less than the context allows."""
 
     @property
     def parts(self) -> int:

@@ -18,6 +18,7 @@ from .values import (
     GATED,
     MAX_EXPERTS,
     MAX_GROUPS,
+    MAX_TOKENS,
     SCORES,
     Activation,
     ReturnChoice,
@@ -255,6 +256,17 @@ class OperatorOptions(ModuleOptions, total=False):
     """The options of `flashmoe.moe`."""
 
     top_k: Annotated[int | None, Option(None, None, "With a router: K, experts of a token.", in_layer=False)]
+    most_tokens: Annotated[
+        int | None,
+        Option(
+            None,
+            _or_none(_within(MAX_TOKENS)),
+            "Several ranks: a promise that no rank has more tokens than this in the call. All ranks must promise the "
+            "same number, and a rank that has more tokens refuses the call. If the number is small, the CUDA engine "
+            "uses its kernel for few tokens, whatever the context's `max_tokens` is (docs/gpus.md). None: no promise.",
+            in_layer=False,
+        ),
+    ]
 
 
 def _tables(of: type) -> dict[str, Option]:
