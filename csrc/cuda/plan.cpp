@@ -313,10 +313,10 @@ Plan::Plan(const Common& common, const Layer& layer, const Placement& where, con
 
 bool Plan::few() const {
   if (few_in_group) return true;
-  return pass == Pass::kInference && is_few(args.call.shape, element_bytes(spec.y_type), spec.transposed);
+  return pass == Pass::kInference && is_few(args.call.shape, spec);
 }
 uint32_t Plan::most_few() const {
-  return few_most(args.call.shape, element_bytes(spec.y_type), spec.transposed);
+  return few_most(args.call.shape, spec);
 }
 
 void Plan::set_tokens(const Common& common, const TokenSpec& t) {

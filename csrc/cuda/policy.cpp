@@ -16,8 +16,8 @@ constexpr uint32_t kSenders = 16;
 // Clusters that stop early to reduce (OrderPolicy::link_clusters): on two H200s, 2, 4 and 8 are equally fast for three
 // layers, within the noise (docs/measured.md).
 constexpr uint32_t kLinkClusters = 4;
-// Most rows of an expert, on average, in a call of few tokens.
-constexpr uint32_t kMostFewRows = 16;
+// Most rows of an expert, on average, in a call of few tokens: with weights in 16 bits on a rank alone, and otherwise.
+constexpr uint32_t kMostFewRowsAlone = 32, kMostFewRows = 16;
 // The part of GEMM0 that goes before GEMM1 if the link does not keep up: all of it if link_over_gemm1 is kHeldUpTo or
 // less, none of it from kSoonFrom on, and in proportion between. Two H200s are fastest with all of it at 1.05 (OLMoE),
 // with three fifths or all of it at 1.4 (Qwen3), and with a tenth at 2.1 (Qwen3-Next); see docs/measured.md.
@@ -57,18 +57,20 @@ uint32_t token_block(const Arch& arch, uint32_t tokens, uint32_t experts, uint32
   return block;
 }
 
-uint32_t few_most(const CallShape& s, uint32_t element_bytes, bool transposed) {
-  if (transposed || s.ranks != 1) return 0;
+uint32_t few_most(const CallShape& s, const LayerSpec& spec) {
+  if (spec.transposed || s.ranks != 1) return 0;
   const uint32_t top_k = s.routed_top_k();
   // In this kernel the slices of a shared expert are several choices; in the general kernel they are one choice, so the
   // bits may differ. If there are several slices, only calls of up to kFewExactTokens tokens may have other bits than
   // the general kernel gives.
-  const uint32_t most = element_bytes == 2 && s.shared <= 1 ? gpu::kFewTokens : gpu::kFewExactTokens;
-  return min_of(most, min_of(gpu::kFewChoices / (top_k + s.shared), kMostFewRows * s.routed_experts() / top_k));
+  const uint32_t most = element_bytes(spec.y_type) == 2 && s.shared <= 1 ? gpu::kFewTokens : gpu::kFewExactTokens;
+  const uint32_t rows = has_scales(spec.weight_type) ? kMostFewRows : kMostFewRowsAlone;
+  const uint32_t choices = spec.quantised() ? gpu::kFewChoicesInE4m3 : gpu::kFewChoices;
+  return min_of(most, min_of(choices / (top_k + s.shared), rows * s.routed_experts() / top_k));
 }
 
-bool is_few(const CallShape& s, uint32_t element_bytes, bool transposed) {
-  const uint32_t most = few_most(s, element_bytes, transposed);
+bool is_few(const CallShape& s, const LayerSpec& spec) {
+  const uint32_t most = few_most(s, spec);
   return most != 0 && s.tokens <= most;
 }
 
@@ -95,7 +97,7 @@ KernelsOfLayer kernels_of(const Limits& limits, const LayerSpec& spec, Pass pass
   }
   Call call;
   call.set_layer(spec);
-  const bool few = few_most(call.shape, element_bytes(spec.y_type), spec.transposed) != 0;
+  const bool few = few_most(call.shape, spec) != 0;
   return {.general = !only_few(spec), .few = few, .group = false};
 }
 

@@ -36,9 +36,9 @@ uint32_t token_block(const Arch& arch, uint32_t tokens, uint32_t experts, uint32
 // Whether the kernel for a few tokens takes the call (decode/alone.cuh). That kernel computes the forward pass and
 // nothing else, reads weights along the contracted axis, and has room for 2048 choices, where each slice of the shared
 // expert is a choice. Up to about 16 rows per expert its time is that of reading the weights. element_bytes: of y.
-bool is_few(const CallShape& shape, uint32_t element_bytes, bool transposed);
+bool is_few(const CallShape& shape, const LayerSpec& spec);
 // The most tokens of a call that this kernel takes. Does not depend on shape.tokens.
-uint32_t few_most(const CallShape& shape, uint32_t element_bytes, bool transposed);
+uint32_t few_most(const CallShape& shape, const LayerSpec& spec);
 // Whether all calls of a layer, in a context of these limits, go through the kernel for a few tokens for a rank of a
 // group (decode/group.cuh). A call's number of tokens cannot decide this, because each rank has its own number. What all
 // ranks agree on decides it: the limits, and the layer with its most_tokens.

@@ -152,7 +152,7 @@ Call call_of(const Setup& s, const Limits& limits, ReturnMode mode) {
   c.policy.joined = cuda::joins_rows(kArch, shape, s.tokens, 0) ? 1 : 0;
   CallShape few = c.shape;
   few.local_experts = limits.max_local_experts;
-  if (cuda::is_few(few, 2, false)) {
+  if (cuda::is_few(few, s.layer)) {
     throw Error(Error::Kind::kInvalidArgument,
                 concat("tokens: expected a call of tiles, got ", s.tokens,
                        " tokens on one GPU, which the kernel for a few tokens computes"));

@@ -7,13 +7,14 @@
 
 namespace flashmoe::gpu {
 
-// The most tokens of a rank that go through the kernel for a few tokens.
-inline constexpr uint32_t kFewTokens = 256;
-// The most choices that these tokens have. Each slice of the shared expert counts as a choice.
-inline constexpr uint32_t kFewChoices = 2048;
-// In a group: the most offsets of packets that may come to a rank, El + 1 for each packet. (The most rows that may
-// come to a rank are kFewChoices.)
-inline constexpr uint32_t kFewOffsets = 16384;
+// The most tokens of a rank alone that go through the kernel for a few tokens.
+inline constexpr uint32_t kFewTokens = 512;
+// The most choices that these tokens have. Each slice of the shared expert counts as a choice. Beside weights in e4m3
+// there are fewer, because the stages leave less shared memory.
+inline constexpr uint32_t kFewChoices = 4096, kFewChoicesInE4m3 = 2048;
+// In a group: the most tokens of a rank, the most rows that may come to a rank, and the most offsets of packets that
+// may come to it, El + 1 for each packet.
+inline constexpr uint32_t kFewGroupTokens = 256, kFewGroupRows = 2048, kFewOffsets = 16384;
 // The most tokens in fp32, whose products are made without the tensor cores: with more tokens, products would take
 // longer than the weights take to arrive.
 inline constexpr uint32_t kFewExactTokens = 8;
@@ -26,8 +27,8 @@ inline constexpr uint32_t kMostFewParts = 8, kFewPartColumns = 32768;
 // on all ranks.
 constexpr bool has_few_in_group(const Limits& l) {
   const uint64_t packets = uint64_t{l.ranks} * l.max_blocks();
-  return l.ranks > 1 && l.rdma == 0 && l.max_tokens <= kFewTokens &&
-         l.ranks * uint64_t{l.max_tokens} * min_of(l.top_k, l.max_local_experts) <= kFewChoices &&
+  return l.ranks > 1 && l.rdma == 0 && l.max_tokens <= kFewGroupTokens &&
+         l.ranks * uint64_t{l.max_tokens} * min_of(l.top_k, l.max_local_experts) <= kFewGroupRows &&
          packets * (l.max_local_experts + 1) <= kFewOffsets;
 }
 // The most rows of a call that goes through the kernel, and the most units. A unit has some rows of one expert, or of
@@ -36,7 +37,7 @@ constexpr bool has_few_in_group(const Limits& l) {
 constexpr uint32_t few_rows(const Limits& l) {
   if (l.ranks == 1) return min_of(min_of(l.max_tokens, kFewTokens) * (l.top_k + l.shared), kFewChoices);
   const uint64_t most = l.ranks * uint64_t{l.max_tokens} * min_of(l.top_k, l.max_local_experts);
-  return l.rdma == 0 ? static_cast<uint32_t>(min_of(most, uint64_t{kFewChoices})) : 0;
+  return l.rdma == 0 ? static_cast<uint32_t>(min_of(most, uint64_t{kFewGroupRows})) : 0;
 }
 constexpr uint32_t few_units(const Limits& l) {
   return min_of(few_rows(l), l.experts + l.shared + few_rows(l) / 16);

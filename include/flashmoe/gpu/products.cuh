@@ -65,12 +65,12 @@ class BlockSums {
   float sum_[4] = {};
 };
 
-// The sums of two blocks of weights with at most 32 tokens, likewise. Here mma multiplies weights by eight tokens at
-// a time, because there are seldom more than eight.
-template <class Dtype>
+// The sums of two blocks of weights with at most kTokens tokens, likewise. Here mma multiplies weights by eight tokens
+// at a time, because there are seldom more than eight.
+template <class Dtype, uint32_t kTokens = 32>
 class TensorSums {
  public:
-  static constexpr uint32_t kMostTokens = 32, kSums = kMostTokens / 8;
+  static constexpr uint32_t kMostTokens = kTokens, kSums = kMostTokens / 8;
 
   // Adds a step's products to sum n: fragments of mma's m16n8k16, both blocks by eight tokens.
   __device__ __forceinline__ void add(uint32_t n, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
@@ -90,11 +90,19 @@ class TensorSums {
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) sum_[0][i] = (sum_[0][i] + sum_[1][i]) + (sum_[2][i] + sum_[3][i]);
   }
-  // Calls store(token, sums) for each token whose sums the lane then has.
-  template <class Store>
-  __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) const {
-    const bool odd = Platform::lane() / 4 % 2 != 0;
+  // Sets the sums of the first kRows tokens. acc: the lane's accumulators of a wgmma, whose 64 rows of A are those of
+  // four warps, and whose rows of B are the tokens.
+  template <uint32_t kRows>
+  __device__ __forceinline__ void set(const float (&acc)[kRows / 2]) {
 #pragma unroll
+    for (uint32_t i = 0; i < kRows / 2; ++i) sum_[i / 4][i % 4] = acc[i];
+  }
+  // Calls store(token, sums) for each token whose sums the lane then has. Afterwards there are no sums any more.
+  template <class Store>
+  __device__ __forceinline__ void finish(uint32_t tokens, Store&& store) {
+    const bool odd = Platform::lane() / 4 % 2 != 0;
+    // A loop, where many sums would make much code. Each turn takes sum 0, and moves the others.
+#pragma unroll(kSums > 4 ? 1 : kSums)
     for (uint32_t h = 0; h < kSums; ++h) {
       if (8 * h >= tokens) break;
       // The lane has two tokens of row lane / 4 of each block. It exchanges with the lane that has the same tokens of
@@ -102,13 +110,18 @@ class TensorSums {
       float sums[2][2];
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) {
-        const float even_token = sum_[h][2 * i], odd_token = sum_[h][2 * i + 1];
+        const float even_token = sum_[0][2 * i], odd_token = sum_[0][2 * i + 1];
         const float theirs = __shfl_xor_sync(kFullWarp, odd ? even_token : odd_token, 4);
         sums[i][0] = odd ? theirs : even_token;
         sums[i][1] = odd ? odd_token : theirs;
       }
       const uint32_t token = 8 * h + Platform::lane() % 4 * 2 + (odd ? 1 : 0);
       if (token < tokens) store(token, sums);
+#pragma unroll
+      for (uint32_t i = 0; i + 1 < kSums; ++i) {
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) sum_[i][j] = sum_[i + 1][j];
+      }
     }
   }
   static __device__ __forceinline__ uint32_t first_row() { return Platform::lane() / 8 * 2; }

@@ -17,6 +17,7 @@ SHAPES = {  # H, I, E, K, activation, token counts
     # Shapes whose rows take about as long on the link between GPUs as in the GEMMs.
     "qwen3-next": (2048, 512, 512, 10, "swiglu", (8192,)),
     "olmoe": (2048, 1024, 64, 8, "swiglu", (8192,)),
+    "lfm2": (2048, 1792, 32, 4, "swiglu", (8192,)),
     "minimax-m2": (3072, 1536, 256, 8, "swiglu", (4096,)),
     # What one rank computes if each expert is cut into four slices, one on each of four ranks.
     "qwen3-30b-slice": (2048, 192, 128, 8, "swiglu", (8192,)),

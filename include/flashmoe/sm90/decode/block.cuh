@@ -18,12 +18,19 @@
 namespace flashmoe::sm90 {
 
 inline constexpr uint32_t kFewWarps = few_warps(kBuild.quantised || kBuild.mxfp4), kFewThreads = kFewWarps * 32;
+// A rank alone with weights in 16 bits.
+inline constexpr bool kAloneIn16Bits =
+    !kBuild.group && !kBuild.quantised && !kBuild.mxfp4 && element_bytes(kBuild.dtype) == 2;
 // Warps that compute logits and choose experts: the first 12. A 13th warp has no part in this, so that the bits do not
 // depend on whether there is one.
 inline constexpr uint32_t kFewRouters = 12;
 
 // The most experts of a call, with the slices of the shared expert, and the most units.
-inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kFewChoices / 16;
+// The most choices of a call; in a group, the most rows that come to a rank.
+inline constexpr uint32_t kRoutedRows = kBuild.group       ? kFewGroupRows
+                                        : kBuild.quantised ? kFewChoicesInE4m3
+                                                           : kFewChoices;
+inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kRoutedRows / 16;
 
 // The routing, as every block knows it. Choice p is (token p / n, k = p % n), where n is few_choices. The shared
 // expert's slices are choices here. Each choice that has an expert (ExpertId) and is not dropped has a row. Rows are
@@ -33,10 +40,10 @@ inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExpert
 // struct lists the rows that came to this rank: row p is choice p, ids[p] is a packed SentRow, and experts are numbered
 // locally.
 struct FewRouting {
-  int32_t ids[kFewChoices];
-  float weights[kFewChoices];
-  uint16_t row[kFewChoices];     // [choice] its row, or kDropped
-  uint16_t choice[kFewChoices];  // [row] its choice
+  int32_t ids[kRoutedRows];
+  float weights[kRoutedRows];
+  uint16_t row[kRoutedRows];     // [choice] its row, or kDropped
+  uint16_t choice[kRoutedRows];  // [row] its choice
   uint32_t rows, units;          // how many there are
   uint16_t unit_expert[kFewUnits], unit_first[kFewUnits], unit_rows[kFewUnits];
 };
@@ -54,12 +61,11 @@ struct SentRow {
 };
 static_assert(kFewTokens <= 0xfff && kMaxExperts <= 0xfff && kMaxRanks <= 0x7f);
 
-// What only the routing needs.
+// What only the routing needs, when all logits of the block are computed.
 struct FewScratch {
   static constexpr uint32_t kSegments = kFewRouters;  // parts of the choices, one for each warp
   union {
-    float partial[kFewRouters][8 * kProductRows];  // [warp][token][expert] sums of the gate's products
-    float logits[kFewRouters * kMaxExperts];       // [token][expert]
+    float logits[kFewRouters * kMaxExperts];  // [token][expert]
     struct {
       uint16_t count[kSegments * kFewExperts];  // [segment][expert] its choices; later: those in segments before
       uint16_t rows[kFewExperts];               // [expert] how many rows it has
@@ -70,7 +76,7 @@ struct FewScratch {
 
 // In a group: the packets that have come to this rank, before their entries become rows of units.
 struct FewPackets {
-  static constexpr uint32_t kMost = kFewChoices / kMinTokenBlock + kMaxRanks;
+  static constexpr uint32_t kMost = kRoutedRows / kMinTokenBlock + kMaxRanks;
   uint16_t source[kMost];         // [packet] the rank that sent it
   uint16_t block[kMost];          // [packet] its token block
   uint16_t token[kMost];          // [packet] the first token of its token block
@@ -80,9 +86,9 @@ struct FewPackets {
   // [packet][El + 1] Entry i of a packet, if it is of expert l, has row i + shift[packet][l], modulo 2^16.
   uint16_t shift[kFewOffsets];
   // [entry], where entries are numbered packet by packet.
-  int32_t sent[kFewChoices];  // packed SentRow
-  float weights[kFewChoices];
-  uint16_t packet[kFewChoices];  // the packet that has the entry
+  int32_t sent[kRoutedRows];  // packed SentRow
+  float weights[kRoutedRows];
+  uint16_t packet[kRoutedRows];  // the packet that has the entry
 };
 
 // In a group: what a block needs to build a token block's packets. A slot is an index of CallPlacement::by_owner. An
@@ -91,8 +97,24 @@ struct FewOutbox {
   uint16_t slot[kMaxExperts];    // [expert] its slot
   uint16_t base[kMaxRanks + 1];  // [rank] its first slot
   uint16_t count[kFewOffsets];   // [slot] choices of the token block that name it; then the number of its first entry
-  uint16_t place[kFewChoices];   // [choice] its number among the choices of its expert
+  uint16_t place[kRoutedRows];   // [choice] its number among the choices of its expert
 };
+
+// What the gate needs.
+struct FewGate {
+  uint8_t rows[144 * 1024];
+  float partial[kFewRouters][8 * kProductRows];  // [warp][token][expert] sums of the products
+};
+
+// What a group needs beside FewScratch. A rank alone needs nothing.
+template <bool>
+struct BesideScratch {
+  FewPackets packets;
+  FewOutbox outbox;
+  Status seen[kMaxRanks];  // the peers', for waits before the tasks and after them
+};
+template <>
+struct BesideScratch<false> {};
 
 // The pipeline: a ring of stages, each of which has weights and rows, and a ring of tasks. More stages are slower: 11
 // in place of 7 took 1 % longer with 64 to 256 tokens of Qwen3-30B-A3B. Below, the number after a barrier's name is how
@@ -101,7 +123,7 @@ struct FewOutbox {
 //            copy engine's bytes. In mxfp4 the features' scales lie behind the weights; weights_full then takes 64
 //            more, one from each lane of the two warps that load the scales
 //   rows     the same k-block of a unit's rows, in chunks of 16 bytes as row_swizzle() says; rows_full: 32, from the
-//            lanes of the warp that loads them. In e4m3, scales lie behind the rows (kFewScalesAt)
+//            lanes of the warp that loads them, or 64 if there are two for a stage. In e4m3, scales lie behind the rows (kFewScalesAt)
 //   both     empty: 8, one from each consumer warp
 //   tasks    the warp that loads weights hands tasks on; task_full: 1; task_empty: one from each warp that reads tasks;
 //            stored, for tasks of GEMM0 alone: 8, one from each consumer warp
@@ -111,7 +133,9 @@ inline constexpr uint32_t kFewConsumers = 8;  // warps, of 16 features each
 inline constexpr uint32_t kFewStages = kBuild.mxfp4 ? 4 : 7;
 inline constexpr uint32_t kFewTasks = 8;  // the most that are handed on and not yet read by all warps
 // Warps that load rows. Rows that are quantised as they are loaded take more instructions than one warp has time for.
-inline constexpr uint32_t kFewRowLoaders = kBuild.quantised ? 3 : 1;
+// Where units have up to 64 rows, there is a warp for each half of them.
+inline constexpr uint32_t kFewRowLoaders = kBuild.quantised ? 3 : kAloneIn16Bits ? 2 : 1;
+inline constexpr uint32_t kStageLoaders = kAloneIn16Bits ? kFewRowLoaders : 1;  // of one stage
 // Warps that load scales of weights, in mxfp4. (In e4m3, the warps that load rows read the scales of weights, too.)
 inline constexpr uint32_t kFewScaleLoaders = kBuild.mxfp4 ? 2 : 0;
 // The warp that tells all blocks what the consumers have stored.
@@ -121,7 +145,7 @@ static_assert(kFewTeller < kFewWarps);
 // (decode/rows_quantised.cuh): two bytes for each byte of weights. Beside weights in mxfp4, rows have 16 bits for each
 // 4 bits of weights.
 inline constexpr uint32_t kFewRowPitch = kBuild.quantised ? 2 * kRowBytes : kBuild.mxfp4 ? 4 * kRowBytes : kRowBytes;
-inline constexpr uint32_t kFewStageRows = kBuild.mxfp4 ? 16 : 32;  // rows that a stage has room for
+inline constexpr uint32_t kFewStageRows = kBuild.mxfp4 ? 16 : kAloneIn16Bits ? 64 : 32;  // for which a stage has room
 // In e4m3, where scales begin behind a stage's rows, and the bytes of both. First comes, for each row, the row's scale
 // times that of a warp's first block of weights (eight rows of weights); then, for each row, its scale times that of
 // the second block.
@@ -142,11 +166,10 @@ inline constexpr uint32_t kFewWeightStageBytes =
 // (decode/products_mxfp4.cuh). It has kPairBytes rows of kPairWords words, of which each second half is unused.
 inline constexpr uint32_t kPairBytes = 256, kPairWords = 64;
 // With weights in 16 bits, tasks may be halved on a rank alone (halves_tasks). A stage then has two k-blocks: first
-// their weights, then their rows, each with room for half as many as otherwise. (In a group, a block does not know how
-// many rows other ranks bring.)
-inline constexpr bool kMayHalve =
-    !kBuild.group && !kBuild.quantised && !kBuild.mxfp4 && element_bytes(kBuild.dtype) == 2;
-inline constexpr uint32_t kHalvedRows = kFewStageRows / 2;
+// their weights, then their rows, with room for kHalvedRows each. (In a group, a block does not know how many rows other
+// ranks bring.)
+inline constexpr bool kMayHalve = kAloneIn16Bits;
+inline constexpr uint32_t kHalvedRows = 16;
 struct FewPipeline {
   uint64_t weights_full[kFewStages], rows_full[kFewStages], empty[kFewStages];
   uint64_t task_full[kFewTasks], task_empty[kFewTasks], stored[kFewTasks];
@@ -160,14 +183,10 @@ struct FewShared {
       uint8_t rows[kFewStages][kFewRowStageBytes];
       alignas(16) uint32_t pairs[kBuild.mxfp4 ? kPairBytes : 1][kPairWords];
     };
-    struct {
-      uint8_t logit_rows[144 * 1024];
+    FewGate gate;
+    struct {  // in a group, packets and FewScratch are used at the same time
+      [[no_unique_address]] BesideScratch<kBuild.group> peers;
       FewScratch scratch;
-    };
-    struct {  // in a group, where logit_rows are, so that FewScratch::groups may be used beside it
-      FewPackets packets;
-      FewOutbox outbox;
-      Status seen[kMaxRanks];  // the peers', for waits before the tasks and after them
     };
   };
   FewRouting routing;
@@ -180,8 +199,6 @@ struct FewShared {
   TraceStarts trace_starts;
 };
 static_assert(sizeof(FewShared) <= kFewSharedBytes);
-static_assert(sizeof(FewPackets) + sizeof(FewOutbox) + kMaxRanks * sizeof(Status) + 128 <=
-              sizeof(FewShared::logit_rows));
 
 namespace few {
 
@@ -196,10 +213,12 @@ using Count = std::integral_constant<uint32_t, kNumber>;
 inline constexpr uint32_t kBlocks = 2;
 template <class Dtype>
 struct SumsOf {
-  using Type = std::conditional_t<Dtype::kBytes == 2, TensorSums<Dtype>, ExactSums<Dtype, kBlocks>>;
+  using Type = std::conditional_t<Dtype::kBytes == 2, TensorSums<Dtype, kFewStageRows>, ExactSums<Dtype, kBlocks>>;
 };
 template <class D>
-struct SumsOf<MxFp4<D>> : SumsOf<D> {};
+struct SumsOf<MxFp4<D>> {
+  using Type = TensorSums<D>;
+};
 template <class Dtype>
 using Sums = SumsOf<Dtype>::Type;
 // Most rows of a unit.

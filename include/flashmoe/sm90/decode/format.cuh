@@ -36,10 +36,11 @@ struct Format {
                                                   Sums<Dtype>& sums) {
     all_stages(Count<2>{}, [&](const auto& w, uint32_t from) { w.multiply(from, rows, sums); });
   }
-  // The warps that load rows or scales. Here one warp loads rows.
+  // The warps that load rows or scales. Here they load rows.
   template <bool kGated, bool kHalved>
   static __device__ __forceinline__ void load(const Block& b) {
-    if (b.warp() == kFewConsumers + 1) load_rows<Dtype, kGated, kHalved>(b);
+    const uint32_t loader = b.warp() - (kFewConsumers + 1);
+    if (loader < kFewRowLoaders) load_rows<Dtype, kGated, kHalved>(b, loader);
   }
   // All threads: sends the rows of token block n to the other ranks.
   static __device__ __forceinline__ void send_rows(const Block& b, uint32_t n) { copy_rows(b, n); }

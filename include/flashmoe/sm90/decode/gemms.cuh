@@ -17,6 +17,7 @@
 #include "flashmoe/protocol/packet.h"
 #include "flashmoe/sm90/decode/format.cuh"
 #include "flashmoe/sm90/decode/tasks.cuh"
+#include "flashmoe/sm90/machine/wgmma.cuh"
 
 namespace flashmoe::sm90::few {
 
@@ -65,10 +66,53 @@ __device__ __forceinline__ void multiply_stages(const Block& b, StageSlot& at, A
   }
 }
 
+// Issues the products of the stage that comes next, as one group of wgmmas. kFirst: they overwrite acc.
+template <class Dtype, uint32_t kRows, bool kFirst>
+__device__ __forceinline__ void issue_stage(const Block& b, const StageSlot& at, float (&acc)[kRows / 2]) {
+  FewPipeline& p = b.s.pipeline;
+  wait(barrier_of(p.weights_full, at), at.parity);
+  wait(barrier_of(p.rows_full, at), at.parity);
+  fence_proxy_async_shared();  // rows were stored through the generic proxy
+  wgmma_fence();
+  const uint64_t weights = matrix_descriptor(shared_address(b.s.weights[at.at]) + b.warp() / 4 * (64 * kRowBytes));
+  const uint64_t rows = matrix_descriptor(shared_address(b.s.rows[at.at]));
+#pragma unroll
+  for (uint32_t k = 0; k < kRowBytes; k += kWgmmaBytes) {
+    Wgmma<Dtype, kRows>::issue(acc, weights + descriptor_step(k), rows + descriptor_step(k), !kFirst || k != 0);
+  }
+  wgmma_commit();
+}
+
+// Multiplies all stages of a task of at most kRows rows by wgmma, whose sums have the same bits as those of mma. A
+// warpgroup has half of the task's rows of weights, and each of its warps gets the sums of those that it would have
+// itself. One stage is multiplied while the next one is awaited.
+template <class Dtype, uint32_t kRows>
+__device__ __forceinline__ void multiply_by_groups(const Block& b, uint32_t stages, StageSlot& at, Sums<Dtype>& sums) {
+  float acc[kRows / 2];
+  issue_stage<Dtype, kRows, true>(b, at, acc);
+  uint32_t in_flight = barrier_of(b.s.pipeline.empty, at);
+  at.advance();
+#pragma unroll 1
+  for (uint32_t s = 1; s < stages; ++s) {
+    issue_stage<Dtype, kRows, false>(b, at, acc);
+    wgmma_wait<1>();
+    release(in_flight);
+    in_flight = barrier_of(b.s.pipeline.empty, at);
+    at.advance();
+  }
+  wgmma_wait<0>();
+  pin_accumulators(acc);
+  release(in_flight);
+  sums.template set<kRows>(acc);
+}
+
 // Multiplies all stages of a task, as many k-blocks at a time as the Format asks for.
 template <class Dtype, bool kHalved>
 __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, StageSlot& at,
                                          Sums<Dtype>& sums) {
+  if constexpr (kAloneIn16Bits && !kHalved) {
+    if (rows > kMmaRows<Dtype>) return multiply_by_groups<Dtype, 64>(b, stages, at, sums);
+  }
   auto all_stages = [&]<uint32_t kKBlocks>(Count<kKBlocks>, auto&& add) {
     constexpr uint32_t kAtOnce = kHalved ? kKBlocks / 2 : kKBlocks;
 #pragma unroll 1

@@ -30,7 +30,7 @@ struct Format<MxFp4<D>> {
   template <bool kGated, bool kHalved>
   static __device__ __forceinline__ void load(const Block& b) {
     if (b.warp() == kFewConsumers + 1) {
-      load_rows<Dtype, kGated, kHalved>(b);
+      load_rows<Dtype, kGated, kHalved>(b, 0);
     } else {
       load_scales<Dtype, kGated>(b, b.warp() - kFewConsumers - 2);
     }

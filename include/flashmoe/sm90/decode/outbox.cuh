@@ -17,7 +17,7 @@ namespace flashmoe::sm90::few {
 // All threads, before a block barrier that comes before the first packet: notes each expert's slot.
 __device__ __forceinline__ void list_slots(const Block& b) {
   const CallPlacement& placement = b.c.placement;
-  FewOutbox& to = b.s.outbox;
+  FewOutbox& to = b.s.peers.outbox;
   const uint32_t slots = placement.owner_base[b.c.shape.ranks];
   for (uint32_t q = threadIdx.x; q <= b.c.shape.ranks; q += kFewThreads) {
     to.base[q] = static_cast<uint16_t>(placement.owner_base[q]);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void check_given(const Block& b, uint32_t n) {
 // One warp: sends the packet of token block n to rank q, except its rows. Returns how many entries the packet has.
 __device__ __forceinline__ uint32_t send_entries(const Block& b, uint32_t n, uint32_t q) {
   const Call& c = b.c;
-  FewOutbox& s = b.s.outbox;
+  FewOutbox& s = b.s.peers.outbox;
   const uint32_t top_k = c.shape.top_k, first = n << c.policy.log2_block, choices = c.tokens_in_block(n) * top_k;
   const int32_t* const ids = b.routing.ids + first * top_k;
   const float* const weights = b.routing.weights + first * top_k;

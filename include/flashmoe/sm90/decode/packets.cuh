@@ -14,7 +14,7 @@ namespace flashmoe::sm90::few {
 __device__ __forceinline__ bool await_calls(const Block& b) {
   static_assert(kMaxRanks <= P::kLanes);
   const Call& c = b.c;
-  FewPackets& s = b.s.packets;
+  FewPackets& s = b.s.peers.packets;
   const uint32_t p = P::lane();
   const bool exists = p < c.shape.ranks;
   // Whether rank p computes the same call. If not, its call signal is not accepted, because its packets would be
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool await_calls(const Block& b) {
 __device__ __forceinline__ bool await_packets(const Block& b) {
   if (!await_calls(b)) return false;
   const Call& c = b.c;
-  FewPackets& s = b.s.packets;
+  FewPackets& s = b.s.peers.packets;
   uint32_t entries = 0;
 #pragma unroll 1
   for (uint32_t base = 0; base < s.count; base += P::kLanes) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ uint32_t last_not_above(const uint16_t* values, uint3
 // offsets and few entries are read by different warps.
 __device__ __forceinline__ void read_packets(const Block& b) {
   constexpr uint32_t kOffsets = 4, kEntries = 2;  // of a thread, on their way together
-  FewPackets& s = b.s.packets;
+  FewPackets& s = b.s.peers.packets;
   const Call& c = b.c;
   const uint32_t pitch = c.shape.local_experts + 1, offsets = s.count * pitch, entries = s.first[s.count];
   uint32_t o = threadIdx.x, e = kFewThreads - 1 - threadIdx.x;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void read_packets(const Block& b) {
 // sum of all packets' offsets for it, because a packet's offset is how many of its entries are of experts before.
 __device__ __forceinline__ void place_packets(const Block& b) {
   constexpr uint32_t kAtOnce = 4;
-  FewPackets& s = b.s.packets;
+  FewPackets& s = b.s.peers.packets;
   const uint32_t experts = b.c.shape.local_experts, pitch = experts + 1;
   for (uint32_t l = threadIdx.x; l < experts; l += kFewThreads) {
     uint32_t first = 0;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void place_packets(const Block& b) {
 // All threads, after await_packets() and a block barrier: fills the routing from the packets.
 template <class Dtype>
 __device__ __forceinline__ void take_packets(const Block& b) {
-  const FewPackets& s = b.s.packets;
+  const FewPackets& s = b.s.peers.packets;
   const uint32_t experts = b.c.shape.local_experts, pitch = experts + 1;
   read_packets(b);
   if (experts == 0 && threadIdx.x == 0) b.routing.rows = b.routing.units = 0;

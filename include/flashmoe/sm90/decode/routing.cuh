@@ -40,8 +40,8 @@ template <class Dtype>
   requires(Dtype::kBytes == 2)
 __device__ __forceinline__ BlockSums<Dtype> sum_chunks(const Block& b, uint32_t expert, uint32_t begin, uint32_t end) {
   constexpr uint32_t kPitch = 1024, kChunks = kPitch / 16, kBlockChunks = kRowBytes / 16;  // of a row at a time
-  static_assert(kLogitSegments * 2 * kProductRows * kPitch <= sizeof(FewShared::logit_rows));
-  const uint32_t memory = shared_address(b.s.logit_rows) + b.warp() * (2 * kProductRows * kPitch);
+  static_assert(kLogitSegments * 2 * kProductRows * kPitch <= sizeof(FewGate::rows));
+  const uint32_t memory = shared_address(b.s.gate.rows) + b.warp() * (2 * kProductRows * kPitch);
   const uint32_t matrix = P::lane() / 8, row = P::lane() % 8, last = b.c.shape.routed_experts() - 1;
   BlockSums<Dtype> sums;
 #pragma unroll 1
@@ -117,7 +117,7 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
     const uint32_t begin = begin_of_part(all, b.warp(), kParts) * kApart;
     const uint32_t end = min_of(begin_of_part(all, b.warp() + 1, kParts) * kApart, chunks);
     const auto sums = sum_chunks<Dtype>(b, expert, begin, end);
-    float* const partial = b.s.scratch.partial[b.warp()];
+    float* const partial = b.s.gate.partial[b.warp()];
     sums.finish(tokens, [&](uint32_t t, const float (&sum)[1][2]) {
       const uint32_t at = t * kProductRows + sums.first_row();
       partial[at] = sum[0][0];
@@ -128,7 +128,7 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
   const uint32_t i = threadIdx.x, e = expert + i % kProductRows;
   if (i < tokens * kProductRows && e < experts) {
     float logit = 0.0f;
-    for (uint32_t w = 0; w < kParts; ++w) logit += b.s.scratch.partial[w][i];
+    for (uint32_t w = 0; w < kParts; ++w) logit += b.s.gate.partial[w][i];
     store_logit<Dtype>(b, i / kProductRows, e, logit);
   }
   __syncthreads();
@@ -154,13 +154,13 @@ struct LogitJob {
   static __device__ __forceinline__ uint32_t rows_of(uint32_t tokens) { return kProductRows + tokens; }
   // Whether shared memory has room for parts of so many rows.
   static __device__ __forceinline__ bool fits(uint32_t tokens) {
-    return rows_of(tokens) * kParts * kLeastPartBytes <= sizeof(FewShared::logit_rows);
+    return rows_of(tokens) * kParts * kLeastPartBytes <= sizeof(FewGate::rows);
   }
   __device__ __forceinline__ uint32_t rows() const { return rows_of(tokens); }
   // How many warps multiply: the first ones. The other warps load; if there are no others, all warps load.
   __device__ __forceinline__ uint32_t multiplying() const { return ceil_div(tokens, kLogitTokens); }
   __device__ __forceinline__ uint32_t part_bytes() const {
-    const uint32_t room = uint32_t{sizeof(FewShared::logit_rows)} / kParts / rows();
+    const uint32_t room = uint32_t{sizeof(FewGate::rows)} / kParts / rows();
     return min_of(kMostPartBytes, room / kLeastPartBytes * kLeastPartBytes);
   }
   // Parts of each round, and of all.
@@ -176,15 +176,14 @@ struct LogitJob {
     return at < segment_begin(k_blocks, segment + 1) ? at : k_blocks;
   }
 };
-static_assert(sizeof(FewShared::logit_rows) / LogitJob<1>::kParts / (kProductRows + kFewRouters * kLogitTokens) >=
-              kRowBytes);
+static_assert(sizeof(FewGate::rows) / LogitJob<1>::kParts / (kProductRows + kFewRouters * kLogitTokens) >= kRowBytes);
 
 // All threads: load part `part` of the experts' rows and then of the tokens' rows, as one group of copies. Warps that
 // multiply have no time to copy, and their groups are empty.
 template <class Dtype, class Job>
 __device__ __forceinline__ void load_logit_rows(const Block& b, const Job& job, uint32_t part) {
   const uint32_t pitch = job.part_bytes(), chunks = pitch / 16, all = b.c.shape.hidden * Dtype::kBytes;
-  const uint32_t to = shared_address(b.s.logit_rows) + part % Job::kParts * job.rows() * pitch;
+  const uint32_t to = shared_address(b.s.gate.rows) + part % Job::kParts * job.rows() * pitch;
   const uint32_t busy = job.multiplying() % kFewWarps * P::kLanes, end = part < job.parts() ? job.rows() * chunks : 0;
   for (uint32_t i = threadIdx.x - busy; threadIdx.x >= busy && i < end; i += kFewThreads - busy) {
     const uint32_t r = i / chunks, chunk = i % chunks;
@@ -215,7 +214,7 @@ __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob
     __syncthreads();  // all threads' copies of this part are here, and all have read the part before
     load_logit_rows<Dtype>(b, job, part + Job::kParts - 1);
     if (first_token >= job.tokens) continue;
-    const uint32_t from = shared_address(b.s.logit_rows) + part % Job::kParts * job.rows() * pitch;
+    const uint32_t from = shared_address(b.s.gate.rows) + part % Job::kParts * job.rows() * pitch;
 #pragma unroll 1
     for (uint32_t block = 0; block < pitch / kRowBytes; block += kAbreast) {
 #pragma unroll
@@ -435,7 +434,7 @@ __device__ __forceinline__ FewChoice load_choice(const FewChoice* from) {
 // this block. A token's slices of the shared expert have one weight, which is exchanged once. False if the call is
 // over.
 __device__ __forceinline__ bool share_choices(const Block& b) {
-  constexpr uint32_t kAtOnce = 3;  // choices of a lane: 1024 choices take one round trip
+  constexpr uint32_t kAtOnce = 6;  // choices of a lane: 2048 choices take one round trip
   const uint32_t n = b.args.few_choices, top_k = b.c.shape.routed_top_k(), experts = b.c.shape.routed_experts();
   const Tokens own = own_tokens(b);
   for (uint32_t i = b.warp(); i < own.count; i += kFewWarps) {

@@ -133,7 +133,7 @@ __device__ __forceinline__ void release(uint32_t barrier) {
 __device__ __forceinline__ void init_pipeline(FewPipeline& p) {
   for (uint32_t i = 0; i < kFewStages; ++i) {
     barrier_init(shared_address(&p.weights_full[i]), 1 + kFewScaleLoaders * P::kLanes);
-    barrier_init(shared_address(&p.rows_full[i]), P::kLanes);
+    barrier_init(shared_address(&p.rows_full[i]), kStageLoaders * P::kLanes);
     barrier_init(shared_address(&p.empty[i]), kFewConsumers * kWarpReleases);
   }
   for (uint32_t i = 0; i < kFewTasks; ++i) {
@@ -234,15 +234,16 @@ __device__ __forceinline__ void wait_for_unit(const Block& b, uint32_t unit, uin
       b, [&] { return P::ballot(P::load_acquire(done, kDevice) != arrivals) == 0 ? Step::kDone : Step::kIdle; });
 }
 
-// One warp: loads the rows of every task, as soon as they are there. A lane has every eighth chunk of every fourth row.
+// One warp: loads its part of the rows of every task, as soon as they are there. A lane has every eighth chunk of every
+// fourth row. loader: which of kStageLoaders warps it is; the first one has the first rows.
 template <class Dtype, bool kGated, bool kHalved>
-__device__ __forceinline__ void load_rows(const Block& b) {
+__device__ __forceinline__ void load_rows(const Block& b, uint32_t loader) {
   using TheTasks = Tasks<Dtype, kGated, kHalved>;
-  constexpr uint32_t kMostRows = kHalved ? kHalvedRows : kUnitRows<Dtype>, kRowsApart = 4;
+  constexpr uint32_t kMostRows = kHalved ? kHalvedRows : kUnitRows<Dtype> / kStageLoaders, kRowsApart = 4;
   constexpr uint32_t kMost = kMostRows / kRowsApart, kEights = TheTasks::kBlockChunks / 8;
   const TheTasks tasks{b};
   FewPipeline& p = b.s.pipeline;
-  const uint32_t first = P::lane() / 8, chunk = P::lane() % 8;
+  const uint32_t begin = loader * kMostRows, first = begin + P::lane() / 8, chunk = P::lane() % 8;
   const uint64_t pitch = b.c.intermediate_row(0, 1) - b.c.intermediate_row(0, 0);
   HandedSlot handed;
   StageSlot stage;
@@ -273,7 +274,7 @@ __device__ __forceinline__ void load_rows(const Block& b) {
         const uint32_t k_block = c / kEights * kMostRows * kFewRowPitch;
 #pragma unroll
         for (uint32_t i = 0; i < kMost; ++i) {
-          if (i * kRowsApart >= rows) break;
+          if (begin + i * kRowsApart >= rows) break;
           const uint32_t swizzled = 8 * (c % kEights) + (chunk ^ row_swizzle(first + i * kRowsApart));
           cp_async16_or_zero(to + k_block + i * kRowsApart * kFewRowPitch + swizzled * 16,
                              from[i] + (valid[c] != 0 ? (at + 8 * c) * 16 : 0), valid[c]);

@@ -17,7 +17,7 @@ namespace flashmoe::sm90::few {
 // the OS actor.
 class RanksLiveness {
  public:
-  __device__ __forceinline__ explicit RanksLiveness(const Block& b) : os_{b.c}, group_(b.c, b.s.seen) {}
+  __device__ __forceinline__ explicit RanksLiveness(const Block& b) : os_{b.c}, group_(b.c, b.s.peers.seen) {}
   __device__ __forceinline__ void sample() { blockIdx.x == 0 ? group_.sample() : os_.sample(); }
   __device__ __forceinline__ bool moved() const { return blockIdx.x == 0 ? group_.moved() : os_.moved(); }
   __device__ __forceinline__ uint32_t culprit(uint32_t awaited) const { return group_.culprit(awaited); }
