@@ -16,8 +16,9 @@ constexpr uint32_t kSenders = 16;
 // Clusters that stop early to reduce (OrderPolicy::link_clusters): on two H200s, 2, 4 and 8 are equally fast for three
 // layers, within the noise (docs/measured.md).
 constexpr uint32_t kLinkClusters = 4;
-// Most rows of an expert, on average, in a call of few tokens: with weights in 16 bits on a rank alone, and otherwise.
-constexpr uint32_t kMostFewRowsAlone = 32, kMostFewRows = 16;
+// Most rows of an expert, on average, in a call of few tokens: on a rank alone whose weights have no scales; otherwise.
+// (The kernel multiplies 64 rows of an expert together in the first case, 32 or 16 in the other.)
+constexpr uint32_t kMostFewRowsAlone = 48, kMostFewRows = 16;
 // The part of GEMM0 that goes before GEMM1 if the link does not keep up: all of it if link_over_gemm1 is kHeldUpTo or
 // less, none of it from kSoonFrom on, and in proportion between. Two H200s are fastest with all of it at 1.05 (OLMoE),
 // with three fifths or all of it at 1.4 (Qwen3), and with a tenth at 2.1 (Qwen3-Next); see docs/measured.md.

@@ -60,6 +60,14 @@ Starts gpu_groups(uint32_t columns, ReturnMode mode, bool whole = false) {
   return {first, first + groups + 1};
 }
 
+LayerSpec spec_of(DType y, DType weights) {
+  LayerSpec spec;
+  spec.set_types(y);
+  spec.weight_type = weights;
+  if (weights == DType::kFloat8E4M3) spec.token_type = spec.intermediate_type = weights;
+  return spec;
+}
+
 void check_one_gpu() {
   const struct {
     Layer layer;
@@ -81,7 +89,7 @@ void check_one_gpu() {
     CHECK_EQ(columns[kFirst], e.gemm0);
     CHECK_EQ(columns[kReturning], e.gemm1);
     const CallShape call{.ranks = 1, .tokens = e.tokens, .experts = l.experts, .top_k = l.top_k};
-    CHECK_EQ(cuda::is_few(call, 2, false), e.few);
+    CHECK_EQ(cuda::is_few(call, spec_of(DType::kBFloat16, DType::kBFloat16)), e.few);
     const bool joined = cuda::joins_rows(kHopper, shape, e.tokens, 0);
     CHECK_EQ(joined, e.joined);
     CHECK(!cuda::reduces(1, l.top_k, l.intermediate));
@@ -165,6 +173,7 @@ void check_token_blocks() {
 // In calls of few tokens with experts in FP8, intermediate rows are in fp32, in memory that is made for tiles of rows
 // in e4m3 (sm90/decode/block.cuh). Checks that there is enough of it.
 void check_few_rows_fit() {
+  const LayerSpec fp8 = spec_of(DType::kBFloat16, DType::kFloat8E4M3);
   uint32_t checked = 0;
   for (const uint32_t experts : {1u, 2u, 3u, 8u, 60u, 128u, 1024u}) {
     for (const uint32_t top_k : {1u, 2u, 8u, 32u}) {
@@ -174,7 +183,7 @@ void check_few_rows_fit() {
             const uint32_t one = shared == 0 ? 0 : 1;
             const CallShape call{
                 .ranks = 1, .tokens = tokens, .experts = experts + one, .top_k = top_k + one, .shared = shared};
-            if (top_k > experts || !cuda::is_few(call, 2, false)) continue;
+            if (top_k > experts || !cuda::is_few(call, fp8)) continue;
             Limits l{.max_tokens = tokens, .hidden = 256, .experts = experts, .max_local_experts = experts};
             l.top_k = top_k, l.shared = shared, l.capacity = capacity;
             l.x_bytes = l.intermediate_bytes = 1, l.intermediate = 16, l.tile_rows = kHopper.tile_rows;
@@ -216,7 +225,7 @@ void check_few_in_group() {
   const auto [limits, layer] = decoding(2048, 768, 128);
   CHECK(cuda::few_in_group(limits, layer));
   // A unit has at most 32 rows, and at most one unit of an expert has fewer.
-  CHECK_EQ(gpu::few_rows(limits), gpu::kFewChoices);
+  CHECK_EQ(gpu::few_rows(limits), gpu::kFewGroupRows);
   CHECK(gpu::few_units(limits) >= gpu::few_rows(limits) / 32 + limits.max_local_experts);
   const auto field = static_cast<uint32_t>(gpu::FewField::kDone);
   const gpu::FewLayout layout = gpu::make_few_layout(limits);
@@ -279,12 +288,20 @@ void check_few_and_joined() {
     const uint32_t one = shared == 0 ? 0 : 1;
     return CallShape{.ranks = 1, .tokens = tokens, .experts = experts + one, .top_k = top_k + one, .shared = shared};
   };
-  CHECK(cuda::is_few(few(0, 128, 8), 2, false) && cuda::is_few(few(256, 128, 8), 2, false));
-  CHECK(!cuda::is_few(few(257, 128, 1), 2, false));
-  CHECK(cuda::is_few(few(64, 8, 2), 2, false) && !cuda::is_few(few(65, 8, 2), 2, false));  // 16 rows an expert
-  CHECK(cuda::is_few(few(227, 256, 8, 1), 2, false) && !cuda::is_few(few(228, 256, 8, 1), 2, false));  // 2048 choices
-  CHECK(cuda::is_few(few(8, 64, 4, 4), 2, false) && !cuda::is_few(few(9, 64, 4, 4), 2, false));        // slices
-  CHECK(cuda::is_few(few(8, 128, 8), 4, false) && !cuda::is_few(few(9, 128, 8), 4, false));
+  const LayerSpec bf16 = spec_of(DType::kBFloat16, DType::kBFloat16), fp32 = spec_of(DType::kFloat32, DType::kFloat32);
+  const LayerSpec fp8 = spec_of(DType::kBFloat16, DType::kFloat8E4M3), fp4 = spec_of(DType::kBFloat16, DType::kMxFp4);
+  const auto most = [&](const LayerSpec& spec, uint32_t experts, uint32_t top_k, uint32_t shared = 0) {
+    const uint32_t n = cuda::few_most(few(1, experts, top_k, shared), spec);
+    CHECK(cuda::is_few(few(0, experts, top_k, shared), spec) && cuda::is_few(few(n, experts, top_k, shared), spec));
+    CHECK(!cuda::is_few(few(n + 1, experts, top_k, shared), spec));
+    return n;
+  };
+  CHECK(most(bf16, 128, 8) == 512 && most(bf16, 128, 1) == 512);
+  CHECK(most(bf16, 8, 2) == 192 && most(bf16, 64, 8) == 384);   // 48 rows an expert
+  CHECK(most(bf16, 256, 8, 1) == 455);                          // 4096 choices
+  CHECK(most(bf16, 64, 4, 4) == 8 && most(fp32, 128, 8) == 8);  // slices
+  CHECK(most(fp8, 128, 8) == 256 && most(fp8, 256, 8, 1) == 227 && most(fp8, 8, 2) == 64);
+  CHECK(most(fp4, 128, 4) == 512 && most(fp4, 32, 4) == 128);
   // GEMM1 is cut into as many parts as give one token 256 tasks, but a task must have at least 16 stages. With weights in
   // 16 bits it is not.
   auto parts = [&](CallShape shape, uint32_t hidden, uint32_t intermediate, uint32_t weight_bits = 32) {
@@ -303,9 +320,10 @@ void check_few_and_joined() {
   CHECK(parts(few(1, 8, 1), 128, 8192, 4) == 8 && parts(few(1, 32, 4), 2880, 2880, 4) == 2);  // MXFP4: at least 4
   CallShape two_ranks = few(1, 128, 8);
   two_ranks.ranks = 2;
-  CHECK(!cuda::is_few(two_ranks, 2, false) && !cuda::is_few(few(1, 128, 8), 2, true));
-  CHECK(cuda::few_most(two_ranks, 2, false) == 0 && cuda::few_most(few(1, 8, 2), 2, false) == 64);
-  CHECK(cuda::few_most(few(1, 128, 8), 2, false) == 256 && cuda::few_most(few(1, 256, 8, 1), 2, false) == 227);
+  LayerSpec transposed = bf16;
+  transposed.transposed = true;
+  CHECK(!cuda::is_few(two_ranks, bf16) && !cuda::is_few(few(1, 128, 8), transposed));
+  CHECK_EQ(cuda::few_most(two_ranks, bf16), 0u);
   check_few_in_group();
   check_few_in_group_of_fp8();
   // If tokens have two rows, rows are joined if tiles are full on average; if tokens have one row, always.

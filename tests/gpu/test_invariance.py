@@ -15,7 +15,7 @@ from test_few import USUAL, first_tokens
 pytestmark = pytest.mark.gpu
 
 LONGEST = 4096
-LENGTHS = (*range(1, 65), 100, 128, 129, 256, 257, 1000)
+LENGTHS = (*range(1, 65), 100, 128, 129, 256, 257, 384, 385, 512, 513, 1000)
 """Numbers of tokens on both sides of every boundary between kernels, and between ways to compute within a kernel."""
 
 LONG = {"hidden": 640, "intermediate": 2056, "experts": 9, "top_k": 4}
@@ -82,6 +82,6 @@ def test_random_layers(part: int):
     draw = random.Random(SEED + part)
     for _ in range(50):
         layer = random_layer(draw)
-        lengths = {1, 8, 9, *(draw.randint(2, 300) for _ in range(5))}
-        problem = random_problem(draw.randrange(1 << 30), draw.choice((301, 700)), **layer)
+        lengths = {1, 8, 9, *(draw.randint(2, 600) for _ in range(5))}
+        problem = random_problem(draw.randrange(1 << 30), draw.choice((601, 1100)), **layer)
         assert differing(problem, tuple(sorted(lengths))) == [], layer

@@ -90,12 +90,11 @@ class TensorSums {
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) sum_[0][i] = (sum_[0][i] + sum_[1][i]) + (sum_[2][i] + sum_[3][i]);
   }
-  // Sets the sums of the first kRows tokens. acc: the lane's accumulators of a wgmma, whose 64 rows of A are those of
-  // four warps, and whose rows of B are the tokens.
-  template <uint32_t kRows>
-  __device__ __forceinline__ void set(const float (&acc)[kRows / 2]) {
+  // Sets all sums. acc: the lane's accumulators of a wgmma, whose 64 rows of A are those of four warps, and whose rows of
+  // B are the tokens.
+  __device__ __forceinline__ void set(const float (&acc)[4 * kSums]) {
 #pragma unroll
-    for (uint32_t i = 0; i < kRows / 2; ++i) sum_[i / 4][i % 4] = acc[i];
+    for (uint32_t i = 0; i < 4 * kSums; ++i) sum_[i / 4][i % 4] = acc[i];
   }
   // Calls store(token, sums) for each token whose sums the lane then has. Afterwards there are no sums any more.
   template <class Store>

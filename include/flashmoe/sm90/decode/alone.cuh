@@ -12,18 +12,21 @@
 // itself. From the moment the experts are known until the end, each multiprocessor has 112 KiB of weights on their way
 // (mxfp4: 64 KiB), even while the rows that they are multiplied by are not there yet.
 //
-//   gate    a block computes the logits of eight experts and some tokens at a time. In calls of up to kFewExactTokens
-//           tokens each warp has a part of H; in other calls some warps multiply, 16 tokens each (decode/routing.cuh)
+//   gate    a block computes the logits of some experts and some tokens at a time. In calls of up to kFewExactTokens
+//           tokens these are eight experts, and each warp has a part of H; in other calls some warps multiply, each
+//           eight experts by 16 tokens (decode/routing.cuh)
 //   choose  every block chooses the experts of all tokens; if tokens are many, each block chooses those of some tokens,
 //           and passes its choices on to the other blocks
 //   then, by a block's warps (sm90/decode/tasks.cuh, sm90/decode/gemms.cuh):
 //   0-7     consumers: GEMM0's tasks, then GEMM1's; they store intermediate and weighted rows to device memory
 //   8       takes tasks, and loads their weights (one thread)
-//   9       loads their rows: those of GEMM1 when the unit's intermediate rows are stored. In FP8, warps 9 to 11 do
-//           this, and quantise the rows (decode/rows_quantised.cuh)
+//   9       loads their rows: those of GEMM1 when the unit's intermediate rows are stored. With weights in 16 bits, warp
+//           10 loads the rows behind the first 32. In FP8, warps 9 to 11 load rows, and quantise them
+//           (decode/rows_quantised.cuh)
 //   10, 11  in mxfp4: load the scales of the weights (decode/scales_mxfp4.cuh). There the consumers meet once, in named
 //           barrier 1, before their first task
-//   10      (12 if weights have scales) counts each task of GEMM0 that is stored, where all blocks look (one thread)
+//   11      (10 with weights in fp32, 12 if weights have scales) counts each task of GEMM0 that is stored, where all
+//           blocks look (one thread)
 //   When all blocks have stored their rows, all warps sum the rows of each token. There is no return and no Combine.
 //
 // Bits: with weights in 16 bits, a token's row has the general kernel's bits in every call, whatever the other tokens

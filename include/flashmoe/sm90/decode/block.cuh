@@ -25,11 +25,11 @@ inline constexpr bool kAloneIn16Bits =
 // depend on whether there is one.
 inline constexpr uint32_t kFewRouters = 12;
 
-// The most experts of a call, with the slices of the shared expert, and the most units.
 // The most choices of a call; in a group, the most rows that come to a rank.
 inline constexpr uint32_t kRoutedRows = kBuild.group       ? kFewGroupRows
                                         : kBuild.quantised ? kFewChoicesInE4m3
                                                            : kFewChoices;
+// The most experts of a call, with the slices of the shared expert, and the most units.
 inline constexpr uint32_t kFewExperts = kMaxExperts + 32, kFewUnits = kFewExperts + kRoutedRows / 16;
 
 // The routing, as every block knows it. Choice p is (token p / n, k = p % n), where n is few_choices. The shared
@@ -116,14 +116,15 @@ struct BesideScratch {
 template <>
 struct BesideScratch<false> {};
 
-// The pipeline: a ring of stages, each of which has weights and rows, and a ring of tasks. More stages are slower: 11
-// in place of 7 took 1 % longer with 64 to 256 tokens of Qwen3-30B-A3B. Below, the number after a barrier's name is how
+// The pipeline: a ring of stages, each of which has weights and rows, and a ring of tasks. With 64 to 256 tokens of
+// Qwen3-30B-A3B, 11 stages in place of 7 took 1 % longer, and 5 took 2 to 4 % longer. Below, the number after a barrier's name is how
 // many arrivals a phase of the barrier takes.
 //   weights  the copy engine loads a k-block of 128 bytes of 128 features, 128-byte swizzled; weights_full: 1, and the
 //            copy engine's bytes. In mxfp4 the features' scales lie behind the weights; weights_full then takes 64
 //            more, one from each lane of the two warps that load the scales
 //   rows     the same k-block of a unit's rows, in chunks of 16 bytes as row_swizzle() says; rows_full: 32, from the
-//            lanes of the warp that loads them, or 64 if there are two for a stage. In e4m3, scales lie behind the rows (kFewScalesAt)
+//            lanes of the warp that loads them, or 64 if two warps load a stage. In e4m3, scales lie behind the rows
+//            (kFewScalesAt)
 //   both     empty: 8, one from each consumer warp
 //   tasks    the warp that loads weights hands tasks on; task_full: 1; task_empty: one from each warp that reads tasks;
 //            stored, for tasks of GEMM0 alone: 8, one from each consumer warp

@@ -1,12 +1,13 @@
 // The consumer warps of the kernel for a few tokens (sm90/decode/alone.cuh). They compute both GEMMs and the
 // activation. On a rank that is alone, all warps then sum each token's rows.
 //
-// consume_tasks(): warps 0 to 7 of every block run it; each warp computes its own columns of every task. They read
-// stages, tasks and routing in shared memory, and biases in device memory. GEMM0 writes intermediate rows to this
-// rank's workspace. GEMM1 writes result rows, each times the weight of its choice. On a rank that is alone, they go to
-// FewMemory (gpu/decode_memory.h); if GEMM1's tasks are cut into parts, the sums of the parts go there instead. In a
-// group, result rows go to the return rows in the heap of the token's home, which is this rank or a peer;
-// decode/group.cuh signals return rows.
+// consume_tasks(): warps 0 to 7 of every block run it; each warp computes its own columns of every task. (On a rank that
+// is alone, with weights in 16 bits, warpgroups multiply units of more than 16 rows.) They read stages, tasks and
+// routing in shared memory, and biases in device memory. GEMM0 writes intermediate rows to this rank's workspace. GEMM1
+// writes result rows, each times the weight of its choice. On a rank that is alone, they go to FewMemory
+// (gpu/decode_memory.h); if GEMM1's tasks are cut into parts, the sums of the parts go there instead. In a group, result
+// rows go to the return rows in the heap of the token's home, which is this rank or a peer; decode/group.cuh signals
+// return rows.
 // tell_of_stored(): one thread of each block runs it, of warp kFewTeller. It adds to FewMemory's counter of a unit,
 // with release, so that all blocks may load the unit's rows.
 // sum_rows(): all threads of a rank that is alone run it, after all blocks have met. It reads FewMemory and writes the
@@ -66,9 +67,12 @@ __device__ __forceinline__ void multiply_stages(const Block& b, StageSlot& at, A
   }
 }
 
-// Issues the products of the stage that comes next, as one group of wgmmas. kFirst: they overwrite acc.
-template <class Dtype, uint32_t kRows, bool kFirst>
-__device__ __forceinline__ void issue_stage(const Block& b, const StageSlot& at, float (&acc)[kRows / 2]) {
+// A lane's accumulators of a wgmma of half of a task's rows of weights by a unit's rows.
+using GroupSums = float[kFewStageRows / 2];
+
+// Issues the products of stage `at` as one group of wgmmas. kFirst: they overwrite acc.
+template <class Dtype, bool kFirst>
+__device__ __forceinline__ void issue_stage(const Block& b, const StageSlot& at, GroupSums& acc) {
   FewPipeline& p = b.s.pipeline;
   wait(barrier_of(p.weights_full, at), at.parity);
   wait(barrier_of(p.rows_full, at), at.parity);
@@ -78,23 +82,25 @@ __device__ __forceinline__ void issue_stage(const Block& b, const StageSlot& at,
   const uint64_t rows = matrix_descriptor(shared_address(b.s.rows[at.at]));
 #pragma unroll
   for (uint32_t k = 0; k < kRowBytes; k += kWgmmaBytes) {
-    Wgmma<Dtype, kRows>::issue(acc, weights + descriptor_step(k), rows + descriptor_step(k), !kFirst || k != 0);
+    Wgmma<Dtype, kFewStageRows>::issue(acc, weights + descriptor_step(k), rows + descriptor_step(k), !kFirst || k != 0);
   }
   wgmma_commit();
 }
 
-// Multiplies all stages of a task of at most kRows rows by wgmma, whose sums have the same bits as those of mma. A
-// warpgroup has half of the task's rows of weights, and each of its warps gets the sums of those that it would have
-// itself. One stage is multiplied while the next one is awaited.
-template <class Dtype, uint32_t kRows>
+// Multiplies all stages of a task by wgmma, whose sums have the same bits as those of mma. A warpgroup has half of the
+// task's rows of weights, and each of its warps gets the sums of the 16 rows that it has by mma too. One stage is
+// multiplied while the next one is awaited. The products are always of as many rows as a stage has room for, and what
+// lies behind the unit's rows is only in sums that nobody stores. (With a copy of the code for fewer rows, ptxas has too
+// few registers to let wgmmas run on, C7511: 512 tokens of Qwen3-30B-A3B take 353 us instead of 333.)
+template <class Dtype>
 __device__ __forceinline__ void multiply_by_groups(const Block& b, uint32_t stages, StageSlot& at, Sums<Dtype>& sums) {
-  float acc[kRows / 2];
-  issue_stage<Dtype, kRows, true>(b, at, acc);
+  GroupSums acc;
+  issue_stage<Dtype, true>(b, at, acc);
   uint32_t in_flight = barrier_of(b.s.pipeline.empty, at);
   at.advance();
 #pragma unroll 1
   for (uint32_t s = 1; s < stages; ++s) {
-    issue_stage<Dtype, kRows, false>(b, at, acc);
+    issue_stage<Dtype, false>(b, at, acc);
     wgmma_wait<1>();
     release(in_flight);
     in_flight = barrier_of(b.s.pipeline.empty, at);
@@ -103,7 +109,7 @@ __device__ __forceinline__ void multiply_by_groups(const Block& b, uint32_t stag
   wgmma_wait<0>();
   pin_accumulators(acc);
   release(in_flight);
-  sums.template set<kRows>(acc);
+  sums.set(acc);
 }
 
 // Multiplies all stages of a task, as many k-blocks at a time as the Format asks for.
@@ -111,7 +117,7 @@ template <class Dtype, bool kHalved>
 __device__ __forceinline__ void multiply(const Block& b, uint32_t rows, uint32_t stages, StageSlot& at,
                                          Sums<Dtype>& sums) {
   if constexpr (kAloneIn16Bits && !kHalved) {
-    if (rows > kMmaRows<Dtype>) return multiply_by_groups<Dtype, 64>(b, stages, at, sums);
+    if (rows > kMmaRows<Dtype>) return multiply_by_groups<Dtype>(b, stages, at, sums);
   }
   auto all_stages = [&]<uint32_t kKBlocks>(Count<kKBlocks>, auto&& add) {
     constexpr uint32_t kAtOnce = kHalved ? kKBlocks / 2 : kKBlocks;

@@ -41,8 +41,9 @@ __device__ __forceinline__ void with_arrangement(uint32_t rows, bool apart, Run&
   }
 }
 
-// The most rows of a unit that warps multiply by mma, each warp by its own weights in registers. For more rows, all warps
-// would read too much shared memory: with 512 tokens of Qwen3 a call would take 372 us instead of .
+// The most rows of a unit that warps multiply by mma, each warp by its own weights in registers. More rows are multiplied
+// by wgmma: by mma, each warp would read all rows from shared memory, and 512 tokens of Qwen3-30B-A3B would take 372 us
+// instead of 333.
 template <class Dtype>
 inline constexpr uint32_t kMmaRows = kAloneIn16Bits ? 16 : kUnitRows<Dtype>;
 

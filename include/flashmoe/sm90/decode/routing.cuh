@@ -135,8 +135,8 @@ __device__ __forceinline__ void compute_few_logits(const Block& b, uint32_t expe
 }
 
 inline constexpr uint32_t kLogitTokens = 16;  // tokens of a warp
-// For calls of more tokens: a block computes the logits of eight experts for some tokens at a time, with a warp for
-// each 16 tokens. The rows of experts and tokens come to shared memory in parts along H, swizzled like those of a
+// For calls of more tokens: a block computes the logits of some experts for some tokens at a time, with a warp for each
+// eight experts and 16 tokens. The rows of experts and tokens come to shared memory in parts along H, swizzled like those of a
 // stage. While one part is multiplied, others are on their way. A logit has several sums (kLogitSegments), and each
 // step of a sum waits for the step before, some 33 clocks. So kAbreast segments go side by side: a part of a row has as
 // many k-blocks of each of them. When these segments are done, the next ones begin. A segment that is shorter than
@@ -149,16 +149,17 @@ struct LogitJob {
   static constexpr uint32_t kLeastPartBytes = kAbreast * kRowBytes;
 
   uint32_t k_blocks;  // of H
-  uint32_t expert, token, tokens;
+  uint32_t expert, experts, token, tokens;
 
-  static __device__ __forceinline__ uint32_t rows_of(uint32_t tokens) { return kProductRows + tokens; }
-  // Whether shared memory has room for parts of so many rows.
-  static __device__ __forceinline__ bool fits(uint32_t tokens) {
-    return rows_of(tokens) * kParts * kLeastPartBytes <= sizeof(FewGate::rows);
+  // Whether shared memory has room for parts of so many rows, of experts and of tokens.
+  static __device__ __forceinline__ bool fits(uint32_t rows) {
+    return rows * kParts * kLeastPartBytes <= sizeof(FewGate::rows);
   }
-  __device__ __forceinline__ uint32_t rows() const { return rows_of(tokens); }
+  __device__ __forceinline__ uint32_t rows() const { return experts + tokens; }
+  // How many warps have the same experts.
+  __device__ __forceinline__ uint32_t abreast() const { return ceil_div(tokens, kLogitTokens); }
   // How many warps multiply: the first ones. The other warps load; if there are no others, all warps load.
-  __device__ __forceinline__ uint32_t multiplying() const { return ceil_div(tokens, kLogitTokens); }
+  __device__ __forceinline__ uint32_t multiplying() const { return experts / kProductRows * abreast(); }
   __device__ __forceinline__ uint32_t part_bytes() const {
     const uint32_t room = uint32_t{sizeof(FewGate::rows)} / kParts / rows();
     return min_of(kMostPartBytes, room / kLeastPartBytes * kLeastPartBytes);
@@ -187,9 +188,9 @@ __device__ __forceinline__ void load_logit_rows(const Block& b, const Job& job, 
   const uint32_t busy = job.multiplying() % kFewWarps * P::kLanes, end = part < job.parts() ? job.rows() * chunks : 0;
   for (uint32_t i = threadIdx.x - busy; threadIdx.x >= busy && i < end; i += kFewThreads - busy) {
     const uint32_t r = i / chunks, chunk = i % chunks;
-    const uint8_t* const row = r < kProductRows
+    const uint8_t* const row = r < job.experts
                                    ? b.args.router_rows.row(0, min_of(job.expert + r, b.c.shape.routed_experts() - 1))
-                                   : b.args.x + uint64_t{b.token_at(job.token + r - kProductRows)} * 16;
+                                   : b.args.x + uint64_t{b.token_at(job.token + r - job.experts)} * 16;
     const uint32_t from = job.k_block(part, chunk / 8) * kRowBytes + chunk % 8 * 16;
     const bool exists = from < all;
     cp_async16_or_zero(to + r * pitch + (chunk ^ r % 8) * 16, row + (exists ? from : 0), exists ? 16 : 0);
@@ -202,10 +203,11 @@ template <class Dtype, uint32_t kAbreast>
 __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob<kAbreast>& job) {
   using Job = LogitJob<kAbreast>;
   const uint32_t pitch = job.part_bytes(), parts = job.parts(), of_round = job.parts_of_round();
-  const uint32_t matrix = P::lane() / 8, row = P::lane() % 8, first_token = b.warp() * kLogitTokens;
+  const uint32_t matrix = P::lane() / 8, row = P::lane() % 8, first_expert = b.warp() / job.abreast() * kProductRows;
+  const uint32_t first_token = b.warp() % job.abreast() * kLogitTokens;
   // In place of a token that does not exist, the job's last row is multiplied. It is only in that token's own sums,
   // which nobody stores.
-  const uint32_t x_row = min_of(kProductRows + first_token + matrix % 2 * 8 + row, job.rows() - 1);
+  const uint32_t x_row = min_of(job.experts + first_token + matrix % 2 * 8 + row, job.rows() - 1);
   BlockSums<Dtype> sums[kAbreast], logits;
   for (uint32_t part = 0; part + 1 < Job::kParts; ++part) load_logit_rows<Dtype>(b, job, part);
 #pragma unroll 1
@@ -213,7 +215,7 @@ __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob
     asm volatile("cp.async.wait_group %0;" ::"n"(Job::kParts - 2) : "memory");
     __syncthreads();  // all threads' copies of this part are here, and all have read the part before
     load_logit_rows<Dtype>(b, job, part + Job::kParts - 1);
-    if (first_token >= job.tokens) continue;
+    if (first_expert >= job.experts) continue;
     const uint32_t from = shared_address(b.s.gate.rows) + part % Job::kParts * job.rows() * pitch;
 #pragma unroll 1
     for (uint32_t block = 0; block < pitch / kRowBytes; block += kAbreast) {
@@ -222,7 +224,8 @@ __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob
         uint32_t w[2][4], a[4][4];  // all loads first: products wait for one another
 #pragma unroll
         for (uint32_t h = 0; h < 2; ++h) {
-          load_matrices(w[h], from + row * pitch + (block + j) * kRowBytes + ((4 * h + matrix) ^ row) * 16);
+          load_matrices(w[h],
+                        from + (first_expert + row) * pitch + (block + j) * kRowBytes + ((4 * h + matrix) ^ row) * 16);
         }
 #pragma unroll
         for (uint32_t s = 0; s < 4; ++s) {
@@ -238,11 +241,11 @@ __device__ __forceinline__ void compute_logits_of(const Block& b, const LogitJob
     for (uint32_t j = 0; j < kAbreast; ++j) logits.add(sums[j]), sums[j] = {};
   }
   __syncthreads();  // from here on, another job's rows may be loaded
-  if (first_token >= job.tokens) return;
+  if (first_expert >= job.experts) return;
   logits.finish(min_of(kLogitTokens, job.tokens - first_token), [&](uint32_t t, const float (&sum)[1][2]) {
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
-      const uint32_t e = job.expert + BlockSums<Dtype>::first_row() + i;
+      const uint32_t e = job.expert + first_expert + BlockSums<Dtype>::first_row() + i;
       if (e >= b.c.shape.routed_experts()) continue;
       store_logit<Dtype>(b, job.token + first_token + t, e, sum[0][i]);
     }
@@ -261,18 +264,22 @@ __device__ __forceinline__ void compute_logits(const Block& b) {
     // A job has so many tokens that there is about one job for each block. In a group, the last blocks do not count
     // here: meanwhile, they send rows.
     const uint32_t busy = kBuild.group ? min_of(b.c.blocks(), gridDim.x - 1) : 0;
-    const uint32_t each =
+    uint32_t tokens =
         kLogitTokens * min_of(kFewRouters, ceil_div(eights * ceil_div(all, kLogitTokens), gridDim.x - busy));
+    // The fewer rows a job has, the less all blocks read from the L2. So a job has about as many experts as tokens.
+    uint32_t experts = kProductRows;
+    for (; tokens >= 4 * experts && experts < 8 * eights; experts *= 2) tokens = align_up(tokens / 2, kLogitTokens);
+    const uint32_t of_experts = ceil_div(b.c.shape.routed_experts(), experts);
     const uint32_t k_blocks = ceil_div(b.c.shape.hidden * Dtype::kBytes, kRowBytes);
     auto compute = [&]<uint32_t kAbreast>(Count<kAbreast>) {
-      for (uint32_t i = blockIdx.x; i < eights * ceil_div(all, each); i += gridDim.x) {
-        const uint32_t token = i / eights * each;
+      for (uint32_t i = blockIdx.x; i < of_experts * ceil_div(all, tokens); i += gridDim.x) {
+        const uint32_t token = i / of_experts * tokens;
         compute_logits_of<Dtype>(
-            b, LogitJob<kAbreast>{k_blocks, i % eights * kProductRows, token, min_of(each, all - token)});
+            b, LogitJob<kAbreast>{k_blocks, i % of_experts * experts, experts, token, min_of(tokens, all - token)});
       }
     };
     constexpr uint32_t kMostAbreast = 4;
-    if (LogitJob<kMostAbreast>::fits(each)) {
+    if (LogitJob<kMostAbreast>::fits(experts + tokens)) {
       compute(Count<kMostAbreast>{});
     } else {
       compute(Count<1>{});

@@ -6,7 +6,7 @@
 // Warp 8, one thread: takes tasks from an atomic counter of this rank's device memory (Control::few_tickets), writes
 // each to the block's list of tasks in shared memory, and has TMA load its weights to the stages, a ring of buffers in
 // shared memory.
-// Warp 9, all lanes: has cp.async load the unit's rows to the stages. For GEMM0 these are rows of x, or rows that other
+// Warp 9, all lanes (on a rank alone with weights in 16 bits, 9 and 10): has cp.async load the unit's rows to the stages. For GEMM0 these are rows of x, or rows that other
 // ranks have sent to this rank's heap; for GEMM1 intermediate rows of this rank's workspace, once FewMemory's counter
 // of the unit (gpu/decode_memory.h) says that all of the unit's tasks of GEMM0 are stored. (In FP8, warps 9 to 11 load
 // rows by decode/rows_quantised.cuh.)

@@ -4,7 +4,7 @@
 // and if a wait expires, names the rank that holds the call up.
 //
 // Warp 0 runs it. It polls signals in the own heap. In block 0 it also stores to the own Status and reads those of the
-// peers, and posts a fault to all ranks. It keeps in shared memory what it has seen of the peers (FewShared::seen), and
+// peers, and posts a fault to all ranks. It keeps in shared memory what it has seen of the peers (BesideScratch::seen), and
 // whether the call has failed.
 #pragma once
 
