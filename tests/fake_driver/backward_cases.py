@@ -12,7 +12,7 @@ from flashmoe.spec import Options
 from flashmoe.spec.tensors import Tensors
 
 
-@pytest.mark.parametrize("tokens", [3, 100], ids=["few tokens", "many"])
+@pytest.mark.parametrize("tokens", [3, 200], ids=["few tokens", "many"])
 @pytest.mark.parametrize(("activation", "columns"), [("swiglu", 2 * I), ("gelu", I)])
 def test_what_a_call_keeps(ctx, device, tokens, activation, columns):
     """Each call that keeps has a tensor of its own for it, and runs the kernel that keeps, even with few tokens."""

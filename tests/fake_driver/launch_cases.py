@@ -13,9 +13,9 @@ from flashmoe import _ffi, jit
 
 
 def test_the_launch(ctx, device):
-    args = arguments(100, router_bias=on_gpu(E), gate_up_bias=on_gpu(E, 2 * I), down_bias=on_gpu(E, H))
+    args = arguments(200, router_bias=on_gpu(E), gate_up_bias=on_gpu(E, 2 * I), down_bias=on_gpu(E, H))
     y = flashmoe.moe(ctx, **args, capacity_factor=1.5, renormalize=False)
-    assert (y.shape, y.dtype) == ((100, H), torch.bfloat16)
+    assert (y.shape, y.dtype) == ((200, H), torch.bfloat16)
     assert set(device) == of_both() == set(jit.variants_alone()) and len(device) == 2
     seen = launched()
     expected = {
@@ -24,14 +24,14 @@ def test_the_launch(ctx, device):
         "geometry": 1,
         "stream": 77,
         "cooperative": 1,
-        "tokens": 100,
+        "tokens": 200,
         "hidden": H,
         "intermediate": I,
         "experts": E,
         "top_k": K,
         "local_experts": E,
         "block": 8,
-        "capacity": 38,  # ceil(1.5 * 100 * 4 / 16)
+        "capacity": 75,  # ceil(1.5 * 200 * 4 / 16)
         "tile_rows": 256,
         "gemm0_columns": 1,
         "gemm1_columns": 1,
@@ -69,7 +69,7 @@ def test_the_launch(ctx, device):
 def test_tensor_maps(device, dtype, code, span, activation):
     rows = 2 * I if activation == "swiglu" else I
     halves = rows // I
-    args = arguments(100, dtype, gate_up_proj=on_gpu(E, rows, H, dtype=dtype), activation=activation)
+    args = arguments(200, dtype, gate_up_proj=on_gpu(E, rows, H, dtype=dtype), activation=activation)
     size = args["x"].element_size()
     with flashmoe.Context(engine="cuda", **{**SIZES, "dtype": "float32"}) as ctx:  # no call has wider elements
         flashmoe.moe(ctx, **args)
@@ -97,7 +97,7 @@ def test_tensor_maps(device, dtype, code, span, activation):
     assert seen["token_rows"] == {
         "base": args["x"].data_ptr(),
         "type": code,
-        "dims": [H, 100],
+        "dims": [H, 200],
         "strides": [row],
         "box": [span, 32],
     }
@@ -112,13 +112,13 @@ def test_the_routers_box(experts, rows):
         "router": on_gpu(experts, H),
     }
     with flashmoe.Context(engine="cuda", **{**SIZES, "experts": experts}) as ctx:
-        flashmoe.moe(ctx, **arguments(100, **weights))
+        flashmoe.moe(ctx, **arguments(200, **weights))
     seen = launched()["router"]
     assert seen["dims"] == [H, experts, 1, 1, 1] and seen["box"] == [64, rows, 1, 1, 1]
 
 
 def test_strided_tensors(ctx):
-    x = on_gpu(100, 3 * H)[:, H : 2 * H]
+    x = on_gpu(200, 3 * H)[:, H : 2 * H]
     gate_up = on_gpu(E, 2 * I + 8, H + 16)[:, : 2 * I, :H]
     down = on_gpu(2 * E, H, I)[::2]
     router = on_gpu(E, H + 8)[:, 8:]
