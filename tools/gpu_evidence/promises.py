@@ -1140,7 +1140,7 @@ FEW = Topic(
         Promise(
             "A few tokens on one GPU have a kernel of their own, in turn with the general one.",
             GPUS,
-            "On one GPU, calls of at most 256 tokens use a separate kernel, if the experts have 16 tokens or fewer",
+            "On one GPU, calls of at most 512 tokens use a separate kernel, if the experts have 48 tokens or fewer",
             (
                 "tests/cpp/test_policy.cpp",
                 "tests/gpu/test_few.py::test_every_number_of_tokens",
@@ -1156,10 +1156,13 @@ FEW = Topic(
         Promise(
             "So has a context of few tokens among several GPUs.",
             GPUS,
-            "Among several GPUs, a context uses such a kernel if its `max_tokens` is so small",
+            "Among several GPUs, calls use such a kernel if their ranks have so few tokens",
             (
                 "tests/cpp/test_policy.cpp",
                 "tests/fake_driver/few_group_cases.py::test_few_tokens_of_several_ranks",
+                "tests/fake_driver/few_group_cases.py::test_a_promise_in_a_large_context",
+                "tests/gpu/test_few_group.py::test_a_promise_in_a_context_for_many_tokens",
+                "tests/test_most_tokens.py::test_a_broken_promise_is_refused_on_all_ranks",
                 "tests/gpu/test_few_group.py::test_the_kernel_is_that_of_few_tokens",
             ),
         ),
