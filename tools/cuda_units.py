@@ -47,7 +47,8 @@ class Unit:
         if variant.exact or (variant.few and variant.dtype == "float32"):  # both multiply without the tensor cores
             return LOADS
         if variant.few:
-            return (MMA, *LOADS)
+            many_rows = not (variant.group or variant.quantised or variant.mxfp4)  # units of more than 16 rows
+            return (*((WGMMA,) if many_rows else ()), MMA, *LOADS)
         if variant.quantised:
             return (WGMMA, WGMMA_FP8, *LOADS)  # the router's products are not in FP8, but in y's type
         by_fragments = variant.backward and variant.dtype == "float32"

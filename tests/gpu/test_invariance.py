@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import flashmoe
 import pytest
 import torch
 from layers import Problem, call, context_of, random_problem
@@ -50,33 +49,6 @@ def differing(problem: Problem, lengths: tuple[int, ...]) -> list[int]:
 def test_every_prefix(dtype: str, layer: str, ids: str | None):
     problem = random_problem(71, LONGEST, dtype=dtype, ids=ids, skew=1.0, **LAYERS[layer])
     assert differing(problem, LENGTHS) == []
-
-
-GRADIENT_LENGTHS = (1, 2, 7, 8, 9, 17, 64, 65, 128, 129, 256, 257, 1000)
-TRAINED = ("usual", "Qwen3-30B-A3B", "GELU and biases", "weights on the input", "a shared expert", "odd sizes")
-
-
-def gradients(context: flashmoe.Context, problem: Problem, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The gradients of x and, with given routing, of topk_weights, if those of the results are the first rows of dy."""
-    names = [name for name in ("x", "topk_weights") if getattr(problem, name) is not None]
-    leaves = {name: getattr(problem, name).detach().clone().requires_grad_() for name in names}
-    y = flashmoe.moe(context, **(problem.arguments() | leaves))
-    found = torch.autograd.grad(y, list(leaves.values()), dy[: len(y)])
-    return dict(zip(names, found, strict=True))
-
-
-@pytest.mark.parametrize("ids", [None, "int32"], ids=["router", "given"])
-@pytest.mark.parametrize("layer", TRAINED)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_gradients_of_every_prefix(dtype: str, layer: str, ids: str | None):
-    problem = random_problem(73, LONGEST, dtype=dtype, ids=ids, skew=1.0, **LAYERS[layer])
-    torch.manual_seed(73)
-    dy = torch.randn_like(problem.x)
-    with context_of(problem) as context:
-        expected = gradients(context, problem, dy)
-        for n in GRADIENT_LENGTHS:
-            for name, found in gradients(context, first_tokens(problem, n), dy).items():
-                assert torch.equal(found, expected[name][:n]), (n, name)
 
 
 def random_layer(draw: random.Random) -> dict[str, Any]:
