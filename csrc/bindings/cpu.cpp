@@ -244,8 +244,9 @@ void network_await(int64_t network) {
   guarded([&] { registry<network::Courier>().get(network)->await_peers(); });
 }
 
-// The number of messages that have gone to other machines, and the bytes of data in them. Then, for each n, how many of
-// these bytes were in messages of at least 2^n and fewer than 2^(n + 1) bytes.
+// The number of messages that this rank has had to send to other machines, without those that carry only the rank's
+// status, and the bytes of data in these messages. Then, for each n, how many of these bytes were in messages of at least
+// 2^n and fewer than 2^(n + 1) bytes.
 ffi::Array<int64_t> network_crossed(int64_t network) {
   return guarded([&] {
     const network::Crossed crossed = registry<network::Courier>().get(network)->crossed();
