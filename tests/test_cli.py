@@ -712,7 +712,7 @@ def test_memory_of_ranks_that_put(capsys):
     assert more == {"weight_gradients": 512 * 4 * 4, "x_rows": 0, "refusal_reason": 4 * 512, "few_done": units}
     assert mapped.heap_bytes == puts.heap_bytes + 512 * 4 * 4 + 4 * 512
     only = {term.name: term for term in set(puts.terms) - set(mapped.terms)}
-    assert set(only) == {"out_rows", "returns_ready", "returns_sent"}
+    assert set(only) == {"out_rows", "returns_ready", "returns_sent", "few_done"} and only["few_done"].bytes == 0
     assert (only["out_rows"].region, only["out_rows"].bytes) == ("workspace", 512 * 1024 * 2)
     command = "memory --engine cuda --hidden 1024 --intermediate 256 --experts 32 --top-k 4 --tokens 512 --transport"
     assert main([*command.split(), "rdma"]) == 0
