@@ -1,6 +1,7 @@
 // The shared expert's weight in a token's sum. It is 1; with a gate, it is the sigmoid of the token's row times the
-// gate's row. (The shared expert's FFN is computed like that of other experts: it is cut into slices that every token
-// has among its choices, see CallShape::shared.)
+// gate's row. (The shared expert is cut into slices, each as wide as an expert. In the kernel for a few tokens each slice
+// is a choice of every token. In the general kernel the whole shared expert is one choice of every token: GEMM0 has tasks
+// for each slice, and GEMM1 sums over all slices at once. See CallShape::shared.)
 #pragma once
 
 #include "flashmoe/gpu/memory.cuh"
