@@ -19,6 +19,8 @@ constexpr uint32_t kLinkClusters = 4;
 // Most rows of an expert, on average, in a call of few tokens: on a rank alone whose weights have no scales; otherwise.
 // (The kernel multiplies 64 rows of an expert together in the first case, 32 or 16 in the other.)
 constexpr uint32_t kMostFewRowsAlone = 48, kMostFewRows = 16;
+// Most tokens and choices of such a call on a rank alone whose weights have scales: no larger call has been measured.
+constexpr uint32_t kMostScaledTokens = 256, kMostScaledChoices = gpu::kFewChoicesInE4m3;
 // The part of GEMM0 that goes before GEMM1 if the link does not keep up: all of it if link_over_gemm1 is kHeldUpTo or
 // less, none of it from kSoonFrom on, and in proportion between. Two H200s are fastest with all of it at 1.05 (OLMoE),
 // with three fifths or all of it at 1.4 (Qwen3), and with a tenth at 2.1 (Qwen3-Next); see docs/measured.md.
@@ -64,9 +66,10 @@ uint32_t few_most(const CallShape& s, const LayerSpec& spec) {
   // In this kernel the slices of a shared expert are several choices; in the general kernel they are one choice, so the
   // bits may differ. If there are several slices, only calls of up to kFewExactTokens tokens may have other bits than
   // the general kernel gives.
-  const uint32_t most = element_bytes(spec.y_type) == 2 && s.shared <= 1 ? gpu::kFewTokens : gpu::kFewExactTokens;
-  const uint32_t rows = has_scales(spec.weight_type) ? kMostFewRows : kMostFewRowsAlone;
-  const uint32_t choices = spec.quantised() ? gpu::kFewChoicesInE4m3 : gpu::kFewChoices;
+  const bool scaled = has_scales(spec.weight_type), exact = element_bytes(spec.y_type) != 2 || s.shared > 1;
+  const uint32_t most = exact ? gpu::kFewExactTokens : scaled ? kMostScaledTokens : gpu::kFewTokens;
+  const uint32_t rows = scaled ? kMostFewRows : kMostFewRowsAlone;
+  const uint32_t choices = scaled ? kMostScaledChoices : gpu::kFewChoices;
   return min_of(most, min_of(choices / (top_k + s.shared), rows * s.routed_experts() / top_k));
 }
 

@@ -34,9 +34,9 @@ bool reduces(uint32_t ranks, uint32_t top_k, uint32_t intermediate);
 uint32_t token_block(const Arch& arch, uint32_t tokens, uint32_t experts, uint32_t top_k, uint32_t processors);
 
 // Whether the kernel for a few tokens takes the call (decode/alone.cuh). That kernel computes the forward pass and
-// nothing else, reads weights along the contracted axis, and has room for 4096 choices (in e4m3 2048), where each slice
-// of the shared expert is a choice. Its time is about that of reading the weights, if experts have at most 48 rows on
-// average, or 16 if weights have scales.
+// nothing else, reads weights along the contracted axis, and has room for 4096 choices, where each slice of the shared
+// expert is a choice. Its time is about that of reading the weights, if experts have at most 48 rows on average. If
+// weights have scales, there are at most 16 rows on average, 256 tokens and 2048 choices.
 bool is_few(const CallShape& shape, const LayerSpec& spec);
 // The most tokens of a call that this kernel takes. Does not depend on shape.tokens.
 uint32_t few_most(const CallShape& shape, const LayerSpec& spec);
